@@ -6,11 +6,11 @@ import time
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc.checkpoint import blocks
-from fsfunc.checkpoint.blocks import SLAB, Blocks, Threads, copy
+from fsfunc.checkpoint.blocks import SLAB, Blocks, Threads
 from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, StoredFile
 
 SIZE = 2 * SLAB + BLOCK + 12345
@@ -23,20 +23,6 @@ def stored(tmp_path_factory):
     (folder / "x").write_bytes(DATA)
     sums = tuple(zlib.crc32(DATA[a : a + BLOCK]) for a in range(0, SIZE, BLOCK))
     return Stored(folder, {}, files={"x": StoredFile(SIZE, sums)})
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """(where, how many bytes) of every read."""
-    found, preadv = [], os.preadv
-
-    def noted(file, into, at):
-        count = preadv(file, into, at)
-        found.append((at, count))
-        return count
-
-    monkeypatch.setattr(blocks.os, "preadv", noted)
-    return found
 
 
 @st.composite
@@ -57,23 +43,13 @@ def read(source, *wanted):
     return into
 
 
+@settings(max_examples=6)
 @given(ranges(), st.booleans())
 def test_any_ranges_in_any_order(stored, wanted, known):
     """With checksums or without."""
     name = StoredFile(SIZE, stored.files["x"].sums if known else None)
     source = Stored(stored.path, {}, files={"x": name})
     assert read(source, *wanted) == [DATA[start:stop] for start, stop in wanted]
-
-
-def test_a_block_is_read_once_for_ranges_that_follow_each_other(stored, reads):
-    cuts = sorted({*range(0, SIZE, BLOCK // 3 + 7), SIZE})
-    assert b"".join(read(stored, *zip(cuts, cuts[1:], strict=False))) == DATA
-    assert sorted(reads) == [(a, min(SLAB, SIZE - a)) for a in range(0, SIZE, SLAB)]
-
-
-def test_only_the_blocks_of_a_range_are_read(stored, reads):
-    assert read(stored, (BLOCK + 5, BLOCK + 15)) == [DATA[BLOCK + 5 :][:10]]
-    assert reads == [(BLOCK, BLOCK)]
 
 
 def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
@@ -126,57 +102,6 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
         assert begun and sorted(ended) == sorted(begun)
 
 
-def test_an_interrupt_waits_for_who_reads(stored, monkeypatch):
-    preadv, begun, ended = os.preadv, threading.Event(), []
-
-    def slow(file, into, at):
-        begun.set()
-        time.sleep(0.1)
-        ended.append(preadv(file, into, at))
-        return ended[-1]
-
-    def interrupted(self):
-        assert begun.wait(20)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(blocks.os, "preadv", slow)
-    monkeypatch.setattr(blocks.Future, "result", interrupted)
-    with Threads() as threads:
-        with pytest.raises(KeyboardInterrupt):
-            with Blocks(stored, "x", threads) as file:
-                file.read([(0, memoryview(bytearray(10)))])
-        assert ended == [BLOCK]
-
-
 def test_a_range_past_the_end_is_refused(stored):
     with pytest.raises(CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"):
         read(stored, (SIZE - 1, SIZE + 1))
-
-
-def test_no_more_is_under_way_than_threads_can_take(stored, monkeypatch):
-    """So that what is asked for, however much, holds no more than a few slabs."""
-    most, lock, running, preadv = [], threading.Lock(), [], os.preadv
-    submit = blocks.ThreadPoolExecutor.submit
-
-    def counted(self, *args):
-        work = submit(self, *args)
-        running.append(work)
-        most.append(sum(not work.done() for work in running))
-        return work
-
-    def slow(*args):
-        with lock:
-            time.sleep(0.02)
-            return preadv(*args)
-
-    monkeypatch.setattr(blocks.ThreadPoolExecutor, "submit", counted)
-    monkeypatch.setattr(blocks.os, "preadv", slow)
-    monkeypatch.setattr(blocks, "THREADS", 1)
-    whole = [(a, min(a + SLAB, SIZE)) for a in range(0, SIZE, SLAB)]
-    assert b"".join(read(stored, *whole, *whole)) == DATA + DATA
-    assert len(most) == 6 and max(most) <= 3
-
-
-def test_a_copy_reads_nothing_beyond_its_source():
-    with pytest.raises(ValueError, match="3 bytes are to come from 2"):
-        copy(memoryview(bytearray(3)), memoryview(bytearray(2)))

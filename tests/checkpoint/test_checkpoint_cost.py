@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import headers
 from fsfunc.runtime.collector import uncollected
 from tests.checkpoint.forging import text_of
 from tests.checkpoint.stacks import STACKS, abstract, made
@@ -73,11 +72,6 @@ class Resident:
         self.thread.join()
 
 
-def strided(n=1 << 10):
-    """Leaves that are not contiguous, of 4 MiB each."""
-    return {f"w{i}": torch.full((n, n), float(i)).t() for i in range(8)}
-
-
 @pytest.mark.parametrize("save", [ff.save, ff.save_async])
 def test_saving_makes_no_copy(tmp_path, save):
     state = state_of()
@@ -91,7 +85,8 @@ def test_saving_makes_no_copy(tmp_path, save):
 
 
 def test_what_is_not_contiguous_is_copied_leaf_by_leaf(tmp_path):
-    state = strided()
+    n = 1 << 10
+    state = {f"w{i}": torch.full((n, n), float(i)).t() for i in range(8)}
     with LiveBytes(state) as live:
         ff.save(tmp_path / "a", state)
     assert live.peak <= 4 * MIB + 4096
@@ -135,22 +130,6 @@ def test_one_file_is_made_one_leaf_at_a_time(tmp_path):
     assert live.peak <= 2 * 4 * MIB + 4096  # a leaf, and its meta tensor
 
 
-def test_a_state_being_saved_is_made_a_second_time_once(tmp_path):
-    """A donated step that is given it makes a new state; the next writes into that."""
-    optimizer = ff.sgd(0.1)
-    step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
-    state = ff.TrainState(torch.ones(MIB), optimizer.init(torch.ones(MIB)))
-    state, _ = step(state, torch.ones(()))
-    saving = ff.save_async(tmp_path / "a", state)
-    first = state.params.data_ptr()
-    state, _ = step(state, torch.ones(()))
-    second = state.params.data_ptr()
-    state, _ = step(state, torch.ones(()))
-    assert first != second or saving.done()
-    assert state.params.data_ptr() == second
-    saving.wait()
-
-
 # Of many leaves
 
 
@@ -185,14 +164,13 @@ def many(folder, count, boxes):
     return folder
 
 
-@pytest.mark.parametrize("boxes", [1, 2])
-def test_a_manifest_of_many_leaves_takes_little_more_than_its_json(tmp_path, boxes):
+def test_a_manifest_of_many_leaves_takes_little_more_than_its_json(tmp_path):
     """To be read and proven, or refused by a target that is another."""
-    path = many(tmp_path / "a", 20_000, boxes)
+    path = many(tmp_path / "a", 10_000, boxes=2)
     text = (path / "fsfunc.json").read_text()
     with uncollected():
         plain = busy(lambda: json.loads(text))
-    assert len(ff.metadata(path).tensors) == 20_000
+    assert len(ff.metadata(path).tensors) == 10_000
     assert busy(lambda: ff.metadata(path)) < 6.5 * plain
 
     def refused():
@@ -200,21 +178,6 @@ def test_a_manifest_of_many_leaves_takes_little_more_than_its_json(tmp_path, box
             ff.load(path, {"other": torch.zeros(1)})
 
     assert busy(refused) < 9 * plain
-
-
-def test_many_leaves_become_one_file_in_a_time_for_each(tmp_path, monkeypatch):
-    """Headers are read once, and small leaves together."""
-    state = {f"w{i}": torch.full((2,), float(i)) for i in range(3000)}
-    ff.save(tmp_path / "a", state)
-    seen, read = [], headers.header_at
-    monkeypatch.setattr(
-        headers, "header_at", lambda *a, **k: seen.append(a) or read(*a, **k)
-    )
-    one = ff.consolidate(tmp_path / "a", tmp_path / "one")
-    assert len(seen) == 1
-    monkeypatch.undo()
-    found = ff.load(one, abstract(state))
-    assert all(torch.equal(found[k], x) for k, x in state.items())
 
 
 def test_what_ranks_hold_alike_is_read_once_more_and_not_sent(tmp_path):

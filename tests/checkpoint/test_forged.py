@@ -103,22 +103,16 @@ STATE = {"states": [{"cpu": "AAAA"}], "of": [0]}
 FORGED = {
     "a way up": (named("../outside/a.safetensors"), "is called"),
     "an absolute name": (named("/etc/passwd"), "is called"),
-    "no name": (named(""), "is called"),
     "a name that ends early": (named("a\0.safetensors"), "is called"),
     "a name for two files": (
         lambda b: b["files"][1].update(name=b["files"][0]["name"]), "is called"
     ),
     "file -1": (box(0, -1), "no number from 0 on"),
     "a file too far": (box(0, 2), "file 2 of 2"),
-    "a file that is True": (box(0, True), "no number from 0 on"),
-    "a negative place": (box(1, -8), "no number from 0 on"),
     "half a place": (box(1, 0.5), "no number from 0 on"),
-    "a place elsewhere": (box(1, 600), "begins at byte|ends at byte"),
     "a place past the end": (box(1, 1 << 40), "begins at byte"),
-    "a negative offset": (box(2, [0, -1]), "no number from 0 on"),
     "an offset past the end": (box(2, [0, 2]), "a box of"),
     "a box that overlaps": (box(2, [0, 0], which=1), "do not make it up once"),
-    "a box of other dims": (box(3, [3]), "a box of"),
     "a box of three": (lambda b: b["leaves"][W]["chunks"][0].pop(), "a list of 3"),
     "a box too few": (lambda b: b["leaves"][W]["chunks"].pop(), "do not make it up"),
     "a box too many": (
@@ -127,9 +121,6 @@ FORGED = {
     ),
     "two leaves swapped": (swapped, "or its manifest: of"),
     "a dtype that is a function": (leaf(dtype="load"), "is of dtype 'load'"),
-    "a dtype that is none": (leaf(dtype=3), "no str"),
-    "a shape that is none": (leaf(shape="23"), "no list"),
-    "a negative shape": (leaf(shape=[-2, -3]), "no number from 0 on"),
     "a shape past counting": (leaf(shape=[1 << 62, 1 << 62]), "is of shape"),
     "a shape of many dims": (leaf(shape=[1] * 99), "is of shape"),
     "trailing bytes": (last_bytes, "ends at byte"),
@@ -151,26 +142,18 @@ FORGED = {
     ),
     "a generator of no state": (at_the_top(random=STATE), "state of the cpu generator"),
     "own of another axis": (leaf(H, own={"model": 2}), "each rank has a row"),
-    "own of more ranks": (leaf(H, own={"data": 3}), "each rank has a row"),
     "own of True": (leaf(H, own={"data": True}), "each rank has a row"),
-    "own of a list": (leaf(H, own={"data": [2]}), "each rank has a row"),
     "own in another order": (two_axes_turned, "each rank has a row"),
-    "own of no table": (leaf(H, own=["data"]), "no dict"),
-    "own of no axis": (leaf(H, own={}), "it says"),
     "own of other rows": (leaf("params/h", own=PAIR | {"x": 1}), "each rank has a row"),
     "own of a scalar": (leaf("params/layers/1/b", own=PAIR), "each rank has a row"),
     "something more": (at_the_top(code="x"), "it says"),
-    "something less": (lambda b: b.pop("values"), "it says"),
     "deep JSON": (deep(100_000), "nested too deeply"),
     "deep metadata": (
         at_the_top(metadata={"x": json.loads("[" * 300 + "]" * 300)}), "levels deep"
     ),
     "much JSON": (b"[" + b"0," * (9 << 20) + b"0]", "more than any checkpoint says"),
     "one thing twice": (b'{"version":1,"version":1}', "something twice"),
-    "a list": (b"[1]", "no table"),
     "no JSON": (b"{1}", "no JSON"),
-    "no text": (b'{"version":"\xff"}', "no JSON"),
-    "a long number": (b'{"version":' + b"9" * 5000 + b"}", "no JSON"),
     "version True": (at_the_top(version=True), "format version True"),
 }  # fmt: skip
 
@@ -319,7 +302,7 @@ def test_thousands_of_changes_give_no_wrong_value_no_other_error_and_no_hang(
     """Where there are no checksums, other numbers are not told from wrong ones."""
     victim = Victim(tmp_path, save)
     assert victim.judge(save is not hub) is None
-    count = 1000 if save is ours else 500
+    count = 400 if save is ours else 200
     assert fuzz(victim, range(count), proven=save is not hub) > count / 2
 
 

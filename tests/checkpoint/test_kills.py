@@ -9,7 +9,7 @@ import pytest
 from tests.programs import forked
 
 PROGRAM = Path(__file__).with_name("killed.py")
-KILLS = 50
+KILLS = 30
 
 
 @pytest.mark.slow

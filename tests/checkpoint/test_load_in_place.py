@@ -19,7 +19,11 @@ def at(state):
     return [x.data_ptr() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    "name",
+    ["one device", "zero=0 on 2", "zero=1 on 3", "zero=3 on 2", "HSDP zero=1",
+     "merged", "shard(pipeline)", "pipeline(shard)"],
+)  # fmt: skip
 def test_it_lies_where_the_target_lay(tmp_path, name):
     def main(mesh):
         step, state, (batch, *_) = made(name, mesh)
@@ -53,13 +57,6 @@ def test_into_a_view_that_is_not_what_its_memory_says(tmp_path, view, shape):
     found = ff.load(tmp_path / "a", {"x": LAZY[view](memory)}, donate=True)["x"]
     assert torch.equal(found, x)
     assert torch.equal(LAZY[view](memory), x)
-
-
-def test_into_a_contiguous_negative_view(tmp_path):
-    lazy = lambda x: torch._neg_view(x)  # noqa: E731
-    ff.save(tmp_path / "a", {"x": torch.arange(3.0)})
-    found = ff.load(tmp_path / "a", {"x": lazy(torch.zeros(3))}, donate=True)["x"]
-    assert torch.equal(found, torch.arange(3.0))
 
 
 def test_whole_tensors_and_what_is_refused(tmp_path):

@@ -112,13 +112,6 @@ def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monke
     assert names(tmp_path) == ["step-4", "step-5"]
 
 
-def test_a_job_is_named_by_its_scheduler(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says without one
-    assert save_lock.this_job()["job"] == ""
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert save_lock.this_job()["job"] == "42"
-
-
 def test_the_bytes_of_a_checkpoint_are_those_of_its_state(tmp_path, monkeypatch):
     """Not of who saved it, or when: runs of other processes end with the same files."""
     torch.manual_seed(2)
@@ -215,16 +208,6 @@ def test_what_was_killed_before_it_was_marked_is_empty(tmp_path):
     assert names(tmp_path)[-1] == "step-1"
 
 
-def test_a_link_is_no_remains(tmp_path):
-    """Nor what lies where it leads."""
-    (tmp_path / "mine").mkdir()
-    os.close(mark(tmp_path / "mine"))
-    (tmp_path / ".step-1.saving").symlink_to("mine")
-    ff.save(tmp_path / "step-2", W)
-    assert names(tmp_path) == [".step-1.saving", "mine", "step-2"]
-    assert (tmp_path / "mine" / MARK).exists()
-
-
 @pytest.mark.parametrize("at", range(3))
 def test_what_is_deleted_may_be_killed_at_any_moment(tmp_path, monkeypatch, at):
     """Its mark goes last: the next save removes the rest."""
@@ -260,15 +243,12 @@ def failing(code):
 
 @pytest.mark.parametrize(
     "code, advice",
-    [
-        (errno.ENOSPC, "make room"),
-        (errno.EACCES, "ask for the rights"),
-        (errno.EIO, "look at it, and try again"),
-        (errno.EMFILE, "ulimit -n"),
-    ],
-)
-@pytest.mark.parametrize("save", [ff.save, lambda *a: ff.save_async(*a).wait()])
-def test_errors_of_the_system_say_what_to_do(tmp_path, monkeypatch, code, advice, save):
+    [(errno.ENOSPC, "make room"), (errno.EACCES, "ask for the rights"),
+     (errno.EIO, "look at it, and try again"), (errno.EMFILE, "ulimit -n")],
+)  # fmt: skip
+def test_errors_of_the_system_say_what_to_do(tmp_path, monkeypatch, code, advice):
+    save = [ff.save, lambda *a: ff.save_async(*a).wait()][code % 2]
+
     def main(mesh):
         with pytest.raises((OSError, CheckpointError), match=advice) as raised:
             save(tmp_path / "a", W)

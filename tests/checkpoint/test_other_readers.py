@@ -49,7 +49,7 @@ def leaves_of_one_mesh(draw):
     return axes, how, whole
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(leaves_of_one_mesh())
 def test_dcp_and_safetensors_read_any_layout(drawn):
     axes, how, whole = drawn

@@ -1,5 +1,6 @@
 """n steps are k steps, a checkpoint, another process, and n - k steps: bit by bit."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -14,22 +15,25 @@ PROGRAM = Path(__file__).with_name("resuming.py")
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Where every scheme was saved, and how it went on without a stop."""
+    """A function: where a scheme was saved, and how it went on without a stop."""
     folder = tmp_path_factory.mktemp("stopped")
-    expected = {}
-    for i, (name, scheme) in enumerate(SCHEMES.items()):
 
-        def main(mesh, scheme=scheme, path=folder / str(i), i=i):
-            run = Run(mesh, scheme)
+    @functools.cache
+    def of(name):
+        i = list(SCHEMES).index(name)
+
+        def main(mesh):
+            run = Run(mesh, SCHEMES[name])
             run.go(BEFORE)
-            saving = run.save(path, ff.save_async if i % 2 else ff.save)
+            saving = run.save(folder / str(i), ff.save_async if i % 2 else ff.save)
             later = run.go(AFTER), run.digest()
             if saving is not None:
                 saving.wait()
             return later
 
-        expected[name] = on(scheme, main)
-    return folder, expected
+        return folder / str(i), on(SCHEMES[name], main)
+
+    return of
 
 
 def check(lines, expected):
@@ -43,8 +47,8 @@ def check(lines, expected):
 
 @pytest.mark.slow  # a program of its own
 def test_another_process_goes_on_bit_by_bit(stopped):
-    folder, expected = stopped
-    done = forked(PROGRAM, "simulated", folder, timeout=120)
+    expected = {name: stopped(name)[1] for name in SCHEMES}
+    done = forked(PROGRAM, "simulated", stopped("zero=3")[0].parent, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     check(done.stdout.splitlines(), expected)
 
@@ -52,9 +56,9 @@ def test_another_process_goes_on_bit_by_bit(stopped):
 @pytest.mark.processes
 def test_real_processes_go_on_bit_by_bit(stopped, processes):
     """From what simulated ranks saved."""
-    folder, expected = stopped
-    lines = processes(PROGRAM, 2, "processes", str(folder)).splitlines()
-    check(lines, {name: expected[name] for name in ON_TWO})
+    expected = {name: stopped(name)[1] for name in ON_TWO}
+    folder = stopped("zero=3")[0].parent
+    check(processes(PROGRAM, 2, "processes", str(folder)).splitlines(), expected)
 
 
 # Of two microbatches on each of two ranks, or of one on each of four, or of four on
@@ -68,8 +72,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_another_number_of_ranks_goes_on_to_rounding(stopped, where):
-    folder, expected = stopped
-    path = folder / str(list(SCHEMES).index("accumulated"))
+    path, expected = stopped("accumulated")
 
     def main(mesh):
         run = Run(mesh, ELSEWHERE[where])
@@ -77,4 +80,4 @@ def test_another_number_of_ranks_goes_on_to_rounding(stopped, where):
         return run.go(AFTER)
 
     losses = on(ELSEWHERE[where], main)[0]
-    assert losses == pytest.approx(expected["accumulated"][0][0], rel=1e-6)
+    assert losses == pytest.approx(expected[0][0], rel=1e-6)

@@ -72,23 +72,3 @@ def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
     ff.save(tmp_path / "step-1", W)
     ff.save_async(tmp_path / "step-2", W).wait()
     assert seen == [".step-1.saving", ".step-2.saving"]
-
-
-def test_a_part_is_loaded_without_turning_the_clock_of_chance_back(tmp_path):
-    torch.manual_seed(1)
-    ff.save(tmp_path / "a", {"params": W, "step": 1})
-    drawn = torch.rand(2)
-    ff.load(tmp_path / "a", W, at="params")
-    assert not torch.equal(torch.rand(2), drawn)
-    ff.load(tmp_path / "a", W, at="params", random=True)
-    assert torch.equal(torch.rand(2), drawn)
-    ff.load(tmp_path / "a", {"params": W, "step": 0})
-    assert torch.equal(torch.rand(2), drawn)
-
-
-def test_the_newest_of_one_run(tmp_path):
-    for name in ("best-3", "step-2", "step-1", "final"):
-        ff.save(tmp_path / name, W)
-    assert ff.latest(tmp_path).name == "best-3"
-    assert ff.latest(tmp_path, "step-*").name == "step-2"
-    assert ff.latest(tmp_path, "epoch-*") is None

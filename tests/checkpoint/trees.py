@@ -12,17 +12,9 @@ from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.slices import take
 
 MESHES = [
-    {},
-    {"data": 1},
-    {"data": 2},
-    {"data": 3},
-    {"data": 4},
-    {"data": 8},
-    {"node": 2, "data": 2},
-    {"data": 2, "pipe": 2},
+    {}, {"data": 2}, {"data": 1}, {"data": 3}, {"data": 5}, {"node": 2, "data": 2},
     {"pipe": 3, "data": 2},
-    {"node": 2, "pipe": 2, "data": 2},
-]
+]  # fmt: skip
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,

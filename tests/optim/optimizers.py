@@ -7,37 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from fsfunc import (
-    adascale,
-    loss_scale,
-    master_weights,
-    muon,
-    powersgd,
-    shampoo,
-    step_in_backward,
-    stochastic_rounding,
-)
-from fsfunc.optim import (
-    Optimizer,
-    adafactor,
-    add_decayed_weights,
-    apply_if_finite,
-    chain,
-    clip_by_global_norm,
-    clip_by_value,
-    ema,
-    from_torch,
-    lamb,
-    lars,
-    lion,
-    masked,
-    partition,
-    scale,
-    schedule_free,
-    sgd,
-    sharded_adam,
-    swa,
-)
+import fsfunc as ff
 
 
 def matrices(path, leaf):
@@ -48,14 +18,13 @@ def matrices(path, leaf):
 class Kind:
     """Settings to draw, and what they make: ours, and torch's optimizer (or None)."""
 
-    ours: Callable[..., Optimizer]
+    ours: Callable[..., ff.Optimizer]
     theirs: Callable | None = None
     plain: Callable | None = None  # torch's, by operators that are not fused
     settings: st.SearchStrategy = st.just({})
     exact: bool = False  # by its update, and on shards, to the bit as well
     sends: bool = False
     anew: bool = False  # makes its moments in new memory, donated or not
-    few: bool = False  # examples: it has tests of its own
 
 
 ADAMS = st.fixed_dictionaries(
@@ -94,10 +63,10 @@ def descent(fused=True, **settings):
 
 OWN = {
     "adam": Kind(
-        sharded_adam, adamw, functools.partial(adamw, fused=False), settings=ADAMS
+        ff.sharded_adam, adamw, functools.partial(adamw, fused=False), settings=ADAMS
     ),
     "sgd": Kind(
-        functools.partial(sgd, 0.1),
+        functools.partial(ff.sgd, 0.1),
         descent,
         functools.partial(descent, fused=False),
         settings=DESCENTS,
@@ -125,7 +94,7 @@ CLASSES = {
 @functools.cache
 def ours(name):
     kind, options = CLASSES[name]
-    return from_torch(getattr(torch.optim, kind), **options)
+    return ff.from_torch(getattr(torch.optim, kind), **options)
 
 
 def theirs(name):
@@ -145,55 +114,60 @@ TORCHS = {
 
 def by_shape(matrix, other):
     label = lambda path, leaf: "matrix" if leaf.ndim > 1 else "other"  # noqa: E731
-    return partition({"matrix": matrix, "other": other}, label)
+    return ff.partition({"matrix": matrix, "other": other}, label)
 
 
 def nested_chain():
-    return chain(
-        clip_by_global_norm(1.0),
-        chain(scale(2.0), add_decayed_weights(0.1, matrices)),
-        sharded_adam(lambda count: 0.1 / (count + 1), mask=matrices),
+    return ff.chain(
+        ff.clip_by_global_norm(1.0),
+        ff.chain(ff.scale(2.0), ff.add_decayed_weights(0.1, matrices)),
+        ff.sharded_adam(lambda count: 0.1 / (count + 1), mask=matrices),
     )
 
 
 COMPOSED = {
     "adam, decay cuts the buffers": Kind(
-        lambda: sharded_adam(0.1, weight_decay=0.3, mask=matrices)
+        lambda: ff.sharded_adam(0.1, weight_decay=0.3, mask=matrices)
     ),
     "sgd, decay cuts the buffers": Kind(
-        lambda: sgd(0.1, momentum=0.9, weight_decay=0.3, mask=matrices)
+        lambda: ff.sgd(0.1, momentum=0.9, weight_decay=0.3, mask=matrices)
     ),
     "clipped adam": Kind(
-        lambda: chain(clip_by_global_norm(1.0), sharded_adam(0.1, mask=matrices)),
+        lambda: ff.chain(
+            ff.clip_by_global_norm(1.0), ff.sharded_adam(0.1, mask=matrices)
+        ),
         sends=True,
     ),
     "a chain in a chain": Kind(nested_chain, sends=True),
-    "torch's, scaled": Kind(lambda: chain(ours("RMSprop"), scale(0.5)), anew=True),
-    "partition": Kind(lambda: by_shape(sharded_adam(0.1), sgd(0.1, momentum=0.9))),
+    "torch's, scaled": Kind(
+        lambda: ff.chain(ours("RMSprop"), ff.scale(0.5)), anew=True
+    ),
+    "partition": Kind(
+        lambda: by_shape(ff.sharded_adam(0.1), ff.sgd(0.1, momentum=0.9))
+    ),
     "clipped partition of torch's": Kind(
-        lambda: chain(
-            clip_by_global_norm(1.0), by_shape(ours("RMSprop"), ours("SGD dampened"))
+        lambda: ff.chain(
+            ff.clip_by_global_norm(1.0), by_shape(ours("RMSprop"), ours("SGD dampened"))
         ),
         sends=True,
     ),
     "masked": Kind(
-        lambda: masked(chain(clip_by_global_norm(1.0), sharded_adam(0.1)), matrices),
+        lambda: ff.masked(
+            ff.chain(ff.clip_by_global_norm(1.0), ff.sharded_adam(0.1)), matrices
+        ),
         sends=True,
     ),
 }
 REDUCING = {
-    "lion": Kind(lambda: chain(clip_by_value(0.5), lion(0.1, mask=matrices)), few=True),
+    "lion": Kind(lambda: ff.chain(ff.clip_by_value(0.5), ff.lion(0.1, mask=matrices))),
     "adafactor": Kind(
-        lambda: adafactor(0.1, weight_decay=0.1, mask=matrices),
+        lambda: ff.adafactor(0.1, weight_decay=0.1, mask=matrices),
         sends=True,
         anew=True,
-        few=True,
     ),
-    "lamb": Kind(
-        lambda: lamb(0.1, weight_decay=0.1, mask=matrices), sends=True, few=True
-    ),
+    "lamb": Kind(lambda: ff.lamb(0.1, weight_decay=0.1, mask=matrices), sends=True),
     "lars": Kind(
-        lambda: lars(
+        lambda: ff.lars(
             lambda count: 0.1 / (count + 1),
             trust_coefficient=0.1,
             nesterov=True,
@@ -202,46 +176,46 @@ REDUCING = {
             trust_mask=matrices,
         ),
         sends=True,
-        few=True,
     ),
     "averages, if finite": Kind(
-        lambda: apply_if_finite(
-            ema(swa(sharded_adam(0.1, mask=matrices), every=2), 0.8, start=1)
+        lambda: ff.apply_if_finite(
+            ff.ema(ff.swa(ff.sharded_adam(0.1, mask=matrices), every=2), 0.8, start=1)
         ),
         sends=True,
-        few=True,
     ),
     "schedule-free": Kind(
-        lambda: schedule_free(
-            sharded_adam(0.1, b1=0.0, weight_decay=0.0),
+        lambda: ff.schedule_free(
+            ff.sharded_adam(0.1, b1=0.0, weight_decay=0.0),
             0.1,
             weight_decay=0.2,
             mask=matrices,
         ),
-        few=True,
     ),
 }
 KINDS = OWN | TORCHS | COMPOSED | REDUCING
 OTHERS = {  # which have tests of their own
-    "muon": lambda: muon(0.1, ns_dtype=torch.float32),
-    "shampoo": lambda: shampoo(0.1, momentum=0.9, block=3),
-    "muon, and others": lambda: partition(
-        {"matrix": muon(0.1), "other": sgd(0.1)},
+    "muon": lambda: ff.muon(0.1, ns_dtype=torch.float32),
+    "shampoo": lambda: ff.shampoo(0.1, momentum=0.9, block=3),
+    "muon, and others": lambda: ff.partition(
+        {"matrix": ff.muon(0.1), "other": ff.sgd(0.1)},
         lambda path, leaf: "matrix" if leaf.ndim == 2 else "other",
     ),
-    "moments of 16 bits": lambda: sharded_adam(0.1, moment_dtype=torch.float16),
-    "moments of 8 bits": lambda: sharded_adam(0.1, moment_dtype=torch.uint8),
-    "lion, 8 bits": lambda: lion(0.1, moment_dtype=torch.uint8),
-    "lamb, 8 bits": lambda: lamb(0.1, moment_dtype=torch.uint8),
-    "clipped by the largest": lambda: chain(
-        clip_by_global_norm(0.5, p=torch.inf), sgd(0.1)
+    "moments of 16 bits": lambda: ff.sharded_adam(0.1, moment_dtype=torch.float16),
+    "moments of 8 bits": lambda: ff.sharded_adam(0.1, moment_dtype=torch.uint8),
+    "lion, 8 bits": lambda: ff.lion(0.1, moment_dtype=torch.uint8),
+    "lamb, 8 bits": lambda: ff.lamb(0.1, moment_dtype=torch.uint8),
+    "clipped by the largest": lambda: ff.chain(
+        ff.clip_by_global_norm(0.5, p=torch.inf), ff.sgd(0.1)
     ),
-    "adascale": lambda: adascale(sgd(0.1), scale=2.0),
-    "loss_scale": lambda: loss_scale(sharded_adam(0.1), 8.0),
-    "step_in_backward": lambda: step_in_backward(sharded_adam(0.1)),
-    "master_weights": lambda: master_weights(sharded_adam(0.1)),
-    "stochastic_rounding": lambda: stochastic_rounding(sharded_adam(0.1)),
-    "powersgd": lambda: powersgd(sgd(0.1), 1, 0.1),
+    "adascale": lambda: ff.adascale(ff.sgd(0.1), scale=2.0),
+    "loss_scale": lambda: ff.loss_scale(ff.sharded_adam(0.1), 8.0),
+    "step_in_backward": lambda: ff.step_in_backward(ff.sharded_adam(0.1)),
+    "master_weights": lambda: ff.master_weights(ff.sharded_adam(0.1)),
+    "scaled masters": lambda: ff.loss_scale(
+        ff.master_weights(ff.sharded_adam(0.1)), 8.0
+    ),
+    "stochastic_rounding": lambda: ff.stochastic_rounding(ff.sharded_adam(0.1)),
+    "powersgd": lambda: ff.powersgd(ff.sgd(0.1), 1, 0.1),
 }
 EVERY = {name: kind.ours for name, kind in KINDS.items()} | OTHERS
 STEPS_ALONE = {"adascale", "step_in_backward", "powersgd"}  # no gradients but its own

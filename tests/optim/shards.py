@@ -11,18 +11,19 @@ from fsfunc.sharded.placements import Owned, Split
 from fsfunc.sharded.slices import assemble, take
 
 MESHES = st.sampled_from(
-    [{"data": n, "model": 1} for n in (1, 2, 3, 5, 8)]
-    + [{"data": 2, "model": 3}, {"data": 1, "model": 4}]
+    [{"data": n, "model": 1} for n in (2, 1, 3, 5)]
+    + [{"data": 2, "model": 2}, {"data": 1, "model": 3}]
 )
+
+
+def draws(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator)
 
 
 def whole(seed):
     """A model of three units, a split leaf, an owned one and a replicated one."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
+    draw = draws(seed)
     return {
         "first": {"w": draw(3, 5), "b": draw(5), "scale": draw(), "none": draw(0, 2)},
         "second": [draw(4, 4), draw(2)],
@@ -34,55 +35,66 @@ def whole(seed):
     }
 
 
-def layouts(values, axes):
-    """By path, how each leaf lies.
+def packed(values, unit, axes, over, outer=None):
+    """By path, how the leaves of a unit lie in one buffer over some axes."""
+    pairs = zip(tree.paths(values), tree.leaves(values), strict=True)
+    shapes = {p: tuple(x.shape) for p, x in pairs if p.split("/")[0] == unit}
+    sizes, names = [axes[a] for a in over], list(shapes)
+    if not names:
+        return {}
+    outer = outer and [(part,) for part in outer]
+    dims = list(shapes.values())
+    flats = pack_flat(dims, torch.float32, names, over, sizes, unit, outer=outer)
+    return dict(zip(names, flats, strict=True))
 
-    A flat buffer over one axis, one over two, and one of split leaves' parts.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(values)
-    shapes = {p: tuple(x.shape) for p, x in zip(paths, leaves, strict=True)}
-    found = {}
-    for unit, over in (("first", ["data"]), ("second", ["data", "model"])):
-        names = [p for p in paths if p.startswith(unit)]
-        packed = pack_flat(
-            [shapes[p] for p in names],
-            torch.float32,
-            names,
-            over,
-            [axes[a] for a in over],
-            unit,
-        )
-        found.update(zip(names, packed, strict=True))
-    names = [p for p in paths if p.startswith("both")]
-    cut = (Split(0, "model", axes["model"]),)
-    packed = pack_flat(
-        [shapes[p] for p in names],
-        torch.float32,
-        names,
-        ["data"],
-        axes["data"],
-        "both",
-        outer=[cut] * len(names),
-    )
-    found.update(zip(names, packed, strict=True))
+
+def layouts(values, axes):
+    """A buffer over one axis, one over two, and one of split leaves' parts."""
     split, owned = Split(0, "model", axes["model"]), Owned("data", axes["data"], 0)
-    found["split"] = Layout(shapes["split"], torch.float32, (split,), "split")
-    found["owned"] = Layout(shapes["owned"], torch.float32, (owned,), "owned")
+    found = packed(values, "first", axes, ["data"])
+    found |= packed(values, "second", axes, ["data", "model"])
+    found |= packed(values, "both", axes, ["data"], [split] * 2)
+    for name, part in (("split", split), ("owned", owned)):
+        shape = tuple(values[name].shape)
+        found[name] = Layout(shape, torch.float32, (part,), name)
     return found
 
 
-def place(values, axes):
-    """This rank's part of ``values``; the leaves of a unit share a shard."""
-    at = here().mesh.coordinates()
-    plan, shards = layouts(values, axes), {}
+def mixed(axes):
+    """Whole matrices, and how they lie: split, owned, flat over one axis or two."""
+    m, d, draw = axes["model"], axes["data"], draws(0)
+    values = {
+        "ab": [draw(4, 5), draw(3, 3), draw(7, 2)],
+        "ba": [draw(5, 4), draw(2, 6)],
+        "split": [draw(7, 4), draw(4, 6)],
+        "stage": [draw(6, 3), draw(2, 2)],
+        "model": [draw(5, 3), draw(3, 7)],
+        "whole": [draw(3, 4)],
+    }
+    plan = packed(values, "ab", axes, ["model", "data"])
+    plan |= packed(values, "ba", axes, ["data", "model"])
+    plan |= packed(
+        values, "split", axes, ["data"], [Split(i, "model", m) for i in (0, 1)]
+    )
+    plan |= packed(values, "stage", axes, ["data"], [Owned("model", m, m - 1)] * 2)
+    for i, part in enumerate([Owned("data", d, 0), Split(0, "model", m)]):
+        shape = tuple(values["model"][i].shape)
+        plan[f"model/{i}"] = Layout(shape, torch.float32, (part,), f"model/{i}")
+    return values, plan
+
+
+def placed(values, plan):
+    """This rank's part of whole tensors; the leaves of a buffer share a shard."""
+    at, shards, made = here().mesh.coordinates(), {}, {}
     for layout in plan.values():
         if layout.flat:
-            shards.setdefault(layout.flat.buffer, []).append(layout)
-    made = {}
+            key = layout.flat.buffer, layout.owned
+            shards.setdefault(key, []).append(layout)
     for members in shards.values():
+        absent = members[0].block(at) is None
         own = {axis: at[axis] for axis in members[0].axes}
-        chunk = members[0].flat.chunk
-        shard = FlatShard(tuple(members), torch.zeros(chunk), own)
+        flat = torch.zeros(0 if absent else members[0].flat.chunk)
+        shard = FlatShard(tuple(members), flat, own)
         made.update({leaf.name: leaf for leaf in shard.leaves()})
 
     def part(path, x):
@@ -94,13 +106,16 @@ def place(values, axes):
         made[path].local.copy_(local)
         return made[path]
 
-    names = iter(tree.paths(values))
-    leaves, treedef = tree.flatten(values)
-    return tree.unflatten(treedef, [part(next(names), x) for x in leaves])
+    paths, leaves, treedef = tree.flatten_with_paths(values)
+    return tree.unflatten(treedef, list(map(part, paths, leaves)))
 
 
-def unshard(by_rank, mesh):
-    """The whole parameters, of which each rank gave its part and the state beside."""
+def place(values, axes):
+    return placed(values, layouts(values, axes))
+
+
+def together(by_rank, mesh):
+    """The whole trees of which each rank holds its part."""
 
     def join(*parts):
         if not is_sharded(parts[0]):
@@ -109,5 +124,9 @@ def unshard(by_rank, mesh):
         held = list(zip(places, [x.local for x in parts], strict=True))
         return assemble(held, parts[0].layout)
 
-    parts = [params for params, _ in by_rank]
-    return tree.map(join, *parts, is_leaf=is_sharded)
+    return tree.map(join, *by_rank, is_leaf=is_sharded)
+
+
+def unshard(by_rank, mesh):
+    """The whole parameters, of which each rank gave its part and the state beside."""
+    return together([params for params, _ in by_rank], mesh)

@@ -5,7 +5,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.shard_linear_maps import LawError
-from tests.checks import close, simulated
+from tests.checks import close, refusals, simulated
+from tests.optim.steps import DATA, WS, X, trained
+from tests.optim.steps import layer as product
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
 # data: (samples a step, scale, smoothing, optimizer): gains, and three weights after.
@@ -31,11 +33,15 @@ STACKS = {
         ff.remat(ff.shard(s, mesh, "data", zero=2)), c)),
     "four ranks": (4, lambda s, mesh, c: ff.donate(ff.shard(s, mesh, "data"))),
 }  # fmt: skip
+# Every golden on one device, one of them in each stack; one on ranks of a sample each.
+CASES = [(golden, "alone") for golden in GOLDENS]
+CASES += [("4", stack) for stack in STACKS if stack != "alone"]
+CASES += [("2", "shard"), ("4, Adam", "accumulate(shard)")]
 
 
 @ff.unit
 def layer(p, x):
-    return torch.tanh(x @ p["w"] + p["b"])
+    return torch.tanh(x @ p["w"].to(x.dtype) + p["b"])
 
 
 def loss(p, x):
@@ -50,79 +56,53 @@ def batch(k, n):
     return torch.cat([torch.sin(rows * (i + 1) + k) for i in range(n)])
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("golden", GOLDENS)
+def ran(optimizer, n, stack, params=PARAMS, steps=3, look=None):
+    size, around = STACKS[stack]
+    batches = [batch(k, n).to(params["b"].dtype) for k in range(steps)]
+    cut = lambda s, mesh: around(s, mesh, n // size)  # noqa: E731
+    return trained(cut, optimizer, loss, batches, params, simulated(size), look=look)
+
+
+def counted(state):
+    """The gain, and the sum of all."""
+    ours = state if hasattr(state, "gain") else state.inner
+    return ours.gain.item(), ours.iterations.item()
+
+
+@pytest.mark.parametrize("golden, stack", CASES)
 def test_the_gains_are_fairscales(golden, stack):
     n, scale, smoothing, inner, gains, weights = GOLDENS[golden]
-    size, around = STACKS[stack]
-    if n % size:
-        return  # fewer samples than ranks
-    mesh = simulated(size)
-
-    def main(optimizer):
-        step = around(optimizer(ff.value_and_grad(loss)), mesh, n // size)
-        cut = lambda x: ff.local_batch(x, mesh, "data") if size > 1 else x  # noqa: E731
-        params = {k: x.clone() for k, x in PARAMS.items()}
-        state = ff.init_state(step, params, optimizer, cut(batch(0, n)))
-        found = []
-        for k in range(3):
-            state, _ = step(state, cut(batch(k, n)))
-            inside = state.opt_state
-            ours = inside.inner if isinstance(inside, LOSS_SCALE) else inside
-            found.append(ours.gain.item())
-        assert abs(ours.iterations.item() - sum(found)) < 1e-5
-        return found, ff.unshard(state.params)["w"].flatten()[:3]
-
-    for optimizer in (
-        ff.adascale(inner, scale, smoothing=smoothing),
-        ff.loss_scale(ff.adascale(inner, scale, smoothing=smoothing)),
-        ff.adascale(ff.loss_scale(inner), scale, smoothing=smoothing),
-    ):
-        for found, w in ff.spmd(main, mesh)(optimizer):
-            close(torch.tensor(found), torch.tensor(gains), 3e-6)
+    ada = lambda inner: ff.adascale(inner, scale, smoothing=smoothing)  # noqa: E731
+    scaled = [ff.loss_scale(ada(inner)), ada(ff.loss_scale(inner))]
+    for optimizer in [ada(inner), *(scaled if golden == "4" else [])]:
+        for found in ran(optimizer, n, stack, look=counted):
+            each, total = zip(*found.seen, strict=True)
+            assert abs(total[-1] - sum(each)) < 1e-5
+            close(torch.tensor(each), torch.tensor(gains), 3e-6)
+            w = found.params["w"].flatten()[:3]
             close(w, torch.tensor(weights), 3e-6)
 
 
-LOSS_SCALE = ff.optim.LossScaleState
-
-
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", ["shard", "accumulate(shard)"])
 def test_its_gains_are_as_wide_as_the_widest_parameter(stack):
-    size, around = STACKS[stack]
-    mesh, narrow = simulated(size), torch.float32
     optimizer = ff.adascale(ff.sgd(0.5), smoothing=0.5)
-    wide = ff.unit(lambda p, x: torch.tanh(x @ p["w"].double() + p["b"]))
-    mean = lambda p, x: wide(p, x).square().mean()  # noqa: E731
-
-    def main(of_w, size, around, mesh):
-        step = around(optimizer(ff.value_and_grad(mean)), mesh, 4 // size)
+    for of_w, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
         params = {"w": PARAMS["w"].to(of_w), "b": PARAMS["b"].double()}
-        cut = lambda x: ff.local_batch(x, mesh, "data") if size > 1 else x  # noqa: E731
-        state = ff.init_state(step, params, optimizer, cut(batch(0, 4).double()))
-        for k in range(3):
-            state, _ = step(state, cut(batch(k, 4).double()))
-        return state.opt_state.iterations, ff.unshard(state.params)["b"]
-
-    for of_w, tolerance in ((torch.float64, 1e-9), (narrow, 1e-6)):
-        alone = main(of_w, 1, STACKS["alone"][1], None)
-        for found in ff.spmd(main, mesh)(of_w, size, around, mesh):
-            assert found[0].dtype == torch.float64 and 3 < found[0] < 12
-            close(found, alone, tolerance)
+        (alone,) = ran(optimizer, 4, "alone", params)
+        for found in ran(optimizer, 4, stack, params):
+            count = found.state.iterations
+            assert count.dtype == torch.float64 and 3 < count < 12
+            close(
+                (count, found.params["b"]),
+                (alone.state.iterations, alone.params["b"]),
+                tolerance,
+            )
 
 
 def test_it_sends_two_numbers_more():
-    mesh = simulated(2)
-
-    def main(optimizer):
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
-        x = ff.local_batch(batch(0, 2), mesh, "data")
-        state = ff.init_state(step, PARAMS, optimizer, x)
-        with ff.ledger() as log:
-            step(state, x)
-        return log.bytes("data")
-
-    (plain, _), (scaled, _) = (ff.spmd(main, mesh)(o) for o in (SGD, ff.adascale(SGD)))
-    assert scaled - plain == 2 * 4  # |g_i|^2 of all, and |mean|^2 of its parts
+    plain, scaled = (ran(o, 2, "shard", steps=1)[0] for o in (SGD, ff.adascale(SGD)))
+    # |g_i|^2 of all, and |mean|^2 of its parts
+    assert scaled.log.bytes("data") - plain.log.bytes("data") == 2 * 4
 
 
 # What is observed
@@ -130,15 +110,6 @@ def test_it_sends_two_numbers_more():
 
 def squares(g):
     return g.double().square().sum()
-
-
-@ff.unit
-def product(w, x):
-    return torch.tanh(x @ w)
-
-
-WS = [torch.randn(4, 4, generator=torch.Generator().manual_seed(k)) for k in range(3)]
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(9))
 
 
 def observing(loss):
@@ -156,67 +127,63 @@ def expected(n):
     return sum(squares(g) for each in grads for g in each)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "zero, min_bytes", [(0, 0), (1, 1 << 20), (2, 0), (3, 0), (3, 1 << 20)]
+)
 def test_each_sample_is_seen_whole_and_once(zero, min_bytes):
-    mesh = simulated(2)
-    how = {"zero": zero, "min_bytes": min_bytes}
+    """One a rank, or a microbatch each of two."""
+    n = 2 if zero == 1 or not zero + min_bytes else 4
 
-    def main(around):
-        def observed(ws, x):
-            out, total, n = observing(tied)(ws, x)
-            return out, ff.psum(total, "data"), n
+    def around(g):
+        g = g if n == 2 else ff.accumulate(g, 2)
+        g = ff.shard(g, DATA, "data", zero=zero, min_bytes=min_bytes)
+        return g if n == 2 else ff.remat(g)
 
-        f, x = around(observed), ff.local_batch(X, mesh, "data")
+    def observed(ws, x):
+        out, total, count = observing(tied)(ws, x)
+        return out, ff.psum(total, "data"), count
+
+    def main():
+        f, x = around(observed), ff.local_batch(X, DATA, "data")
         placed = ff.place(f, WS, x)
-        out, total, n = f(placed, x)
-        close(
-            ff.unshard(out[1]),
-            ff.unshard(around(ff.value_and_grad(tied))(placed, x)[1]),
-        )
-        return total, n
+        out, total, count = f(placed, x)
+        plain = around(ff.value_and_grad(tied))(placed, x)[1]
+        close(ff.unshard(out[1]), ff.unshard(plain))
+        return total, count
 
-    stacks = {
-        2: lambda g: ff.shard(g, mesh, "data", **how),
-        4: lambda g: ff.remat(ff.shard(ff.accumulate(g, 2), mesh, "data", **how)),
-    }
-    for n, around in stacks.items():
-        for total, count in ff.spmd(main, mesh)(around):
-            close(total, expected(n))
-            assert count == n // 2
+    for total, count in ff.spmd(main, DATA)():
+        close(total, expected(n))
+        assert count == n // 2
 
 
 @pytest.mark.parametrize("zero", [None, 0, 3])
 def test_it_may_stand_around_what_cuts_and_shards(zero):
     """Where a gradient function is transformed already, its samples are the same."""
-    mesh = simulated(2)
 
     def main():
-        grad = ff.accumulate(ff.value_and_grad(tied), 2)
-        x = X if zero is None else ff.local_batch(X, mesh, "data")
+        grad, x, placed = ff.accumulate(ff.value_and_grad(tied), 2), X, WS
         if zero is not None:
-            grad = ff.shard(grad, mesh, "data", zero=zero)
-        placed = WS if zero is None else ff.place(grad, WS, x)
+            grad = ff.shard(grad, DATA, "data", zero=zero)
+            x = ff.local_batch(X, DATA, "data")
+            placed = ff.place(grad, WS, x)
         for cut, n in ((grad, 2), (ff.accumulate(grad, 2), 4)):
             _, total, count = ff.observe_gradients(cut, squares)(placed, x)
             samples = n if zero is None else 2 * n
             close(total if zero is None else ff.psum(total, "data"), expected(samples))
             assert count == n
 
-    ff.spmd(main, mesh)()
+    ff.spmd(main, DATA)()
 
 
 def test_of_split_leaves_all_blocks_are_seen():
     mesh = simulated(data=2, model=2)
-
-    def loss(p, x):
-        return split(p, x).square().mean()
 
     @ff.unit
     def split(p, x):
         h = torch.tanh(ff.nn.column_linear(x, p["up"]))
         return ff.nn.row_linear(h, p["down"], p["b"])
 
+    loss = lambda p, x: split(p, x).square().mean()  # noqa: E731
     p = {"up": WS[0], "down": WS[1], "b": WS[2][0]}
     own = [ff.value_and_grad(loss)(p, x)[1] for x in X.chunk(2)]
     wanted = sum(squares(g) for each in own for g in each.values())
@@ -234,6 +201,9 @@ def test_of_split_leaves_all_blocks_are_seen():
         close(total, wanted)
 
 
+# What is refused
+
+
 def beside(ws, x):
     return tied(ws, x) + ff.tree_sum(ws)
 
@@ -242,53 +212,39 @@ def weighted(ws, x):
     return ff.Weighted(tied(ws, x), 3.0)
 
 
-REFUSED = {
-    "a pipeline": (tied, lambda g, m: ff.pipeline(g, m, "data", n_microbatches=2)),
-    "Weighted": (weighted, lambda g, m: g),
-    "beside units": (beside, lambda g, m: ff.shard(g, m, "data")),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_where_a_rank_has_no_gradient_of_its_own_it_is_refused(case):
-    loss, around = REFUSED[case]
-    mesh = simulated(2)
-
-    def main():
-        step = ff.adascale(SGD)(ff.value_and_grad(loss))
-        step = around(step, mesh)
-        state = ff.init_state(step, WS, ff.adascale(SGD), X)
-        step(state, X)
-
-    with pytest.raises(LawError, match=case):
-        ff.spmd(main, mesh)()
-
-
-def test_under_a_derivative_it_is_refused():
-    observed = observing(tied)
-    with pytest.raises(LawError, match="gradients are differentiated"):
-        torch.func.grad(lambda ws: observed(ws, X)[1])(WS)
-    with pytest.raises(LawError, match="gradients are differentiated"):
-        observed([w.clone().requires_grad_() for w in WS], X)
-
-
 AGAIN = ff.adascale(SGD)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: ff.adascale(SGD, 0.5), "1 or more"),
-        (lambda: ff.adascale(SGD, smoothing=1.0), "below 1"),
-        (lambda: AGAIN.update(WS, AGAIN.init(WS), WS), "the step by"),
-        (
-            lambda: AGAIN(ff.value_and_grad(tied))(
-                ff.TrainState(WS, AGAIN.init(WS)), X
-            ),
-            "this step has one",
-        ),
-    ],
-)
-def test_what_has_no_gain_is_refused(call, says):
-    with pytest.raises(ValueError, match=says):
+def stepped(loss, around):
+    return lambda: trained(around, AGAIN, loss, [X], mesh=DATA)
+
+
+def twice():
+    AGAIN(ff.value_and_grad(tied))(ff.TrainState(WS, AGAIN.init(WS)), X)
+
+
+def shard(g, m):
+    return ff.shard(g, m, "data")
+
+
+TOTAL = lambda ws: observing(tied)(ws, X)[1]  # noqa: E731
+REFUSED = {
+    "a pipeline": (stepped(tied, lambda g, m: ff.pipeline(
+        g, m, "data", n_microbatches=2)), LawError, "a pipeline"),
+    "Weighted": (stepped(weighted, lambda g, m: g), LawError, "Weighted"),
+    "beside units": (stepped(beside, shard), LawError, "beside units"),
+    "differentiated": (lambda: torch.func.grad(TOTAL)(WS), LawError,
+                       "gradients are differentiated"),
+    "that ask": (lambda: TOTAL([w.clone().requires_grad_() for w in WS]), LawError,
+                 "gradients are differentiated"),
+    "half a sample": (lambda: ff.adascale(SGD, 0.5), ValueError, "1 or more"),
+    "smoothing": (lambda: ff.adascale(SGD, smoothing=1.0), ValueError, "below 1"),
+    "update": (lambda: AGAIN.update(WS, AGAIN.init(WS), WS), ValueError, "the step by"),
+    "one sample": (twice, ValueError, "this step has one"),
+}  # fmt: skip
+
+
+@refusals(REFUSED)
+def test_where_there_is_no_gain_it_is_refused(call, error, way_out):
+    with pytest.raises(error, match=way_out):
         call()

@@ -11,7 +11,7 @@ from tests.checks import simulated
 from tests.optim.trees import assert_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-DIM, ROWS, STEPS = 24, 8, 8
+DIM, ROWS, STEPS = 24, 8, 5
 LAYOUTS = {
     "**/up": ff.Split(0, "model"),
     "**/bias": ff.Split(0, "model"),
@@ -71,13 +71,8 @@ def moved(params):
 ARRANGED = {
     "whole": (None, lambda step, mesh: step, False),
     "accumulate": (None, lambda step, mesh: ff.accumulate(step, 2), False),
-    "zero 0": ({"data": 3}, lambda s, m: ff.shard(s, m, "data", zero=0), False),
+    "zero 0": ({"data": 2}, lambda s, m: ff.shard(s, m, "data", zero=0), False),
     "zero 3, uneven": ({"data": 3}, lambda s, m: ff.shard(s, m, "data"), False),
-    "split leaves": (
-        {"data": 2, "model": 2},
-        lambda s, m: ff.shard(s, m, "data"),
-        True,
-    ),
     "split leaves of a pipeline": (
         {"pipe": 2, "data": 2, "model": 2},
         lambda s, m: ff.shard(
@@ -169,29 +164,3 @@ def test_they_fit_no_other_mesh_and_say_so(tmp_path):
             ff.load(tmp_path / "a", like)
 
     ff.spmd(main, other)()
-
-
-@pytest.mark.processes
-def test_processes_make_the_codes_of_simulated_ranks(processes):
-    printed = processes(
-        """
-        import fsfunc as ff, torch
-        from tests.optim.test_coded_moments import trained
-
-        mesh = ff.make_mesh({"data": 2})
-        how = lambda step: ff.shard(step, mesh, "data")
-        params, state = trained(how, torch.uint8, mesh)
-        codes = sum(int(c.local.long().sum()) for c in state.opt_state.nu.codes)
-        print(codes, sum(x.double().sum().item() for x in ff.tree.leaves(params)))
-        """,
-        2,
-    )
-    mesh = simulated(data=2)
-
-    def main():
-        params, state = trained(lambda s: ff.shard(s, mesh, "data"), torch.uint8, mesh)
-        codes = sum(int(c.local.long().sum()) for c in state.opt_state.nu.codes)
-        total = sum(x.double().sum().item() for x in tree.leaves(params))
-        return f"{codes} {total}"
-
-    assert sorted(printed.split("\n")) == sorted(["", *ff.spmd(main, mesh)()])

@@ -1,8 +1,10 @@
 """The laws of all optimizers: torch's bits, pure or donated, whole or in shards."""
 
+import zlib
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -36,14 +38,11 @@ def of_every_kind(examples, kinds=KINDS, **drawn):
             kind = KINDS[name]
             test(kind, data.draw(kind.settings), **rest)
 
-        def counted(count):
-            return settings(max_examples=count)(given(data=st.data(), **drawn)(run))
-
         run.__name__ = test.__name__
-        many, few = counted(examples), counted(min(examples, 4))
+        drawing = settings(max_examples=examples)(given(data=st.data(), **drawn)(run))
 
-        def chosen(name):
-            (few if KINDS[name].few else many)(name=name)
+        def chosen(name):  # each kind has draws of its own
+            seed(zlib.crc32(name.encode()))(drawing)(name=name)
 
         return pytest.mark.parametrize("name", kinds)(chosen)
 
@@ -54,7 +53,7 @@ TWINS = [name for name, kind in KINDS.items() if kind.theirs]
 
 
 @pytest.mark.filterwarnings("ignore:Adam's moments are as narrow")  # as torch's are
-@of_every_kind(12, TWINS, shapes=SHAPES, seed=SEEDS, dtype=DTYPES)
+@of_every_kind(3, TWINS, shapes=SHAPES, seed=SEEDS, dtype=DTYPES)
 def test_apply_has_the_bits_of_torchs(kind, how, shapes, seed, dtype):
     params = params_of(shapes, seed, dtype)
     grads = [like(params, seed + k) for k in range(STEPS)]
@@ -65,7 +64,7 @@ def test_apply_has_the_bits_of_torchs(kind, how, shapes, seed, dtype):
     assert after["steps"] is params["steps"] and after["no"] is None
 
 
-@of_every_kind(8, shapes=SHAPES, seed=SEEDS)
+@of_every_kind(3, shapes=SHAPES, seed=SEEDS)
 def test_updates_add_up_and_their_structure_stays(kind, how, shapes, seed):
     params, optimizer = params_of(shapes, seed), kind.ours(**how)
     grads = [like(params, seed + k, scale=3.0) for k in range(3)]
@@ -81,7 +80,7 @@ def test_updates_add_up_and_their_structure_stays(kind, how, shapes, seed):
     assert tree.flatten(state)[1] == tree.flatten(its_state)[1] == first
 
 
-@of_every_kind(8, shapes=SHAPES, seed=SEEDS)
+@of_every_kind(3, shapes=SHAPES, seed=SEEDS)
 def test_donated_is_pure_and_pure_changes_nothing(kind, how, shapes, seed):
     params, optimizer = params_of(shapes, seed), kind.ours(**how)
     state = optimizer.init(params)
@@ -110,10 +109,10 @@ def test_donated_is_pure_and_pure_changes_nothing(kind, how, shapes, seed):
         params, state = given_away
 
 
-@of_every_kind(6, axes=MESHES, seed=SEEDS)
+@of_every_kind(2, axes=MESHES, seed=SEEDS)
 def test_sharded_is_whole(kind, how, axes, seed):
     optimizer, params = kind.ours(**how), whole(seed)
-    steps = STEPS if kind is KINDS["RAdam"] else 4
+    steps = STEPS if kind is KINDS["RAdam"] else 3
     grads = [like(params, seed + k, scale=3.0) for k in range(steps)]
     expected, _ = trained(optimizer, params, grads)
     mesh = ff.make_mesh(axes, "simulated")

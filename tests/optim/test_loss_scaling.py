@@ -9,24 +9,10 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import all_finite
-from tests.checks import close, on_ranks, same, simulated
+from tests.checks import close, on_ranks, refusals, refused, same, simulated
+from tests.optim.steps import DATA, STACKS, WS, X, layer, loss, trained
 
-D = 4
-
-
-@ff.unit
-def layer(w, x):
-    return torch.tanh(x @ w)
-
-
-WS = [torch.randn(D, D, generator=torch.Generator().manual_seed(k)) for k in range(4)]
-X = torch.randn(8, D, generator=torch.Generator().manual_seed(9))
-
-
-def loss(ws, x):
-    for w in ws:
-        x = layer(w, x)
-    return x.square().mean()
+SGD = ff.sgd(0.5)
 
 
 def weighted(ws, x):
@@ -35,131 +21,82 @@ def weighted(ws, x):
     return ff.Weighted(x.square().sum(), x.numel())
 
 
-STACKS = {
-    "alone": lambda s, mesh: s,
-    "accumulate": lambda s, mesh: ff.accumulate(s, 2),
-    "shard": lambda s, mesh: ff.shard(s, mesh, "data"),
-    "shard zero=1": lambda s, mesh: ff.shard(s, mesh, "data", zero=1),
-    "accumulate(shard)": lambda s, mesh: ff.accumulate(ff.shard(s, mesh, "data"), 2),
-    "donate(remat(shard))": lambda s, mesh: ff.donate(
-        ff.remat(ff.shard(s, mesh, "data"))
-    ),
-    "pipeline(shard)": lambda s, mesh: ff.pipeline(
-        ff.shard(s, mesh, "data"), mesh, "pipe", n_microbatches=2
-    ),
-}
-
-
-def trained(stack, optimizer, fn=loss, steps=2, xs=None):
-    mesh = simulated(data=2, pipe=2 if "pipe" in stack else 1)
-
-    def main():
-        step = optimizer(ff.value_and_grad(fn))
-        step = STACKS[stack](step, mesh)
-        x = ff.local_batch(X, mesh, "data") if "shard" in stack else X
-        state = ff.init_state(step, [w.clone() for w in WS], optimizer, x)
-        metrics = []
-        for k in range(steps):
-            bad = xs is not None and xs(k, mesh.coordinate("data"))
-            state, m = step(state, x * torch.nan if bad else x)
-            metrics.append(m["loss"])
-        return ff.unshard(state.params), metrics, state.opt_state
-
-    return ff.spmd(main, mesh)()
-
-
-@pytest.mark.parametrize("fn", [loss, weighted])
 @pytest.mark.parametrize("stack", STACKS)
-def test_a_power_of_two_changes_no_bit(stack, fn):
-    plain = trained(stack, ff.sgd(0.5), fn)
-    for initial in (1.0, 2.0**10, 2.0**-10):
-        scaled = trained(stack, ff.loss_scale(ff.sgd(0.5), initial), fn)
-        for (a, losses, state), (b, expected, _) in zip(scaled, plain, strict=True):
-            same((a, losses), (b, expected))
-            assert state[:3] == (initial, 2, 0)
-    other = trained(stack, ff.loss_scale(ff.sgd(0.5), 1000.0), fn)
-    close([p for p, *_ in other], [p for p, *_ in plain])
+def test_a_power_of_two_changes_no_bit(stack):
+    for fn, scale in ((loss, 2.0**10), (weighted, 2.0**-10)):
+        plain = trained(stack, SGD, fn)
+        scaled = trained(stack, ff.loss_scale(SGD, scale), fn)
+        for a, b in zip(scaled, plain, strict=True):
+            same(a[:2], b[:2])
+            assert a.state[:3] == (scale, 2, 0)
+    odd = trained(stack, ff.loss_scale(SGD, 1000.0), fn)
+    close([a.params for a in odd], [b.params for b in plain])
 
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stack):
-    optimizer = ff.loss_scale(ff.sgd(0.5), 16.0, interval=2)
-    plain, alone = trained(stack, ff.sgd(0.5))[0][0], "shard" not in stack
-    found = trained(
-        stack, optimizer, steps=3, xs=lambda k, i: k == 0 and (i == 0 or alone)
-    )
-    for params, _, state in found:
-        same(params, plain)  # of two steps: the first one was not made
-        assert state[:3] == (16.0, 0, 1)  # halved, and doubled after two good ones
+    optimizer = ff.loss_scale(SGD, 16.0, interval=2)
+    plain, bad = trained(stack, SGD)[0].params, X.clone()
+    bad[0] = torch.nan  # a row of the first rank
+    for found in trained(stack, optimizer, batches=(bad, X, X)):
+        same(found.params, plain)  # of two steps: the first one was not made
+        assert found.state[:3] == (16.0, 0, 1)  # halved, doubled after two good ones
 
 
 def test_what_float16_loses_is_there():
-    unit = ff.unit(lambda w, x: w * x)
-    x = torch.full((2,), 2.0**-14)
+    unit, seen = ff.unit(lambda w, x: w * x), []
+    grad = ff.precision(
+        ff.value_and_grad(lambda w, x: (unit(w, x).float() * 2.0**-12).sum()),
+        torch.float16,
+    )
+
+    def look(params, x):
+        seen.append(grad(params, x))
+        return seen[-1]
 
     def gradient(optimizer):
-        grad = ff.precision(
-            ff.value_and_grad(lambda w, x: (unit(w, x).float() * 2.0**-12).sum()),
-            torch.float16,
-        )
-        seen = []
-
-        def look(params, x):
-            out = grad(params, x)
-            seen.append(out[1])
-            return out
-
-        w = torch.ones(2)
+        w, x = torch.ones(2), torch.full((2,), 2.0**-14)
         optimizer(look)(ff.TrainState(w, optimizer.init(w)), x)
-        return seen[0]
+        return seen[-1][1].tolist()
 
     with pytest.warns(UserWarning, match="ff.loss_scale"):
-        assert gradient(ff.sgd(1.0)).tolist() == [0.0, 0.0]
-    assert gradient(ff.loss_scale(ff.sgd(1.0))).tolist() == [2.0**-26] * 2
+        assert gradient(ff.sgd(1.0)) == [0.0, 0.0]
+    assert gradient(ff.loss_scale(ff.sgd(1.0))) == [2.0**-26] * 2
 
 
 @pytest.mark.parametrize("zero", [None, 0, 1, 3])
 def test_masters_of_float16_parameters_get_what_float16_would_lose(zero):
-    unit, tiny, mesh = ff.unit(lambda w, x: w * x), 2.0**-26, simulated(2)
-
-    def loss(w, x):
-        return (unit(w, x[0]).float() * 2.0**-12).sum()
-
-    def main():
-        optimizer = ff.loss_scale(ff.master_weights(ff.sgd(0.25 / tiny)), 2.0**10)
-        step = optimizer(ff.value_and_grad(loss))
-        x = torch.full((1, 5), 2.0**-14, dtype=torch.float16)
-        step = step if zero is None else ff.shard(step, mesh, "data", zero=zero)
-        w = torch.ones(5, dtype=torch.float16)
-        state, _ = step(ff.init_state(step, w, optimizer, x), x)
-        same(ff.unshard(state.params), torch.full((5,), 0.75, dtype=torch.float16))
-
-    ff.spmd(main, mesh)()
+    unit, tiny = ff.unit(lambda w, x: w * x), 2.0**-26
+    fn = lambda w, x: (unit(w, x[0]).float() * 2.0**-12).sum()  # noqa: E731
+    optimizer = ff.loss_scale(ff.master_weights(ff.sgd(0.25 / tiny)), 2.0**10)
+    stack = "alone" if zero is None else lambda f, m: ff.shard(f, m, "data", zero=zero)
+    x = torch.full((2, 5), 2.0**-14, dtype=torch.float16)
+    w = torch.ones(5, dtype=torch.float16)
+    for found in trained(stack, optimizer, fn, [x], w, DATA):
+        same(found.params, torch.full((5,), 0.75, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_weight_that_half_precision_cannot_tell(dtype):
+@pytest.mark.parametrize("weight", [257.0, 70_000.0])
+def test_a_weight_that_half_precision_cannot_tell(dtype, weight):
     """257 is 256 in bfloat16, and 70,000 is infinite in float16."""
-    for weight in (257.0, 70_000.0):
 
-        def loss(w, weight=weight):
-            return ff.Weighted((w.float() * weight / 8).sum(), torch.tensor(weight))
+    def loss(w):
+        return ff.Weighted((w.float() * weight / 8).sum(), torch.tensor(weight))
 
-        _, grad = ff.value_and_grad(loss)(torch.ones(2, dtype=dtype))
-        exact = torch.tensor(weight / 8).to(dtype).float() / weight
-        same(grad, exact.expand(2).to(dtype))
+    _, grad = ff.value_and_grad(loss)(torch.ones(2, dtype=dtype))
+    exact = torch.tensor(weight / 8).to(dtype).float() / weight
+    same(grad, exact.expand(2).to(dtype))
 
 
 def test_the_scale_goes_as_torchs():
-    steps = [True, True, False, True, True, True, False, False, True, True, True, True]
-    how = {"growth": 2.0, "backoff": 0.5, "interval": 3}
     scaler = torch.amp.GradScaler("cpu", 64.0, 2.0, 0.5, 3)
     w = torch.nn.Parameter(torch.ones(2))
     judge = torch.optim.SGD([w], lr=0.25)
-    optimizer = ff.loss_scale(ff.sgd(0.25), 64.0, **how)
+    optimizer = ff.loss_scale(ff.sgd(0.25), 64.0, growth=2.0, backoff=0.5, interval=3)
     step = optimizer(ff.value_and_grad(lambda w, x: (w * x).sum()))
     state = ff.TrainState(torch.ones(2), optimizer.init(torch.ones(2)))
-    for good in steps:
+    for good in (1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1):
         x = torch.tensor([1.0, 1.0 if good else math.inf])
         state, _ = step(state, x)
         judge.zero_grad()
@@ -170,42 +107,40 @@ def test_the_scale_goes_as_torchs():
         same(state.params, w.data)
 
 
+ADAM, UNIT = ff.sharded_adam(0.5), {"layer": 2.0}
+LEAST = {
+    "loss_scale": (ff.loss_scale(ADAM, 2.0, minimum=1.0), (1.0, 0, 1),
+                   "below the minimum of 1"),
+    "layerwise": (ff.layerwise_loss_scale(ADAM, UNIT, minimum=1.0),
+                  ({"layer": 1.0}, {"layer": 0}, 1), "'layer' are not finite .* of 1"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("donated", [False, True])
-def test_at_the_minimum_it_raises_and_the_state_is_as_it_was(donated):
-    mesh = simulated(2)
+@pytest.mark.parametrize("name", LEAST)
+def test_at_the_minimum_it_raises_and_the_state_is_as_it_was(name, donated):
+    optimizer, scales, says = LEAST[name]
 
     def main():
-        optimizer = ff.loss_scale(ff.sharded_adam(0.5), 2.0, minimum=1.0)
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), DATA, "data")
         step = ff.donate(step) if donated else step
-        x = ff.local_batch(X, mesh, "data")
+        x = ff.local_batch(X, DATA, "data")
         state = ff.init_state(step, WS, optimizer, x)
         state, _ = step(state, x * torch.inf)
-        with pytest.raises(FloatingPointError, match="below the minimum of 1"):
+        with pytest.raises(FloatingPointError, match=says):
             step(state, x * torch.inf)
-        assert state.opt_state[:3] == (1.0, 0, 1)
+        assert state.opt_state[:3] == scales
         same(ff.unshard(state.params), WS)
         return step(state, x)[1]["loss"].item()
 
-    first, second = ff.spmd(main, mesh)()
+    first, second = ff.spmd(main, DATA)()
     assert first == second and math.isfinite(first)
 
 
 def test_it_sends_one_number():
-    mesh = simulated(4)
-
-    def main(optimizer):
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
-        x = ff.local_batch(X, mesh, "data")
-        state = ff.init_state(step, WS, optimizer, x)
-        with ff.ledger() as log:
-            step(state, x)
-        return log.bytes("data")
-
-    (plain, *_), (scaled, *_) = (
-        ff.spmd(main, mesh)(o) for o in (ff.sgd(0.5), ff.loss_scale(ff.sgd(0.5)))
-    )
-    assert scaled - plain == 2 * 3 * 4 / 4  # an all-reduce of 4 bytes
+    plain, scaled = (trained("shard", o, batches=[X])[0] for o in (SGD, SCALED))
+    added = scaled.log.bytes("data") - plain.log.bytes("data")
+    assert added == 2 * 4 / 2  # an all-reduce of 4 bytes
 
 
 @pytest.mark.filterwarnings("ignore:gradients are computed in float16")
@@ -215,8 +150,8 @@ def test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little():
     def loss(w, x):
         return unit(w, x).float()
 
-    for size, wide, zero in itertools.product(
-        (2, 3, 4, 6), (torch.float32, torch.float16), range(4)
+    for (size, wide), zero in itertools.product(
+        [(2, torch.float32), (3, torch.float16), (6, torch.float16)], range(4)
     ):
         mesh = simulated(size)
         grad = ff.precision(ff.value_and_grad(loss), torch.float16)
@@ -226,36 +161,31 @@ def test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little():
             close(g, torch.full((1,), 30_000.0, dtype=wide), 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [
-        (lambda: ff.loss_scale(ff.sgd(1.0), growth=1.0), "above 1"),
-        (lambda: ff.loss_scale(ff.sgd(1.0), backoff=2.0), "between 0 and 1"),
-        (lambda: ff.loss_scale(ff.sgd(1.0), initial="8"), "must be a number"),
-        (lambda: ff.masked(ff.loss_scale(ff.sgd(1.0)), lambda *_: True), "around the"),
-        (
-            lambda: ff.pipeline(
-                loss, simulated(pipe=2), "pipe", n_microbatches=2,
-                schedule=ff.schedules.asynchronous, update=ff.loss_scale(ff.sgd(1.0)),
-            ),
-            "another schedule",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(optimizer, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        optimizer()
+SCALED = ff.loss_scale(SGD)
+
+
+@refusals({
+    "growth": (lambda: ff.loss_scale(SGD, growth=1.0), ValueError, "above 1"),
+    "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "between 0 and 1"),
+    "text": (lambda: ff.loss_scale(SGD, initial="8"), TypeError, "must be a number"),
+    "masked": (lambda: ff.masked(SCALED, lambda *_: True), ValueError, "around the"),
+    "asynchronous": (lambda: ff.pipeline(
+        loss, simulated(pipe=2), "pipe", n_microbatches=2,
+        schedule=ff.schedules.asynchronous, update=SCALED,
+    ), ValueError, "another schedule"),
+})  # fmt: skip
+def test_what_cannot_be_is_refused(call, error, way_out):
+    refused(call, error, way_out)
 
 
 def test_in_a_chain_it_scales_too():
     clip = ff.clip_by_global_norm(0.1)
-    expected = trained("shard", ff.chain(clip, ff.sgd(0.5)))[0][0]
-    for make in (
-        lambda: ff.chain(clip, ff.loss_scale(ff.sgd(0.5))),
-        lambda: ff.loss_scale(ff.chain(clip, ff.sgd(0.5))),
-        lambda: ff.loss_scale(ff.loss_scale(ff.chain(clip, ff.sgd(0.5)))),
+    expected = trained("shard", ff.chain(clip, SGD))[0].params
+    for optimizer in (
+        ff.chain(clip, SCALED),
+        ff.loss_scale(ff.loss_scale(ff.chain(clip, SGD))),
     ):
-        same(trained("shard", make())[0][0], expected)
+        same(trained("shard", optimizer)[0].params, expected)
 
 
 def test_finite_over_mixed_layouts():

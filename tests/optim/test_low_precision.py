@@ -9,7 +9,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
-from tests.optim.trees import assert_bits
+from tests.checks import refusals, refused, simulated
+from tests.optim.trees import assert_bits, trained
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, UNITS = 24, 2
@@ -39,58 +40,50 @@ def data():
     return x, torch.tanh(x.roll(1, 1) * 0.5)
 
 
-def losses(optimizer, dtype=FP32, steps=20, ranks=0, zero=3, donated=True):
-    """(the losses, the last state) of a run; of the first rank where there are any."""
+MESH = simulated(2)
+
+
+def losses(optimizer, dtype=FP32, steps=20, ranks=0):
+    """The losses of a run; of the first rank where there are any."""
+    step = optimizer(ff.value_and_grad(loss_fn))
 
     def run(step, batch):
-        state = ff.init_state(step, model(dtype), optimizer, batch)
-        step = ff.donate(step) if donated else step
-        found = []
+        state, found = ff.init_state(step, model(dtype), optimizer, batch), []
         for _ in range(steps):
-            state, metrics = step(state, batch)
+            state, metrics = ff.donate(step)(state, batch)
             found.append(float(metrics["loss"]))
-        return found, state
-
-    step = optimizer(ff.value_and_grad(loss_fn))
-    if not ranks:
-        return run(step, data())
-    mesh = ff.make_mesh({"data": ranks}, "simulated")
+        return found
 
     def main():
-        batch = ff.local_batch(data(), mesh, "data")
-        return run(ff.shard(step, mesh, "data", zero=zero), batch)
+        return run(ff.shard(step, MESH, "data"), ff.local_batch(data(), MESH, "data"))
 
-    return ff.spmd(main, mesh)()[0]
+    return ff.spmd(main, MESH)()[0] if ranks else run(step, data())
 
 
 adam = functools.partial(ff.sharded_adam, 3e-3)
+U8 = torch.uint8
 KINDS = {
     "masters of bf16": (lambda: ff.master_weights(adam()), BF16),
     "masters of fp16": (lambda: ff.loss_scale(ff.master_weights(adam())), FP16),
     "moments in fp16": (lambda: adam(moment_dtype=FP16), FP32),
     "moments in bf16": (lambda: adam(moment_dtype=BF16), FP32),
     "all in fp16": (lambda: ff.loss_scale(adam(moment_dtype=FP16)), FP16),
-    "8 bits": (lambda: adam(moment_dtype=torch.uint8), FP32),
-    "by chance, 8 bits": (
-        lambda: ff.stochastic_rounding(adam(moment_dtype=torch.uint8)),
-        BF16,
-    ),
+    "8 bits": (lambda: adam(moment_dtype=U8), FP32),
+    "by chance, 8 bits": (lambda: ff.stochastic_rounding(adam(moment_dtype=U8)), BF16),
     "by chance": (lambda: ff.stochastic_rounding(adam()), BF16),
 }
 
 
 @functools.cache
 def wide():
-    return losses(adam())[0][-1]
+    return losses(adam())[-1]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_trains_as_float32_does(name):
     make, dtype = KINDS[name]
-    alone, _ = losses(make(), dtype)
-    assert abs(alone[-1] / wide() - 1) < 0.05
-    sharded, _ = losses(make(), dtype, ranks=2)
-    assert abs(sharded[-1] / wide() - 1) < 0.05
+    for ranks in (0, 2):
+        assert abs(losses(make(), dtype, ranks=ranks)[-1] / wide() - 1) < 0.05
 
 
 ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks of 256
@@ -106,13 +99,11 @@ ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks o
 @pytest.mark.parametrize("name", ADAM_BYTES)
 def test_bytes_a_parameter_are_those_stated(name):
     make, dtype = KINDS[name]
-    mesh, n = ff.make_mesh({"data": 4}, "simulated"), 1 << 14
-    unit = ff.unit(lambda w, x: x @ w.to(x.dtype))
-    optimizer = make()
+    unit, optimizer = ff.unit(lambda w, x: x @ w.to(x.dtype)), make()
     step = optimizer(ff.value_and_grad(lambda w, x: unit(w, x).float().mean()))
 
     def main():
-        sharded, x = ff.shard(step, mesh, "data"), torch.ones(4, 128)
+        sharded, x = ff.shard(step, MESH, "data"), torch.ones(4, 128)
         params = torch.ones(128, 128, dtype=dtype)
         state = ff.init_state(sharded, params, optimizer, x)
         sizes = [held(state)]
@@ -121,8 +112,8 @@ def test_bytes_a_parameter_are_those_stated(name):
             sizes.append(held(state))
         return sizes
 
-    for sizes in ff.spmd(main, mesh)():
-        assert sizes == [ADAM_BYTES[name] * n / 4] * 3
+    for sizes in ff.spmd(main, MESH)():
+        assert sizes == [ADAM_BYTES[name] * 128 * 128 / 2] * 3
 
 
 def held(state):
@@ -132,68 +123,15 @@ def held(state):
     return sum({s.data_ptr(): s.nbytes() for s in stored}.values())
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_donated_is_pure_and_saving_loses_nothing(name, tmp_path):
-    make, dtype = KINDS[name]
-    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), make()
-    step = optimizer(ff.value_and_grad(loss_fn))
-
-    def main():
-        batch = ff.local_batch(data(), mesh, "data")
-        pure = ff.shard(step, mesh, "data")
-        donated = ff.donate(pure)
-        state = ff.init_state(pure, model(dtype), optimizer, batch)
-        state, _ = pure(state, batch)
-        ff.save(tmp_path / "a", state)
-        states = [state, ff.load(tmp_path / "a", state)]
-        twice = ff.load(tmp_path / "a", state)
-        for _ in range(2):
-            states = [pure(s, batch)[0] for s in states]
-            twice, _ = donated(twice, batch)
-        whole, part = ff.unshard(states[0].opt_state), states[0].opt_state
-        for x, y in zip(tree.leaves(whole), tree.leaves(part), strict=True):
-            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
-        return *states, twice
-
-    for first, loaded, donated in ff.spmd(main, mesh)():
-        assert_bits(first, loaded)
-        assert_bits(first, donated)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_plan_tells_what_is_sent(name):
-    make, dtype = KINDS[name]
-    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), make()
-    step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data")
-
-    def main():
-        batch = ff.local_batch(data(), mesh, "data")
-        state = ff.init_state(step, model(dtype), optimizer, batch)
-        with ff.ledger() as log:
-            step(state, batch)
-        planned = ff.plan(step, state, batch)
-        return log.bytes("data"), planned.bytes("data")
-
-    for sent, said in ff.spmd(main, mesh)():
-        assert sent == said > 0
-
-
 @pytest.mark.parametrize(
     "name", ["masters of bf16", "by chance", "moments in fp16", "all in fp16"]
 )
 def test_ranks_make_the_update_of_one_device(name):
     make, dtype = KINDS[name]
     optimizer = make()
-    grads = [{k: x.sin() for k, x in p.items()} for p in model(dtype)]
-
-    def three(params, grads):
-        state = optimizer.init(params)
-        for _ in range(3):
-            params, state = optimizer.apply(grads, state, params)
-        return params
-
+    grads, mesh = tree.map(torch.sin, model(dtype)), simulated(3)
+    three = lambda params, grads: trained(optimizer, params, [grads] * 3)[0]  # noqa: E731
     expected = three(model(dtype), grads)
-    mesh = ff.make_mesh({"data": 3}, "simulated")
     for zero in (0, 3):
 
         def main(zero=zero):
@@ -286,8 +224,8 @@ def test_moments_that_rest_stand_for_the_same_in_another_scale(by):
 
 
 def test_an_overflow_on_one_rank_is_one_on_all():
-    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), adam(moment_dtype=FP16)
-    step = ff.shard(ff.value_and_grad(loss_fn), mesh, "data")
+    optimizer = adam(moment_dtype=FP16)
+    step = ff.shard(ff.value_and_grad(loss_fn), MESH, "data")
 
     def main():
         params = ff.place(step, model(FP32), data())
@@ -302,7 +240,7 @@ def test_an_overflow_on_one_rank_is_one_on_all():
             optimizer.apply(ff.place(step, grads, data()), last, params)
         return state.scale
 
-    assert ff.spmd(main, mesh)() == [2**15, 2**15]
+    assert ff.spmd(main, MESH)() == [2**15, 2**15]
 
 
 def test_codes_stay_near_the_moments_of_float32():
@@ -333,23 +271,24 @@ NARROW = {  # the parameters' dtype, the optimizer, and what is said of its mome
 }
 
 
-@pytest.mark.parametrize("name", NARROW)
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize(
+    "name, ranks",
+    [(name, 0) for name in NARROW] + [(name, 2) for name in ("bfloat16", "masters")],
+)
 def test_moments_too_narrow_are_told_where_nobody_asked_for_them(name, ranks):
     dtype, make, said = NARROW[name]
-    mesh = ff.make_mesh({"data": 2}, "simulated")
 
     def main():
         params = [*model(dtype), {"n": torch.tensor(3), "w": None}]
         if ranks:
-            params = ff.place(ff.shard(loss_fn, mesh, "data"), params[:2], data())
+            params = ff.place(ff.shard(loss_fn, MESH, "data"), params[:2], data())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             make().init(params)
         return [str(w.message) for w in seen]
 
     # Simulated ranks share what is recorded: the first one says it for all.
-    found = ff.spmd(main, mesh)()[0] if ranks else main()
+    found = ff.spmd(main, MESH)()[0] if ranks else main()
     assert len(found) == (said is not None), found
     assert said is None or said in found[0] and "ff.master_weights" in found[0]
 
@@ -366,38 +305,23 @@ def differentiated(optimizer, dtype=FP32):
     torch.func.grad(lambda g: optimizer.apply(g, optimizer.init(w), w)[0].sum())(w)
 
 
+EIGHT, CHANCE = adam(moment_dtype=torch.uint8), ff.stochastic_rounding(adam())
 BAD = {
     "codes of another layout": (codes_of_another_mesh, ValueError, r"init\(params\)"),
-    "codes, differentiated": (
-        lambda: differentiated(adam(moment_dtype=torch.uint8)),
-        RuntimeError,
-        "leave moment_dtype out",
-    ),
-    "by chance, differentiated": (
-        lambda: differentiated(ff.stochastic_rounding(adam()), BF16),
-        RuntimeError,
-        "master_weights",
-    ),
-    "by chance, in float16": (
-        lambda: ff.stochastic_rounding(adam()).init({"w": torch.ones(2, dtype=FP16)}),
-        TypeError,
-        "'w' is float16.*master_weights",
-    ),
+    "codes, differentiated": (lambda: differentiated(EIGHT), RuntimeError,
+                              "leave moment_dtype out"),
+    "by chance, differentiated": (lambda: differentiated(CHANCE, BF16), RuntimeError,
+                                  "master_weights"),
+    "by chance, in float16": (lambda: CHANCE.init({"w": torch.ones(2, dtype=FP16)}),
+                              TypeError, "'w' is float16.*master_weights"),
     "an update without parameters": (
-        lambda: ff.master_weights(ff.sgd(0.1)).update(torch.ones(2), None),
-        ValueError,
-        r"update\(grads, state, params\)",
-    ),
-    "moments in whole numbers": (
-        lambda: adam(moment_dtype=torch.int8),
-        TypeError,
-        "torch.uint8",
-    ),
-}
+        lambda: ff.master_weights(ff.sgd(0.1)).update(torch.ones(2), None), ValueError,
+        r"update\(grads, state, params\)"),
+    "moments in whole numbers": (lambda: adam(moment_dtype=torch.int8), TypeError,
+                                 "torch.uint8"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused(name):
-    call, error, way_out = BAD[name]
-    with pytest.raises(error, match=way_out):
-        call()
+@refusals(BAD)
+def test_bad_input_is_refused(call, error, way_out):
+    refused(call, error, way_out)

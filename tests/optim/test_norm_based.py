@@ -11,22 +11,19 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from tests import models
+from tests.checks import on_ranks, simulated
 from tests.models import floats, layer, layers
 from tests.optim.optimizers import matrices
-from tests.optim.shards import MESHES, layouts, place, unshard, whole
+from tests.optim.shards import MESHES, place, unshard, whole
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
     assert_near,
-    donated,
     floating,
     like,
     params_of,
     trained,
 )
-
-MESH = {"data": 2, "model": 3}
-SETS = (("data", 2), ("model", 3), (("data", "model"), 6))
 
 
 def by_hand(rule, params, grads):
@@ -82,7 +79,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(shapes=SHAPES, seed=SEEDS)
 def test_a_step_is_the_papers(name, shapes, seed):
     rule, optimizer = RULES[name]
@@ -93,7 +90,7 @@ def test_a_step_is_the_papers(name, shapes, seed):
     assert_near(by_hand(rule, params, grads), floating(after), 1e-6)
 
 
-@pytest.mark.parametrize("moments", [None, torch.float16, torch.uint8])
+@pytest.mark.parametrize("moments", [None, torch.uint8])
 def test_lamb_is_a_chain_of_its_parts(moments):
     params = whole(0)
     grads = [like(params, k) for k in range(3)]
@@ -109,42 +106,6 @@ def test_lamb_is_a_chain_of_its_parts(moments):
     assert_near(floating(expected), floating(after))
 
 
-def test_the_gradients_of_lars_stay_where_some_leaves_do_not_decay():
-    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
-    grads = {"w": torch.ones(2, 2), "b": torch.full((2,), 3.0)}
-    with donated():
-        trained(ff.lars(0.1, weight_decay=0.1, mask=matrices), params, [grads])
-    assert_near({"w": torch.ones(2, 2), "b": torch.full((2,), 3.0)}, grads)
-
-
-@settings(max_examples=12)
-@given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, math.inf]))
-def test_each_leafs_norm_is_that_of_the_whole(axes, seed, p):
-    values = whole(seed)
-    mesh = ff.make_mesh(axes, "simulated")
-    alone = ff.leaf_norms(values, p)
-    empty = values["first"]["none"]
-    expected = tree.map(
-        lambda x: torch.linalg.vector_norm(x, p) if x.numel() else torch.tensor(0.0),
-        tree.map(lambda x: x if x.is_floating_point() else None, values),
-    )
-    assert empty.numel() == 0 and alone["steps"] is None
-    assert_near(expected, alone, 1e-5)
-    for norms in ff.spmd(lambda: ff.leaf_norms(place(values, axes), p), mesh)():
-        assert_near(expected, norms, 1e-5)
-
-
-@settings(max_examples=6)
-@given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, math.inf]))
-def test_clipped_parts_are_parts_of_the_clipped(axes, seed, p):
-    values = whole(seed)
-    clip = ff.clip_by_global_norm(0.5, p=p)
-    expected, _ = clip.update(values, ())
-    mesh = ff.make_mesh(axes, "simulated")
-    parts = ff.spmd(lambda: clip.update(place(values, axes), ()), mesh)()
-    assert_near(floating(expected), floating(unshard(parts, mesh)))
-
-
 def test_clipping_by_value_is_torchs():
     values = [torch.randn(3, 2), torch.tensor([math.nan, -math.inf, 0.2])]
     leaves = [torch.nn.Parameter(torch.zeros_like(x)) for x in values]
@@ -158,41 +119,6 @@ def test_clipping_by_value_is_torchs():
     assert_near(values[0].clamp(-0.5, 0.5), batch(values[0]))
 
 
-def sent(optimizer, op, numbers):
-    """A step sends ``numbers(leaves of a set)`` numbers over each set of axes."""
-    values, mesh = whole(0), ff.make_mesh(MESH, "simulated")
-    by_axes = {over: [] for over, _ in SETS}
-    for layout in layouts(values, MESH).values():
-        axes = tuple(sorted(layout.axes))
-        by_axes[axes if len(axes) > 1 else axes[0]].append(layout.shape)
-
-    def step():
-        mine = place(values, MESH)
-        trained(optimizer, mine, [mine])
-
-    with ff.ledger() as log:
-        ff.spmd(step, mesh)()
-    for rank in range(mesh.size):
-        for over, n in SETS:
-            count, expected = numbers(by_axes[over])
-            assert log.count(op, over, rank) == count
-            bytes_ = 2 * (n - 1) / n * 4 * expected
-            assert log.bytes(over, rank=rank) == pytest.approx(bytes_)
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_all_norms_go_at_once(name):
-    sent(RULES[name][1], "psum", lambda shapes: (1, 2 * len(shapes)))
-
-
-def test_adafactor_sends_rows_and_columns():
-    def numbers(shapes):
-        factors = [sum(s) if len(s) == 2 else 0 for s in shapes]
-        return 2, sum(factors) + 2 * len(shapes)
-
-    sent(ff.adafactor(), "psum", numbers)
-
-
 ADAFACTORS = st.fixed_dictionaries(
     {"weight_decay": st.sampled_from([0.0, 0.1])},
     optional={
@@ -204,7 +130,7 @@ ADAFACTORS = st.fixed_dictionaries(
 NOT_EMPTY = SHAPES.map(lambda shapes: [tuple(n + 1 for n in s) for s in shapes])
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(shapes=NOT_EMPTY, seed=SEEDS, how=ADAFACTORS)
 def test_adafactor_is_torchs(shapes, seed, how):
     params = params_of(shapes, seed)
@@ -221,7 +147,7 @@ def test_adafactor_is_torchs(shapes, seed, how):
     assert_near([x for x in kept if x is not None], tree.leaves(state.row))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(axes=MESHES, seed=SEEDS)
 def test_adafactor_of_cubes_cut_anywhere(axes, seed):
     """More dims than two; parts that are cut in the middle of a row; a split, cut."""
@@ -234,7 +160,7 @@ def test_adafactor_of_cubes_cut_anywhere(axes, seed):
     }
     optimizer = ff.adafactor(0.1)
     expected, state = trained(optimizer, values, [values] * 3)
-    mesh = ff.make_mesh(axes, "simulated")
+    mesh = simulated(**axes)
     run = lambda: trained(optimizer, place(values, axes), [place(values, axes)] * 3)  # noqa: E731
     by_rank = ff.spmd(run, mesh)()
     assert_near(floating(expected), floating(unshard(by_rank, mesh)), 2e-6)
@@ -273,12 +199,6 @@ def a_step_ahead(w, x, loss):
 def test_norms_of_leaves_differentiate_in_a_sharded_step(of):
     params, x, loss = layers(2, make=floats), floats(8, 4, seed=5), models.chain(layer)
     gradient = ff.value_and_grad(lambda w, x: of(w, x, loss))
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        mine = ff.local_batch(x, mesh, "data")
-        sharded = ff.shard(lambda w, x: gradient(w, x), mesh, "data")
-        return ff.unshard(sharded(ff.place(sharded, params, mine), mine))
-
-    for found in ff.spmd(main, mesh)():
+    sharded = ff.shard(lambda w, x: gradient(w, x), simulated(), "data")
+    for found in on_ranks(sharded, params, x):
         assert_near(gradient(params, x), found, 1e-5)

@@ -6,38 +6,8 @@ import pytest
 import torch
 from torch.func import vmap
 
+import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import (
-    Optimizer,
-    adafactor,
-    add_decayed_weights,
-    apply_if_finite,
-    chain,
-    clip_by_global_norm,
-    clip_by_value,
-    constant,
-    cosine_decay,
-    ema,
-    eval_params,
-    from_torch,
-    global_norm,
-    join,
-    lamb,
-    lars,
-    leaf_norms,
-    linear,
-    lion,
-    loss_scale,
-    masked,
-    partition,
-    scale,
-    scale_by_trust_ratio,
-    schedule_free,
-    sgd,
-    sharded_adam,
-    swa,
-    warmup_cosine,
-)
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import refusals, refused, unchanged
 from tests.optim.optimizers import ours
@@ -46,21 +16,21 @@ from tests.optim.trees import assert_bits, donated
 W, P = torch.ones(2, 3), torch.ones(2)
 TWO = {"a": P, "b": P}
 BY_PATH = lambda path, leaf: path  # noqa: E731
-DECAYED = add_decayed_weights(0.5, lambda path, leaf: path == "w")
-HALVED = chain(scale(0.5), sgd(0.1))
-SCALED = loss_scale(sgd(0.1))
+DECAYED = ff.add_decayed_weights(0.5, lambda path, leaf: path == "w")
+HALVED = ff.chain(ff.scale(0.5), ff.sgd(0.1))
+SCALED = ff.loss_scale(ff.sgd(0.1))
 AROUND = {
-    "ema": ema,
-    "swa": swa,
-    "apply_if_finite": apply_if_finite,
-    "schedule_free": lambda base: schedule_free(base, 0.1),
+    "ema": ff.ema,
+    "swa": ff.swa,
+    "apply_if_finite": ff.apply_if_finite,
+    "schedule_free": lambda base: ff.schedule_free(base, 0.1),
 }
-LABELLED = partition({"a": sgd(0.1)}, lambda path, leaf: "a")
+LABELLED = ff.partition({"a": ff.sgd(0.1)}, lambda path, leaf: "a")
 COMPLEX = torch.ones(2, dtype=torch.complex64)
 
 
 def torchs(name, **options):
-    return lambda: from_torch(getattr(torch.optim, name), **options)
+    return lambda: ff.from_torch(getattr(torch.optim, name), **options)
 
 
 def applied(optimizer, params, state=None, grads=None):
@@ -80,7 +50,7 @@ def updated(optimizer, grads=P, params=None):
 
 
 def only(name):
-    return masked(sgd(1.0), lambda path, leaf: path == name)
+    return ff.masked(ff.sgd(1.0), lambda path, leaf: path == name)
 
 
 class Normed(torch.optim.Optimizer):
@@ -101,89 +71,91 @@ def vmapped(optimizer):
 
 
 VALUES = [
-    ("learning_rate is -1.0", lambda: sharded_adam(-1.0)),
-    ("learning_rate is nan", lambda: sharded_adam(math.nan)),
-    ("b1 is 1.0", lambda: sharded_adam(0.1, b1=1.0)),
-    ("b2 is -0.1", lambda: sharded_adam(0.1, b2=-0.1)),
-    ("eps is -1e-08", lambda: sharded_adam(0.1, eps=-1e-8)),
-    ("weight_decay is -1", lambda: sharded_adam(0.1, weight_decay=-1)),
-    ("learning_rate is -1.0", lambda: sgd(-1.0)),
-    ("momentum is -1.0", lambda: sgd(0.1, momentum=-1.0)),
-    ("weight_decay is -1.0", lambda: sgd(0.1, weight_decay=-1.0)),
-    ("nesterov needs momentum", lambda: sgd(0.1, nesterov=True)),
-    ("dampening is", lambda: sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)),
-    ("weight_decay is -1", lambda: add_decayed_weights(-1)),
+    ("learning_rate is -1.0", lambda: ff.sharded_adam(-1.0)),
+    ("learning_rate is nan", lambda: ff.sharded_adam(math.nan)),
+    ("b1 is 1.0", lambda: ff.sharded_adam(0.1, b1=1.0)),
+    ("b2 is -0.1", lambda: ff.sharded_adam(0.1, b2=-0.1)),
+    ("eps is -1e-08", lambda: ff.sharded_adam(0.1, eps=-1e-8)),
+    ("weight_decay is -1", lambda: ff.sharded_adam(0.1, weight_decay=-1)),
+    ("learning_rate is -1.0", lambda: ff.sgd(-1.0)),
+    ("momentum is -1.0", lambda: ff.sgd(0.1, momentum=-1.0)),
+    ("weight_decay is -1.0", lambda: ff.sgd(0.1, weight_decay=-1.0)),
+    ("nesterov needs momentum", lambda: ff.sgd(0.1, nesterov=True)),
+    ("dampening is", lambda: ff.sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)),
+    ("weight_decay is -1", lambda: ff.add_decayed_weights(-1)),
     ("LBFGS cannot run on shards: it takes a closure", torchs("LBFGS")),
     ("sums over rows and columns.*take ff.adafactor", torchs("Adafactor")),
-    ("ff.leaf_norms", lambda: from_torch(Normed)),
-    ("b1 is 1.0", lambda: lion(b1=1.0)),
-    ("weight_decay is -1", lambda: lion(weight_decay=-1)),
-    ("max_value is 0", lambda: clip_by_value(0)),
-    ("max_value is nan", lambda: clip_by_value(math.nan)),
-    ("trust_coefficient is -1", lambda: lars(0.1, trust_coefficient=-1)),
-    ("nesterov needs momentum", lambda: lars(0.1, momentum=0, nesterov=True)),
-    ("b2 is 1", lambda: lamb(b2=1)),
-    ("eps is -1", lambda: scale_by_trust_ratio(eps=-1)),
+    ("ff.leaf_norms", lambda: ff.from_torch(Normed)),
+    ("b1 is 1.0", lambda: ff.lion(b1=1.0)),
+    ("weight_decay is -1", lambda: ff.lion(weight_decay=-1)),
+    ("max_value is 0", lambda: ff.clip_by_value(0)),
+    ("max_value is nan", lambda: ff.clip_by_value(math.nan)),
+    ("trust_coefficient is -1", lambda: ff.lars(0.1, trust_coefficient=-1)),
+    ("nesterov needs momentum", lambda: ff.lars(0.1, momentum=0, nesterov=True)),
+    ("b2 is 1", lambda: ff.lamb(b2=1)),
+    ("eps is -1", lambda: ff.scale_by_trust_ratio(eps=-1)),
     (r"a trust ratio.*update\(grads, state, params\)",
-     updated(scale_by_trust_ratio())),
-    (r"call update\(grads, state, params\)", updated(lamb())),
-    (r"call update\(grads, state, params\)", updated(adafactor())),
-    ("beta2_decay is 0.8", lambda: adafactor(beta2_decay=0.8)),
-    ("d is 0.5", lambda: adafactor(d=0.5)),
-    ("eps2 is -1", lambda: adafactor(eps=(None, -1))),
-    ("take ff.sharded_adam", vmapped(adafactor())),
-    ("decay is 1", lambda: ema(sgd(0.1), 1)),
-    ("ema from update -1", lambda: ema(sgd(0.1), start=-1)),
-    ("swa from update 0 on, one in 0", lambda: swa(sgd(0.1), every=0)),
-    (r"ema.*call update\(grads, state, params\)", updated(ema(sgd(0.1)))),
+     updated(ff.scale_by_trust_ratio())),
+    (r"call update\(grads, state, params\)", updated(ff.lamb())),
+    (r"call update\(grads, state, params\)", updated(ff.adafactor())),
+    ("beta2_decay is 0.8", lambda: ff.adafactor(beta2_decay=0.8)),
+    ("d is 0.5", lambda: ff.adafactor(d=0.5)),
+    ("eps2 is -1", lambda: ff.adafactor(eps=(None, -1))),
+    ("take ff.sharded_adam", vmapped(ff.adafactor())),
+    ("decay is 1", lambda: ff.ema(ff.sgd(0.1), 1)),
+    ("ema from update -1", lambda: ff.ema(ff.sgd(0.1), start=-1)),
+    ("swa from update 0 on, one in 0", lambda: ff.swa(ff.sgd(0.1), every=0)),
+    (r"ema.*call update\(grads, state, params\)", updated(ff.ema(ff.sgd(0.1)))),
     ("made by ff.ema, ff.swa or ff.schedule_free",
-     lambda: eval_params(sgd(0.1).init(P), P)),
-    ("b1 is 0", lambda: schedule_free(sgd(0.1), 0.1, b1=0)),
-    ("b1 is 1", lambda: schedule_free(sgd(0.1), 0.1, b1=1)),
-    ("learning_rate is -1", lambda: schedule_free(sgd(0.1), -1)),
-    (r"call update\(grads, state, params\)", updated(schedule_free(sgd(0.1), 0.1))),
+     lambda: ff.eval_params(ff.sgd(0.1).init(P), P)),
+    ("b1 is 0", lambda: ff.schedule_free(ff.sgd(0.1), 0.1, b1=0)),
+    ("b1 is 1", lambda: ff.schedule_free(ff.sgd(0.1), 0.1, b1=1)),
+    ("learning_rate is -1", lambda: ff.schedule_free(ff.sgd(0.1), -1)),
+    (r"call update\(grads, state, params\)",
+     updated(ff.schedule_free(ff.sgd(0.1), 0.1))),
     *[(f"put that around.*{name}", lambda make=make: make(SCALED))
       for name, make in AROUND.items()],
-    ("max_consecutive_errors is -1", lambda: apply_if_finite(sgd(0.1), -1)),
-    ("each sample would skip for itself", vmapped(apply_if_finite(sgd(0.1)))),
-    *[("p is", lambda p=p: leaf_norms(P, p)) for p in (0, -1, math.nan)],
+    ("max_consecutive_errors is -1", lambda: ff.apply_if_finite(ff.sgd(0.1), -1)),
+    ("each sample would skip for itself", vmapped(ff.apply_if_finite(ff.sgd(0.1)))),
+    *[("p is", lambda p=p: ff.leaf_norms(P, p)) for p in (0, -1, math.nan)],
     ("orthogonalises a matrix", torchs("Muon")),
     ("sparse gradients", torchs("SparseAdam")),
     (r"from_torch\(Adam\) does without capturable", torchs("Adam", capturable=True)),
     ("take ff.sharded_adam", torchs("Adam", differentiable=True)),
     ("lr is -1.0", torchs("RMSprop", lr=-1.0)),
     ("Invalid alpha", torchs("RMSprop", alpha=-1.0)),
-    ("steps is 0", lambda: linear(0, 1, 0)),
-    ("steps is -1", lambda: cosine_decay(1, -1)),
-    ("warmup_steps is 0", lambda: warmup_cosine(1, 0, 5)),
-    ("warmup_steps is 5 of total_steps 5", lambda: warmup_cosine(1, 5, 5)),
-    ("1 schedules at 1 boundaries", lambda: join([constant(1)], [3])),
-    ("must rise", lambda: join([constant(1)] * 3, [3, 3])),
-    ("begin above 0", lambda: join([constant(1)] * 2, [0])),
-    *[("p is", lambda p=p: global_norm(P, p)) for p in (0, -1, math.nan)],
-    *[("p is", lambda p=p: clip_by_global_norm(1.0, p=p)) for p in (0, -1, math.nan)],
+    ("steps is 0", lambda: ff.linear(0, 1, 0)),
+    ("steps is -1", lambda: ff.cosine_decay(1, -1)),
+    ("warmup_steps is 0", lambda: ff.warmup_cosine(1, 0, 5)),
+    ("warmup_steps is 5 of total_steps 5", lambda: ff.warmup_cosine(1, 5, 5)),
+    ("1 schedules at 1 boundaries", lambda: ff.join([ff.constant(1)], [3])),
+    ("must rise", lambda: ff.join([ff.constant(1)] * 3, [3, 3])),
+    ("begin above 0", lambda: ff.join([ff.constant(1)] * 2, [0])),
+    *[("p is", lambda p=p: ff.global_norm(P, p)) for p in (0, -1, math.nan)],
+    *[("p is", lambda p=p: ff.clip_by_global_norm(1, p=p)) for p in (0, -1, math.nan)],
     *[
-        ("max_norm is", lambda bound=bound: clip_by_global_norm(bound))
+        ("max_norm is", lambda bound=bound: ff.clip_by_global_norm(bound))
         for bound in (0, -1.0, math.nan)
     ],
-    ("at least one", chain),
+    ("at least one", ff.chain),
     ("chain of 2 was given a state of 1", applied(HALVED, P, ((),))),
     ("needs them", updated(DECAYED)),
-    (r"update\(grads, state, params\)", updated(sharded_adam(weight_decay=0.1))),
-    (r"update\(grads, state, params\)", updated(sgd(1, momentum=0.9, weight_decay=1))),
+    (r"update\(grads, state, params\)", updated(ff.sharded_adam(weight_decay=0.1))),
+    (r"update\(grads, state, params\)",
+     updated(ff.sgd(1, momentum=0.9, weight_decay=1))),
     (r"call update\(grads, state, params\)", updated(ours("RMSprop"))),
-    ("write partition", applied(chain(only("a"), only("b")), TWO)),
+    ("write partition", applied(ff.chain(only("a"), only("b")), TWO)),
     ("'b' is labelled 'b', which names no",
-     lambda: partition({"a": sgd(0.1)}, BY_PATH).init(TWO)),
+     lambda: ff.partition({"a": ff.sgd(0.1)}, BY_PATH).init(TWO)),
     (r"labels \['b'\], the optimizers have", applied(LABELLED, TWO, {"b": ()})),
     ("the state keeps .*'momentum_buffer'", applied(
         ours("Adam"), P, ours("RMSprop").init(P))),
     ("cannot be differentiated or batched", vmapped(ours("RMSprop"))),
-    ("-1.0 at count 0", applied(sharded_adam(lambda count: -1.0), P)),
+    ("-1.0 at count 0", applied(ff.sharded_adam(lambda count: -1.0), P)),
 ]  # fmt: skip
 TYPES = [
-    ("takes a torch.optim class", lambda: from_torch(torch.optim.SGD([W], lr=0.1))),
-    ("view_as_real", lambda: sharded_adam().init({"w": COMPLEX})),
+    ("takes a torch.optim class", lambda: ff.from_torch(torch.optim.SGD([W], lr=0.1))),
+    ("view_as_real", lambda: ff.sharded_adam().init({"w": COMPLEX})),
 ]
 UNFIT = {
     "gradients do not fit.*keys": {"w": W},
@@ -193,19 +165,19 @@ UNFIT = {
 }
 BOTH = {"w": W, "b": W}
 MISMATCHES = [
-    *[(said, applied(sharded_adam(), BOTH, None, g)) for said, g in UNFIT.items()],
-    *[(said, updated(sharded_adam(), g, BOTH)) for said, g in UNFIT.items()],
+    *[(said, applied(ff.sharded_adam(), BOTH, None, g)) for said, g in UNFIT.items()],
+    *[(said, updated(ff.sharded_adam(), g, BOTH)) for said, g in UNFIT.items()],
     ("gradients do not fit", applied(ours("RMSprop"), P, None, torch.ones(3))),
     ("gradients do not fit", applied(LABELLED, TWO, None, {"a": P})),
     ("optimizer state.*'w'.*None", applied(
-        sharded_adam(), {"w": W}, sharded_adam().init({"w": torch.tensor(1)}))),
+        ff.sharded_adam(), {"w": W}, ff.sharded_adam().init({"w": torch.tensor(1)}))),
     ("state does not fit.*'w'.*second moments", applied(
-        adafactor(), {"w": W}, adafactor().init({"w": W.t()}))),
+        ff.adafactor(), {"w": W}, ff.adafactor().init({"w": W.t()}))),
     ("gradients do not fit.*'b'", applied(
-        ema(sgd(0.1)), BOTH, ema(sgd(0.1)).init({**BOTH, "b": P}))),
+        ff.ema(ff.sgd(0.1)), BOTH, ff.ema(ff.sgd(0.1)).init({**BOTH, "b": P}))),
     ("optimizer state.*'b'", applied(
-        schedule_free(sgd(0.1), 0.1), BOTH,
-        schedule_free(sgd(0.1), 0.1).init({**BOTH, "b": P}))),
+        ff.schedule_free(ff.sgd(0.1), 0.1), BOTH,
+        ff.schedule_free(ff.sgd(0.1), 0.1).init({**BOTH, "b": P}))),
 ]  # fmt: skip
 
 
@@ -225,11 +197,11 @@ def refuse(grads, state, params=None):
     raise RuntimeError("a collective failed")
 
 
-LATE = chain(Optimizer(lambda params: (), refuse), sgd(0.1))
+LATE = ff.chain(ff.Optimizer(lambda params: (), refuse), ff.sgd(0.1))
 
 
 @pytest.mark.parametrize(
-    "optimizer", [LATE, partition({"a": sgd(0.1), "b": LATE}, BY_PATH)]
+    "optimizer", [LATE, ff.partition({"a": ff.sgd(0.1), "b": LATE}, BY_PATH)]
 )
 def test_nothing_is_written_before_the_last_part_is_ready(optimizer):
     with donated(), unchanged(TWO), pytest.raises(RuntimeError, match="a collective"):
@@ -237,6 +209,6 @@ def test_nothing_is_written_before_the_last_part_is_ready(optimizer):
 
 
 def test_parameters_are_asked_for_where_they_decay_alone():
-    for make in (sharded_adam, lambda **how: sgd(0.1, momentum=0.9, **how)):
+    for make in (ff.sharded_adam, lambda **how: ff.sgd(0.1, momentum=0.9, **how)):
         free = make(weight_decay=0)
         assert_bits(free.update(P, free.init(P), P), free.update(P, free.init(P)))

@@ -50,7 +50,7 @@ def formula(w, grads, block, momentum=0.0, b2=1.0, interval=1, weight_decay=0.0)
     return w
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(
     shapes=UNITS,
     how=HOW,

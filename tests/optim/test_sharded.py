@@ -1,65 +1,107 @@
-"""Optimizers over shards: what they send, and the buffers that stay whole."""
+"""Optimizers over shards: their norms, what they send, and buffers that stay whole."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fsfunc as ff
 from fsfunc import tree
-from fsfunc.comm.launch import make_mesh, spmd
-from fsfunc.comm.ledgers import ledger
-from fsfunc.optim import (
-    chain,
-    clip_by_global_norm,
-    global_norm,
-    sgd,
-    sharded_adam,
-    tree_sum,
-)
+from fsfunc.optim import sgd, sharded_adam
 from fsfunc.sharded.layout import Layout, pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.sharded.placements import Split
+from tests.checks import simulated
 from tests.optim.optimizers import by_shape, matrices
-from tests.optim.shards import MESHES, place, whole
-from tests.optim.trees import SEEDS, assert_bits, copies, donated, floating, trained
+from tests.optim.shards import MESHES, layouts, place, together, whole
+from tests.optim.trees import (
+    SEEDS,
+    assert_bits,
+    assert_near,
+    copies,
+    donated,
+    floating,
+    trained,
+)
 
 
+@settings(max_examples=10)
 @given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_norms_and_sums_count_each_element_once(axes, seed, p):
-    values = whole(seed)
-    mesh = make_mesh(axes, "simulated")
+    """Of all and of each leaf; and clipped parts are parts of the clipped."""
+    values, mesh = whole(seed), simulated(**axes)
+    clip = ff.clip_by_global_norm(0.5, p=p)
 
-    def run():
-        mine = place(values, axes)
-        return global_norm(mine, p), tree_sum(mine)
+    def measured(values):
+        norms = ff.global_norm(values, p), ff.tree_sum(values)
+        return norms, ff.leaf_norms(values, p), ff.all_finite(values)
 
-    for norm, total in spmd(run, mesh)():
-        torch.testing.assert_close(norm, global_norm(values, p), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(total, tree_sum(values), rtol=1e-5, atol=1e-5)
+    found = measured(values)
+    each = [x for x in tree.leaves(values) if x.is_floating_point()]
+    norm = lambda x: torch.linalg.vector_norm(x, p) if x.numel() else torch.zeros(())  # noqa: E731
+    assert_near(list(map(norm, each)), found[1], 1e-5)
+    assert found[1]["steps"] is None and found[2]
+    for mine in ff.spmd(lambda: measured(place(values, axes)), mesh)():
+        assert_near(found, mine, 1e-5)
+    parts = ff.spmd(lambda: clip.update(place(values, axes), ())[0], mesh)()
+    clipped = together(parts, mesh)
+    assert_near(floating(clip.update(values, ())[0]), floating(clipped))
 
 
-@pytest.mark.parametrize(
-    ("measure", "op"),
-    [
-        (global_norm, "psum"),
-        (tree_sum, "psum"),
-        (lambda values: global_norm(values, math.inf), "pmax"),
-        (lambda values: clip_by_global_norm(1.0).update(values, ()), "psum"),
-    ],
-)
-def test_one_number_is_sent_for_each_set_of_axes(measure, op):
-    axes = {"data": 2, "model": 3}
-    mesh = make_mesh(axes, "simulated")
-    with ledger() as log:
-        spmd(lambda: measure(place(whole(0), axes)), mesh)()
+GRID = {"data": 2, "model": 3}
+OVER = {"data": 2, "model": 3, ("data", "model"): 6}
+
+
+def stepped(optimizer):
+    return lambda values: trained(optimizer, values, [values])
+
+
+def factors(shapes):
+    """Rows and columns of matrices, and two numbers of each leaf."""
+    return sum(sum(s) if len(s) == 2 else 0 for s in shapes) + 2 * len(shapes)
+
+
+SENT = {  # over each set of axes: the collective, how often, and how many numbers
+    "norm": (ff.global_norm, "psum", 1, lambda shapes: 1),
+    "sum": (ff.tree_sum, "psum", 1, lambda shapes: 1),
+    "largest": (lambda v: ff.global_norm(v, math.inf), "pmax", 1, lambda shapes: 1),
+    "clip": (lambda v: ff.clip_by_global_norm(1.0).update(v, ()), "psum", 1,
+             lambda shapes: 1),
+    "lamb": (stepped(ff.lamb()), "psum", 1, lambda shapes: 2 * len(shapes)),
+    "lars": (stepped(ff.lars(0.1)), "psum", 1, lambda shapes: 2 * len(shapes)),
+    "adafactor": (stepped(ff.adafactor()), "psum", 2, factors),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_so_many_numbers_are_sent_for_each_set_of_axes(name):
+    measure, op, count, numbers = SENT[name]
+    values, mesh, shapes = whole(0), simulated(**GRID), {over: [] for over in OVER}
+    for layout in layouts(values, GRID).values():
+        axes = tuple(sorted(layout.axes))
+        shapes[axes if len(axes) > 1 else axes[0]].append(layout.shape)
+    with ff.ledger() as log:
+        ff.spmd(lambda: measure(place(values, GRID)), mesh)()
     for rank in range(mesh.size):
-        assert len(log.of(rank)) == 3
-        for over, n in (("data", 2), ("model", 3), (("data", "model"), 6)):
-            assert log.count(op, over, rank) == 1
-            assert log.bytes(over, rank=rank) == pytest.approx(2 * (n - 1) / n * 4)
+        assert len(log.of(rank)) == count * len(OVER)
+        for over, n in OVER.items():
+            assert log.count(op, over, rank) == count
+            expected = 2 * (n - 1) / n * 4 * numbers(shapes[over])
+            assert log.bytes(over, rank=rank) == pytest.approx(expected)
+
+
+def test_finiteness_is_one_number_over_the_mesh():
+    mesh = simulated(**GRID)
+    with ff.ledger() as log:
+        assert all(ff.spmd(lambda: ff.all_finite(place(whole(0), GRID)), mesh)())
+    for rank in range(mesh.size):
+        assert len(log.of(rank)) == log.count("pmax", ("data", "model"), rank) == 1
+        assert log.bytes(("data", "model"), rank=rank) == 2 * 5 / 6 * 4
+    big = torch.full((4,), 3e38)  # no sum of these is finite
+    assert ff.all_finite({"w": big, "n": 3}) and ff.all_finite({})
 
 
 def unit_of_two():
@@ -72,35 +114,6 @@ def unit_of_two():
 def packed_of(values):
     ((_, shard),) = split_buffers(values).groups
     return shard
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
-    calls = []
-    real = torch._fused_adamw_
-
-    def counted(params, *rest, **how):
-        calls.append([len(x) for x in params])
-        return real(params, *rest, **how)
-
-    monkeypatch.setattr(torch, "_fused_adamw_", counted)
-    params, grads, optimizer = unit_of_two(), unit_of_two(), sharded_adam()
-    flat = packed_of(params).flat
-    state = optimizer.init(params)
-    assert packed_of(state.mu).flat.shape == flat.shape
-    updates, _ = optimizer.update(grads, state, params)
-    assert packed_of(updates) is not None
-    nu = packed_of(state.nu).flat
-    with donated(params, state) if in_place else torch.no_grad():
-        after, later = optimizer.apply(grads, state, params)
-    assert calls == [[10]]
-    for made in (after, later.mu, later.nu):
-        assert packed_of(made) is not None
-    assert (packed_of(after).flat is flat) == in_place
-    assert (packed_of(later.nu).flat is nu) == in_place
-    # A leaf that is written over is spent, so what comes back is another.
-    assert after["w"] is not params["w"]
-    assert bool(params["w"].spent) == bool(state.mu["w"].spent) == in_place
 
 
 @pytest.mark.parametrize("cut", ["decay", "partition", "frozen"])
@@ -141,28 +154,18 @@ def test_a_whole_buffer_is_seen_to_have_changed(make):
     assert packed_of(after) is shard and not shard.shows(torch.float32)
 
 
-def test_padding_stays_zero():
-    members = pack_flat([(3,)], torch.float32, ["w"], ["data"], 2, "unit")
-    shard = FlatShard(members, torch.tensor([2.0, 0.0]), {"data": 1})
-    (params,) = shard.leaves()
-    optimizer = sharded_adam(0.1)
-    after, state = trained(optimizer, params, [params] * 3)
-    for made in (after, state.mu, state.nu):
-        assert packed_of(made).flat[0] != 0 and packed_of(made).flat[1] == 0
-
-
 def test_an_optimizer_runs_with_vmap_for_a_mesh_axis():
     params, g = torch.ones(2), torch.tensor([3.0, 4.0])
-    mesh = make_mesh({"data": 2}, "vmap")
+    mesh = ff.make_mesh({"data": 2}, "vmap")
     layout = Layout((4,), torch.float32, (Split(0, "data", 2),), "w")
-    optimizer = chain(clip_by_global_norm(1.0), sharded_adam(0.1))
+    optimizer = ff.chain(ff.clip_by_global_norm(1.0), sharded_adam(0.1))
 
     def run(p, g):
         w = Sharded(p, layout)
         after, _ = trained(optimizer, w, [Sharded(g, layout)])
-        return after.local, global_norm(Sharded(g, layout))
+        return after.local, ff.global_norm(Sharded(g, layout))
 
-    for after, norm in spmd(run, mesh)(params, g):
+    for after, norm in ff.spmd(run, mesh)(params, g):
         torch.testing.assert_close(norm, torch.tensor(50.0).sqrt())
         torch.testing.assert_close(after, torch.full((2,), 0.9 - 0.001))
 

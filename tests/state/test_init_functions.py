@@ -19,7 +19,7 @@ from tests.models import chain
 from tests.probes import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Adam's moments are as narrow")
-SIZES = [1, 2, 3, 8]
+SIZES = [2, 1, 3, 5]
 optimizer = ff.sharded_adam(0.1)
 
 
@@ -150,7 +150,7 @@ def inits(draw):
     st.integers(0, 3),
     st.sampled_from([(16, 8), (64, 32), (1 << 17, 1 << 15)]),
 )
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
     init, names = case
     with small_blocks(*blocks):
@@ -160,7 +160,7 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
             assert torch.equal(then, after)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (4, 10)])
+@pytest.mark.parametrize("shape", [(), (4, 10)])
 def test_every_make_of_leaf_alone(shape):
     init = lambda: {  # noqa: E731
         name: {"w": make(shape)} for name, make in MAKERS.items()
@@ -172,7 +172,7 @@ def test_every_make_of_leaf_alone(shape):
 
 
 @given(inits(), st.integers(0, 2))
-@settings(max_examples=20)
+@settings(max_examples=4)
 def test_another_seed_gives_other_values_and_the_same_seed_the_same(case, seed):
     init, names = case
     one, again = alone(init, names, seed)[0], alone(init, names, seed)[0]
@@ -199,7 +199,7 @@ def test_long_leaves_are_cut_alike():
 
     expected, _ = alone(init, "ab")
     assert abs(float(expected["b"]["q"].std()) - 1) < 0.01
-    for found, _ in everywhere(init, "ab", [2, 3, 7], [3]):
+    for found, _ in everywhere(init, "ab", [3], [3]):
         same(found, expected)
 
 
@@ -260,7 +260,7 @@ class Model(nn.Module):
 def test_modules_are_made_as_they_make_themselves():
     init = lambda: {"m": dict(Model().named_parameters())}  # noqa: E731
     expected, _ = alone(init, "m")
-    for found, _ in everywhere(init, "m", [1, 3], [0, 3]):
+    for found, _ in everywhere(init, "m", [3], [3]):
         same(found, expected)
     m = expected["m"]
     plain = init()["m"]
@@ -379,31 +379,10 @@ def test_bad_functions_are_told_the_way_out(message):
         ff.spmd(main, mesh)()
 
 
-def test_a_real_record_sees_the_same_values():
-    def loss(p, x):
-        total = unit(p["a"], x)
-        return total * 2 if total.item() > 1e9 else total
-
-    step = optimizer(ff.value_and_grad(loss))
-    init = lambda: {"a": {"w": torch.randn(7, 3)}}  # noqa: E731
-    expected, after = alone(init, "a")
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        torch.manual_seed(5)
-        sharded = ff.shard(step, mesh, "data")
-        state = ff.init_state(sharded, init, optimizer, X, record="real")
-        return ff.unshard(state.params), torch.random.get_rng_state()
-
-    for found, then in ff.spmd(main, mesh)():
-        same(found, expected)
-        assert torch.equal(then, after)
-
-
 # Memory
 
 
-N, LEAF = 8, 1 << 20
+N, LEAF = 8, 1 << 18
 MAKES = {
     "drawn": (lambda: torch.randn(LEAF), 0),
     "computed": (lambda: torch.randn(LEAF).mul_(0.02).clamp_(-1, 1), 0),
@@ -412,8 +391,9 @@ MAKES = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    "name, zero", [*((name, 3) for name in MAKES), ("drawn", 0), ("whole", 2)]
+)
 def test_beside_the_shards_one_leaf_is_held(name, zero):
     make, leaves = MAKES[name]
     names = [f"u{i}" for i in range(8)]
@@ -432,8 +412,9 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
         return seen.peak
 
     shards = whole if zero < 3 else whole // N
-    room = leaves * 4 * LEAF + 4 * 4 * random_blocks.BLOCK
-    peaks = ff.spmd(main, mesh)()
+    with small_blocks(1 << 15, 1 << 13):
+        room = leaves * 4 * LEAF + 4 * 4 * random_blocks.BLOCK
+        peaks = ff.spmd(main, mesh)()
     assert shards <= max(peaks) and all(peak <= shards + room for peak in peaks)
     assert room + whole // N < whole / 2  # the bound means something
 
@@ -462,8 +443,8 @@ def test_leaves_that_another_stage_owns_are_not_made():
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("made", [optimizer, ff.sgd(0.1, momentum=0.9)])
-def test_an_abstract_state_is_laid_out_as_a_real_one(zero, made):
+def test_an_abstract_state_is_laid_out_as_a_real_one(zero):
+    made = [optimizer, ff.sgd(0.1, momentum=0.9)][zero % 2]
     mesh = ff.make_mesh({"data": 3}, "simulated")
     init = lambda: {"a": {"w": torch.randn(5, 3), "b": torch.zeros(5)}, "n": 3}  # noqa: E731
     step = made(ff.value_and_grad(lambda p, x: unit(p["a"], x)))
@@ -505,18 +486,18 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
 
     def init():
         rand = torch.randn
-        shapes = [(4096, 16384), (16384, 4096)]
-        return [{"up": rand(shapes[0]), "down": rand(shapes[1])} for _ in range(45)]
+        shapes = [(16384, 65536), (65536, 16384)]
+        return [{"up": rand(shapes[0]), "down": rand(shapes[1])} for _ in range(3)]
 
     step = ff.shard(optimizer(ff.value_and_grad(chain(layer))), mesh, "data")
 
     def main():
         make = ff.init_state if kind == "abstract" else ff.abstract_state
-        state = make(step, init, optimizer, torch.ones(1, 4096))
+        state = make(step, init, optimizer, torch.ones(1, 16384))
         return sum(x.numel() for x in leaves_of(state.params)), state
 
     count, state = ff.spmd(main, mesh)()[0]
-    assert count == 45 * 2 * 4096 * 16384 > 6e9
+    assert count == 3 * 2 * 16384 * 65536 > 6e9
     shard = leaves_of(state.params)[0].packed
-    assert shard.flat.numel() == 2 * 4096 * 16384 // mesh.size
+    assert shard.flat.numel() == 2 * 16384 * 65536 // mesh.size
     assert shard.flat.device.type == ("cpu" if kind == "abstract" else "meta")

@@ -41,8 +41,8 @@ def on_each_rank(main):
 
 
 MESHES = st.sampled_from(
-    [({"data": n}, "data", None) for n in range(1, 9)]
-    + [({"a": 2, "b": 3}, axis, copies) for axis, copies in
+    [({"data": n}, "data", None) for n in (2, 1, 3)]
+    + [({"a": 2, "b": 2}, axis, copies) for axis, copies in
        [(("a", "b"), None), (("b", "a"), None), ("a", "b"), ("b", "a"), ("b", None)]]
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ MESHES = st.sampled_from(
 @given(
     models(), MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans()
 )
-@settings(max_examples=40)
+@settings(max_examples=8)
 def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
     axes, axis, replicate = where
     mesh = ff.make_mesh(axes, "simulated")
@@ -195,7 +195,7 @@ def averaged(state):
     return {**state, "average": tree.map(torch.clone, state["model"])}
 
 
-@ZEROS
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
     def main():
         step = ff.shard(own_step, MESH, "data", zero=zero)
@@ -229,7 +229,7 @@ def test_what_a_loss_reads_outside_units_stays_whole_though_it_is_named_alike():
     assert on_each_rank(main) == [[True, False, False]] * 2
 
 
-@ZEROS
+@pytest.mark.parametrize("zero", [0, 2])
 def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
     """Low-rank adapters beside a frozen matrix of the same unit."""
     adapted = ff.unit(lambda p, x: x @ (p["base"] + p["down"] @ p["up"]))
@@ -274,8 +274,7 @@ def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
         close(found, state, 1e-5)
 
 
-@ZEROS
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("zero, n", [(0, 2), (1, 1), (3, 2)])
 def test_weighted_losses_are_exact_over_uneven_parts(zero, n):
     x = torch.randn(7, 3, dtype=torch.float64)[: 6 if n == 2 else 7]
     mesh = ff.make_mesh({"data": 3}, "simulated")
@@ -335,8 +334,7 @@ def test_where_one_process_cannot_lay_out_all_raise(processes):
         assert mine[6] == "unlike True"
 
 
-@pytest.mark.parametrize("made", ["given", "by a function"])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("made, turned", [("given", True), ("by a function", False)])
 def test_one_tensor_at_two_paths_is_refused(made, turned):
     """The first update would untie them: of one that is read twice gradients add up."""
     unit = ff.unit(lambda p, x: x @ p["a"] @ p["b"])
