@@ -203,10 +203,12 @@ def test_nodes_are_numbered_in_order():
 
 
 def test_modes_are_seen():
-    assert _torch.active_modes() == []
+    what = "spmd drops a mode, or hooks, around it in silence"
+    assert _torch.active_modes() == [] and not _torch.saved_tensors_hooked()
     with Watch(), torch.device("cpu"):
-        what = "spmd drops a mode around it in silence"
         assert _torch.active_modes() == ["Watch"], breaks(what)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.saved_tensors_hooked(), breaks(what)
 
 
 def test_fake_tensors_say_what_they_are():
