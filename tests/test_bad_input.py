@@ -222,6 +222,10 @@ CASES = ODD_LEAVES | {
         RuntimeError, r"'writes_input' changed its input 0 of shape \(2, 4\) in place",
     ),
     "captured": (steps_with(captured), RuntimeError, "captured by closure"),
+    "no shard": (
+        lambda mesh: LOSS(placed(mesh)[1].params, BATCH), TypeError,
+        "'0/.'.*under ff.shard",
+    ),
 }  # fmt: skip
 LATER = {  # some of it was sent before
     "other collectives": (
@@ -250,85 +254,6 @@ def test_a_clear_error_on_every_rank(call, error, way_out):
         assert log.records == []
 
 
-def test_a_sharded_leaf_in_a_unit_without_shard():
-    def main(mesh):
-        _, state = placed(mesh)
-        LOSS(state.params, BATCH)
-
-    with pytest.raises(TypeError, match="'0/.'.*under ff.shard"):
-        ff.spmd(lambda: main(MESH), MESH)()
-
-
-def test_a_sharded_leaf_that_lies_over_another_axis():
-    grid = simulated(node=2, data=2)
-
-    def main():
-        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
-        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
-
-    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
-        ff.spmd(main, grid)()
-
-
-NO_NUMBERS = {
-    "sharded_adam": lambda: ff.sharded_adam("1e-2"),
-    "sgd": lambda: ff.sgd("1e-2"),
-    "momentum": lambda: ff.sgd(1e-2, momentum="1e-2"),
-    "b1": lambda: ff.sharded_adam(b1="1e-2"),
-    "eps": lambda: ff.sharded_adam(eps="1e-2"),
-    "from_torch": lambda: ff.from_torch(torch.optim.RMSprop, lr="1e-2"),
-    "clipping": lambda: ff.clip_by_global_norm("1e-2"),
-}
-
-
-@pytest.mark.parametrize("case", NO_NUMBERS)
-def test_a_number_that_is_a_string(case):
-    said = r" is '1e-2', a str: it must be a number; give float\('1e-2'\)"
-    with pytest.raises(TypeError, match=said):
-        NO_NUMBERS[case]()
-
-
-NAMED = {
-    "shard": lambda mesh, axis: ff.shard(STEP, mesh, axis),
-    "pipeline": lambda mesh, axis: ff.pipeline(STEP, mesh, axis, n_microbatches=1),
-    "local_batch": lambda mesh, axis: ff.local_batch(BATCH, mesh, axis),
-    "spmd": lambda mesh, axis: ff.spmd(lambda: ff.psum(BATCH, axis), mesh)(),
-}
-
-
-@pytest.mark.parametrize("call", NAMED)
-def test_an_axis_that_is_no_name_and_a_mesh_that_is_none(call):
-    for axis in (0, None):
-        with pytest.raises(TypeError, match=f"axis={axis}.*is a name, .* 'data'; this"):
-            NAMED[call](MESH, axis)
-    for mesh in (None, "data", {"data": 2}):
-        with pytest.raises(TypeError, match=f"{call} needs a mesh, got .*make_mesh"):
-            NAMED[call](mesh, "data")
-
-
-def test_other_meshes_that_are_none():
-    with pytest.raises(TypeError, match="plan needs a mesh"):
-        ff.plan(STEP, parameters, OPTIMIZER, BATCH, mesh={"data": 2})
-    with pytest.raises(TypeError, match="batches needs a mesh"):
-        ff.batches([1, 2, 3], "data", "data", 2)
-
-
-def test_nothing_to_differentiate():
-    params = {"w": torch.eye(WIDTH).long(), "n": 3}
-    gradient = ff.value_and_grad(lambda p, x: (x @ p["w"].float()).sum())
-    with pytest.raises(TypeError, match="argument 0: nothing .*int64.*float32"):
-        gradient(params, BATCH)
-    with pytest.raises(TypeError, match="argument 0 at 'w', a numpy array float64"):
-        gradient({"w": np.eye(WIDTH)}, BATCH)
-    assert ff.value_and_grad(lambda p, x: x.sum())({"n": 3}, BATCH)[1] == {"n": None}
-
-
-def test_outside_spmd():
-    step = ff.shard(STEP, MESH, "data")
-    with pytest.raises(RuntimeError, match="run it inside spmd"):
-        step(ff.TrainState(parameters()), BATCH)
-
-
 def test_another_ranks_state_is_refused():
     def main(mesh):
         return ff.place(ff.shard(LOSS, mesh, "data"), parameters(), BATCH)
@@ -342,17 +267,6 @@ def test_another_ranks_state_is_refused():
         call = ff.shard(LOSS, there, "data")
         with pytest.raises(ValueError, match=said):
             ff.spmd(lambda call=call: call(first, BATCH), there)()
-
-
-def test_a_state_without_an_optimizer_state():
-    state = ff.TrainState(parameters())
-    with pytest.raises(ValueError, match="no optimizer state.*init_state"):
-        state.apply_gradients(parameters(), OPTIMIZER)
-
-
-def test_axes_that_are_no_mapping():
-    with pytest.raises(TypeError, match="axes as {name: size}"):
-        ff.make_mesh(["data", 2])
 
 
 def test_the_state_is_as_it_was_after_an_error():
@@ -370,3 +284,14 @@ def test_the_state_is_as_it_was_after_an_error():
         same(ff.unshard(step(state, BATCH)[0]), ff.unshard(good))
 
     ff.spmd(main, MESH)()
+
+
+def test_a_sharded_leaf_that_lies_over_another_axis():
+    grid = simulated(node=2, data=2)
+
+    def main():
+        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
+        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
+
+    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
+        ff.spmd(main, grid)()
