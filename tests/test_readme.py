@@ -56,6 +56,7 @@ def test_two_models_are_one_device_s(names):
 
 
 def test_adapters_and_a_state_of_one_s_own(names):
+    """And windows of a file, as a dataset."""
     w, x = torch.randn(8, 8), torch.randn(8, 8)
     adapters = {"a": torch.randn(8, 2), "b": torch.zeros(2, 8)}
     extra = {"w": w, "seen": torch.zeros(())}
@@ -64,9 +65,6 @@ def test_adapters_and_a_state_of_one_s_own(names):
     for state in ff.spmd(names["lora"], names["mesh"])(w, adapters, x):
         close(state.params, expected.params, 1e-6)
         assert torch.equal(state.extra["w"], w) and state.extra["seen"] == 1
-
-
-def test_a_dataset_of_one_s_own(names):
     rows = ff.spmd(names["first_batch"], names["mesh"])(str(README))
     text = README.read_bytes()
     windows = {text[i : i + 16] for i in range(0, len(text), 16)}

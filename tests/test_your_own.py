@@ -49,16 +49,26 @@ def steps(optimizer, stack):
     return ff.spmd(main, mesh)()
 
 
-class Signed(ff.Interpretation):
-    called = "signed"
+class Units(ff.Interpretation):
+    """Of what a unit takes."""
+
+    called = "changed units"
+
+    def __init__(self, change):
+        self.change = change
 
     def unit(self, run, call):
-        return lambda w, x: run(w + (w.sign() - w).detach(), x)
+        return lambda w, x: run(self.change(w), x)
 
 
-class Tripled(ff.Interpretation):
-    def unit(self, run, call):
-        return lambda w, x: run(ff.tree.map(lambda part: 3 * part, w), x)
+class Gradients(ff.Interpretation):
+    """``how(run, call)``: of a gradient call."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def gradient(self, run):
+        return lambda call: self.how(run, call)
 
 
 PLAIN = ff.value_and_grad(loss)
@@ -68,30 +78,27 @@ PLAIN = ff.value_and_grad(loss)
 @pytest.mark.parametrize("around", [lambda f: f, ff.remat])
 def test_a_transform(around, zero):
     """Within shard of what a unit takes, and around it of parts."""
-    signed = ff.transformed(PLAIN, Signed())
+    signed = ff.transformed(PLAIN, Units(lambda w: w + (w.sign() - w).detach()))
     mine = around(ff.shard(signed, mesh, "data", zero=zero))
     assert_equals_one_device(signed, mine, mesh, *given())
     params, x = given()
     by_hand = PLAIN([w.sign() for w in params], x)
     assert torch.equal(signed(params, x)[0], by_hand[0])
-    tripled = ff.transformed(ff.shard(PLAIN, mesh, "data", zero=zero), Tripled())
-    one = ff.transformed(PLAIN, Tripled())
-    assert_equals_one_device(one, around(tripled), mesh, *given())
+    tripled = Units(lambda w: ff.tree.map(lambda part: 3 * part, w))
+    mine = ff.transformed(ff.shard(PLAIN, mesh, "data", zero=zero), tripled)
+    one = ff.transformed(PLAIN, tripled)
+    assert_equals_one_device(one, around(mine), mesh, *given())
 
 
-class Reading(ff.Interpretation):
+def reading(seen):
     """Reads the gradients, and takes them again with the loss as it stands."""
 
-    def __init__(self, seen):
-        self.seen = seen
+    def read(run, call):
+        value, (grads,) = run(call).mean()
+        seen.append((value, ff.unshard(grads)))
+        return run(call)
 
-    def gradient(self, run):
-        def read(call):
-            value, (grads,) = run(call).mean()
-            self.seen.append((value, ff.unshard(grads)))
-            return run(call)
-
-        return read
+    return Gradients(read)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -103,54 +110,37 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
     plain, seen = ff.value_and_grad(total), []
     two = ff.accumulate(plain, 2)
     for stack in (two, ff.shard(two, mesh, "data"), ff.shard(plain, mesh, "data")):
-        mine = ff.transformed(stack, Reading(seen))
+        mine = ff.transformed(stack, reading(seen))
 
-        def read(params, x, mine=mine):
-            return mine(params, x), seen[-1]
-
-        def main(mine=mine, read=read):
+        def main(mine=mine):
             rows = ff.local_batch(given()[1], mesh, "data")
-            return ff.unshard(read(ff.place(mine, given()[0], rows), rows))
+            found = ff.unshard(mine(ff.place(mine, given()[0], rows), rows))
+            return found, seen[-1]
 
-        for found, last in ff.spmd(main, mesh)():
-            ff.testing.assert_equal(last, found)
-
-
-class Looking(ff.Interpretation):
-    """Reads the mean, and passes on the outcome that it read it from."""
-
-    def __init__(self, read):
-        self.read = read
-
-    def gradient(self, run):
-        def look(call):
-            outcome = run(call)
-            self.read(outcome)
-            return outcome
-
-        return look
+        for found, read in ff.spmd(main, mesh)():
+            ff.testing.assert_equal(read, found)
 
 
 @pytest.mark.parametrize("read", [lambda o: o.mean(), lambda o: o.settled()])
 @pytest.mark.parametrize("n", [1, 2])
 def test_to_read_a_mean_changes_nothing(n, read):
+    def look(run, call):
+        read(outcome := run(call))
+        return outcome
+
     plain = ff.accumulate(PLAIN, n)
-    found = ff.transformed(plain, Looking(read))(*given())
+    found = ff.transformed(plain, Gradients(look))(*given())
     ff.testing.assert_equal(found, plain(*given()))
 
 
-class ByHand(ff.Interpretation):
+def by_hand(how):
     """Changes gradients by hand, which within shard are not there."""
 
-    def __init__(self, how):
-        self.how = how
+    def changed(run, call):
+        outcome = run(call)
+        return replace(outcome, grads=(how(*outcome.grads, call.args[0]),))
 
-    def gradient(self, run):
-        def changed(call):
-            outcome = run(call)
-            return replace(outcome, grads=(self.how(*outcome.grads, call.args[0]),))
-
-        return changed
+    return Gradients(changed)
 
 
 HANDS = {
@@ -162,26 +152,25 @@ HANDS = {
 @pytest.mark.parametrize("how", HANDS.values(), ids=HANDS)
 def test_a_transform_changes_gradients_around_shard(how):
     params, x = given()
-    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), ByHand(how))
+    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), by_hand(how))
     changed = how(PLAIN(params, x)[1], params)
     found = on_ranks(around, params, x)[0][1]
     ff.testing.assert_equal(found, changed, tolerance=1e-9)
-    kept = ff.transformed(ff.accumulate(PLAIN, 2), ByHand(lambda _, params: params))
+    kept = ff.transformed(ff.accumulate(PLAIN, 2), by_hand(lambda _, params: params))
     for _ in range(2):  # what it holds stays as it is
         assert torch.equal(kept(params, x)[1][0], params[0] / 2)
     ff.testing.assert_equal(params, given()[0])
 
 
-class Halved(ff.Interpretation):
+def with_mean(change):
     """Gradients made anew of means; what is not linear is written in the same way."""
 
-    def gradient(self, run):
-        def halved(call):
-            outcome = run(call)
-            _, grads = outcome.mean()
-            return outcome.with_mean(ff.tree.map(lambda g: g / 2, grads))
+    def changed(run, call):
+        outcome = run(call)
+        _, (grads,) = outcome.mean()
+        return outcome.with_mean((ff.tree.map(change, grads, call.args[0]),))
 
-        return halved
+    return Gradients(changed)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -193,7 +182,7 @@ def test_a_transform_gives_other_gradients(within):
     def stack(f):
         return ff.accumulate(halves(f), 2) if within else halves(ff.accumulate(f, 2))
 
-    halves = lambda f: ff.transformed(f, Halved())  # noqa: E731
+    halves = lambda f: ff.transformed(f, with_mean(lambda g, _: g / 2))  # noqa: E731
     plain, (params, x) = ff.value_and_grad(weighted), given()
     x[:, 0] = torch.tensor([2.0, 1.0, 1.0, 4.0])
     value, grads = ff.accumulate(plain, 2)(params, x)
@@ -205,19 +194,6 @@ def test_a_transform_gives_other_gradients(within):
         ff.testing.assert_equal(out, (one[0], [g / 2 for g in one[1]]), 1e-6)
 
 
-class Decayed(ff.Interpretation):
-    """Adds what is not linear in the gradients."""
-
-    def gradient(self, run):
-        def decayed(call):
-            outcome = run(call)
-            _, (grads,) = outcome.mean()
-            both = ff.tree.map(torch.add, grads, call.args[0])
-            return outcome.with_mean((both,))
-
-        return decayed
-
-
 @pytest.mark.parametrize(
     "stack",
     [lambda f: f, lambda f: ff.accumulate(f, 2), lambda f: ff.shard(f, mesh, "data")],
@@ -226,7 +202,7 @@ def test_a_transform_within_a_loss_scale_reads_means(stack):
     plain, (params, x) = stack(PLAIN), given()
 
     def stepped(optimizer):
-        step = optimizer(ff.transformed(plain, Decayed()))
+        step = optimizer(ff.transformed(plain, with_mean(torch.add)))  # not linear
         state = ff.TrainState(params, optimizer.init(params))
         return lambda: ff.unshard(step(state, x)[0].params)
 
@@ -366,39 +342,13 @@ def test_all_of_it_is_public():
 # What is refused
 
 
-class Twice(ff.Interpretation):
-    def gradient(self, run):
-        return lambda call: run(call) and run(call)
+def scaled(run, call):
+    """Some microbatches."""
+    return run(replace(call, cotangent=2.0 if call.args[1][0, 0] > 0 else 1.0))
 
 
-class Larger(ff.Interpretation):
-    def gradient(self, run):
-        return lambda call: run(replace(call, cotangent=4.0))
-
-
-class First(ff.Interpretation):
-    """Scales some microbatches."""
-
-    def gradient(self, run):
-        return lambda call: run(
-            replace(call, cotangent=2.0 if call.args[1][0, 0] > 0 else 1.0)
-        )
-
-
-class Delayed(ff.Interpretation):
-    """Keeps what was only recorded."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def gradient(self, run):
-        def delayed(call):
-            outcome, rank = run(call), ff.axis_index("data")
-            before = self.kept.get(rank)
-            self.kept[rank] = outcome.mean()[1]
-            return outcome if before is None else outcome.with_mean(before)
-
-        return delayed
+TWICE = Gradients(lambda run, call: run(call) and run(call))
+LARGER = Gradients(lambda run, call: run(replace(call, cotangent=4.0)))
 
 
 class Longer(ff.Gather):
@@ -428,7 +378,7 @@ def gathered(codec):
 def some_microbatches():
     params, x = given()
     x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0])
-    mine = ff.transformed(PLAIN, First())
+    mine = ff.transformed(PLAIN, Gradients(scaled))
     ff.testing.assert_equal(mine(params, x), PLAIN(params, x))
     ff.accumulate(mine, 2)(params, x)
 
@@ -455,12 +405,20 @@ def reads(grad):
 
 
 def delayed():
-    stack = ff.transformed(ff.shard(PLAIN, mesh, "data"), Delayed())
+    """Keeps what was only recorded."""
+    kept = {}
+
+    def late(run, call):
+        outcome, rank = run(call), ff.axis_index("data")
+        before, kept[rank] = kept.get(rank), outcome.mean()[1]
+        return outcome if before is None else outcome.with_mean(before)
+
+    stack = ff.transformed(ff.shard(PLAIN, mesh, "data"), Gradients(late))
     steps(ff.sgd(0.5), stack)
 
 
 def stepped_in_a_larger_backward():
-    stack = ff.shard(ff.transformed(PLAIN, Larger()), mesh, "data")
+    stack = ff.shard(ff.transformed(PLAIN, LARGER), mesh, "data")
     steps(ff.step_in_backward(ff.sgd(1.0)), stack)
 
 
@@ -471,10 +429,12 @@ def silent():
 
 OUT = "before or after the collective"
 REFUSED = {
-    "values": (within(ByHand(HANDS["by their values"])), RuntimeError, "outside, as in"),
-    "by others": (within(ByHand(HANDS["by others"])), RuntimeError, "outside, as in"),
-    "a mean": (within(Reading([])), RuntimeError, "inside of the shard"),
-    "twice": (within(Twice()), RuntimeError, "put it around"),
+    **{
+        name: (within(by_hand(how)), RuntimeError, "outside, as")
+        for name, how in HANDS.items()
+    },
+    "a mean": (within(reading([])), RuntimeError, "inside of the shard"),
+    "twice": (within(TWICE), RuntimeError, "put it around"),
     "some microbatches": (some_microbatches, ValueError, "of some microbatches alone"),
     "what was recorded": (delayed, RuntimeError, "gradients without data: it kept"),
     "a larger backward": (
@@ -506,7 +466,7 @@ def test_what_is_not_right_is_refused(call, error, said):
 
 
 def test_a_gradient_call_around_shard_may_run_twice():
-    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), Twice())
+    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), TWICE)
     assert_equals_one_device(PLAIN, around, mesh, *given())
 
 

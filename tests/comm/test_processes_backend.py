@@ -16,10 +16,15 @@ def test_processes_are_as_simulated_ranks(processes, n):
     out = processes(
         f"""
         import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        import fsfunc as ff
+        from tests.checks import same
         from tests.core.dtype_sweep import over_processes
         from tests.comm.spmd_program import against_simulated
+        from tests.comm.transfers_program import everything
         mesh = against_simulated({{"data": {n}}}, ["data"])
         assert over_processes({n}) == []
+        main, there = lambda: everything("data"), ff.make_mesh(mesh.axes, "simulated")
+        same(ff.spmd(main, mesh)()[0], ff.spmd(main, there)()[mesh.rank])
         print(f"rank {{mesh.rank}}\\n", end="", flush=True)
         """,
         n,

@@ -113,7 +113,7 @@ def test_a_flight_lands():
     assert ff.spmd(a_flight, MESH)() == expected
 
 
-def test_nothing_is_held_after_landing():
+def test_nothing_is_held_after_landing(collected):
     def main():
         leaf = torch.ones(3, requires_grad=True)
         x = leaf * 1

@@ -31,6 +31,21 @@ def recorded(flight, number=0):
     return flight.begin(said, Group, number)
 
 
+def test_a_state_is_where_the_process_is():
+    flight = FlightRecorder()
+    assert "runs, at " in flight.state() and __file__ in flight.state()
+    record = recorded(flight)
+    assert 'its last was #0 psum over "data", float32[3]' in flight.state()
+    record.waits()
+    assert flight.state().startswith('waits in #0 psum over "data", float32[3] at ')
+    record.ended = time.monotonic()
+    assert flight.waiting() is None
+    flight.said = "raised it"
+    assert flight.state() == "raised it"
+    recorded(flight, 1)  # it goes on
+    assert flight.state().startswith("runs")
+
+
 # The mailboxes
 
 
@@ -142,22 +157,6 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     process.kill()
     box.thread.join(20)
     assert not box.thread.is_alive()
-
-
-def test_a_state_is_where_the_process_is():
-    flight = FlightRecorder()
-    assert "runs, at " in flight.state() and __file__ in flight.state()
-    record = recorded(flight)
-    assert 'its last was #0 psum over "data", float32[3]' in flight.state()
-    record.waits()
-    assert flight.state().startswith('waits in #0 psum over "data", float32[3] at ')
-    assert flight.waiting() is record
-    record.ended = time.monotonic()
-    assert flight.waiting() is None
-    flight.said = "raised it"
-    assert flight.state() == "raised it"
-    recorded(flight, 1)  # it goes on
-    assert flight.state().startswith("runs")
 
 
 def test_a_dump_is_a_line_for_each_record(tmp_path, monkeypatch):

@@ -55,29 +55,6 @@ def test_a_run_in_full(tmp_path):
     }  # fmt: skip
 
 
-def test_an_arrow_leads_from_a_send_to_the_end_of_its_receive():
-    events = [(0, SF0, 2.0, 3.0), (1, RF0, 0.0, 3.0), (0, F0, 0.0, 2.0)]
-    begin, end = (of_kind(trace(events), phase)[0] for phase in "sf")
-    assert begin["id"] == end["id"] and end["bp"] == "e"
-    assert (begin["pid"], begin["ts"]) == (0, 2e6)
-    assert end["pid"] == 1 and 2e6 < end["ts"] < 3e6
-
-
-def test_steps_are_paired_in_order():
-    steps = [(rank, a, t, t + 1) for t in (0, 5) for rank, a in ((0, SF0), (1, RF0))]
-    written = trace(steps[::-1])
-    pairs = zip(of_kind(written, "s"), of_kind(written, "f"), strict=True)
-    assert [(s["id"] == f["id"], s["ts"] // 1e6, f["ts"] // 1e6) for s, f in pairs] == [
-        (True, 0, 0),
-        (True, 5, 5),
-    ]
-
-
-def test_a_send_whose_receive_is_not_here_has_no_arrow():
-    written = trace([(0, SF0, 0, 1), (1, Action("RF", 1, 1, 0), 0, 1)])
-    assert of_kind(written, "s") == of_kind(written, "f") == []
-
-
 @given(
     st.sampled_from([gpipe, one_f_one_b, interleaved_1f1b, zb_v]),
     st.integers(1, 4),
