@@ -89,7 +89,7 @@ def examples(draw, op):
 
 
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_a_move_and_its_transpose_pair_alike(row, data):
     """And its transpose takes the cotangent types; there and back is the move."""
