@@ -31,31 +31,28 @@ def placed(mesh, step=STEP):
 
 def steps_with(loss):
     """A sharded step with this loss, run once."""
+    return calls(train_step(loss, OPTIMIZER))
+
+
+def laid(transformed):
+    """Lays a state out for a transformed step."""
+    return ff.init_state(transformed, parameters(), OPTIMIZER, BATCH)
+
+
+def calls(step, times=1, wrap=lambda step: step):
+    """Of a step under ``wrap(shard)``, called so often with one state."""
 
     def main(mesh):
-        sharded, state = placed(mesh, train_step(loss, OPTIMIZER))
-        sharded(state, BATCH)
+        sharded, state = placed(mesh, step)
+        for run in times * [wrap(sharded)]:
+            run(state, BATCH)
 
     return main
 
 
-def twice_over_one_axis(mesh):
-    step = ff.shard(ff.shard(STEP, mesh, "data"), mesh, "data")
-    ff.init_state(step, parameters(), OPTIMIZER, BATCH)
-
-
-def microbatches_not_divided(mesh):
-    step, state = placed(mesh, ff.accumulate(STEP, 4))
-    step(state, BATCH)
-
-
 def other_tree(mesh):
-    step, state = placed(mesh)
+    state = placed(mesh)[1]
     state.apply_gradients(state.params[:1], OPTIMIZER)
-
-
-def l2_over_leaves(params, x):
-    return LOSS(params, x) + sum(w.square().sum() for w in tree.leaves(params))
 
 
 def branches_on_value(params, x):
@@ -75,23 +72,8 @@ def captured(params, x):
     return bad(params[1], x).sum()
 
 
-def no_steps_alike(mesh):
-    if mesh.rank == 0:
-        ff.psum(torch.ones(2), "data")
-    else:
-        ff.all_gather(torch.ones(2), "data")
-
-
-def never_comes(mesh):
-    if mesh.rank == 0:
-        ff.psum(torch.ones(2), "data")
-
-
-def donated_twice(mesh):
-    step, state = placed(mesh)
-    donated = ff.donate(step)
-    donated(state, BATCH)
-    donated(state, BATCH)
+def sums(mesh):
+    return ff.psum(torch.ones(2), "data")
 
 
 def with_param(w):
@@ -181,7 +163,8 @@ CASES = ODD_LEAVES | {
         ValueError, "repeats an axis",
     ),
     "one axis twice": (
-        twice_over_one_axis, ValueError, r"two transforms over one axis: \['data'\]"
+        lambda mesh: laid(ff.shard(ff.shard(STEP, mesh, "data"), mesh, "data")),
+        ValueError, r"two transforms over one axis: \['data'\]",
     ),
     "a mesh of another size": (
         lambda mesh: ff.shard(GRADIENT, simulated(4), "data")(parameters(), BATCH),
@@ -193,11 +176,13 @@ CASES = ODD_LEAVES | {
         r"'tokens' of shape \(3, 5\).*size 2.*3 is not a multiple of 2.*uneven=True",
     ),
     "microbatches": (
-        microbatches_not_divided, ValueError, r"\(2, 4\).*into 4 microbatches"
+        calls(ff.accumulate(STEP, 4)), ValueError, r"\(2, 4\).*into 4 microbatches"
     ),
     "other tree": (other_tree, ValueError, "do not match the parameters at the root"),
     "penalty over leaves": (
-        steps_with(l2_over_leaves),
+        steps_with(
+            lambda p, x: LOSS(p, x) + sum(w.square().sum() for w in tree.leaves(p))
+        ),
         ValueError, r"sum at .*py:\d+ .*part of 'params/0/b'.*: use ff.tree_sum",
     ),
     "read outside": (
@@ -229,17 +214,15 @@ CASES = ODD_LEAVES | {
 }  # fmt: skip
 LATER = {  # some of it was sent before
     "other collectives": (
-        no_steps_alike,
-        RuntimeError,
-        r"(?s)rank 0 psum.*rank 1 all_gather.*test_bad_input.py",
+        lambda mesh: sums(mesh) if mesh.rank else ff.all_gather(BATCH, "data"),
+        RuntimeError, r"(?s)rank 0 all_gather.*rank 1 psum.*test_bad_input.py",
     ),
     "one never comes": (
-        never_comes,
-        RuntimeError,
+        lambda mesh: mesh.rank or sums(mesh), RuntimeError,
         r"(?s)rank 0 waits in psum.*float32\[2\].*rank 1 has returned",
     ),
-    "donated twice": (donated_twice, RuntimeError, "donated to a step"),
-}
+    "donated twice": (calls(STEP, 2, ff.donate), RuntimeError, "donated to a step"),
+}  # fmt: skip
 
 
 @refusals(CASES | LATER)

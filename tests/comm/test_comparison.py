@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm.comparison import RanksDiffer, Section, checksums, compare
-from fsfunc.comm.groups import group
+from fsfunc.comm.comparison import RanksDiffer, checksums
 from tests.comm.unlike_programs import UNLIKE, alike, block, run
 
 PROGRAM = Path(__file__).with_name("unlike_programs.py")
@@ -98,31 +97,6 @@ def test_only_ranks_that_share_parameters_are_compared():
         RanksDiffer, match=r"'w': rank 2: f32\[3, 2\]; rank 3: f32\[3, 4"
     ):
         ff.spmd(lambda: main(3), mesh)()
-
-
-# Sections and checksums
-
-
-def test_a_difference_names_keys_ranks_and_what_to_do():
-    lines = {
-        0: [("a", "1"), ("b", "2")],
-        1: [("a", "1"), ("b", "3")],
-        2: [("a", "1"), ("b", "2"), ("c", "4")],
-    }
-    mesh = ff.make_mesh({"data": 3}, "simulated")
-
-    def main(ranks):
-        where = group("data")
-        said = Section("they differ", lines[ranks[where.rank]], "be alike")
-        compare([Section("not this", [("x", "y")]), said], where)
-
-    ff.spmd(lambda: main([0, 0, 0]), mesh)()
-    expected = "they differ:\n  b: rank 0: 2; rank 1: 3\nbe alike"
-    with pytest.raises(RanksDiffer) as caught:
-        ff.spmd(lambda: main([0, 1, 2]), mesh)()
-    assert str(caught.value) == expected
-    with pytest.raises(RanksDiffer, match="c: rank 0: nothing; rank 2: 4"):
-        ff.spmd(lambda: main([0, 0, 2]), mesh)()
 
 
 DTYPES = [

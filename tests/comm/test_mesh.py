@@ -36,13 +36,6 @@ def test_the_ranks_are_counted_row_by_row(sizes, data):
             assert all(there[a] == coordinates[a] for a in sizes if a not in axis)
 
 
-def test_a_mesh_of_a_thousand_ranks_is_made_at_once():
-    mesh = ff.make_mesh({"data": 32, "node": 4, "pipe": 8}, "abstract")
-    assert mesh.members(("node", "data"), rank=5)[:3] == (5, 37, 69)
-    out = ff.spmd(lambda: ff.all_gather(torch.ones(2), ("data", "node")).shape, mesh)()
-    assert out == [(256,)]
-
-
 PAIR = simulated(2)
 
 

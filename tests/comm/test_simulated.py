@@ -39,22 +39,6 @@ def index():
 # Order, and random numbers
 
 
-def test_one_rank_runs_at_a_time_and_hands_over_only_to_wait():
-    trace = []
-
-    def main():
-        for i in range(2):
-            trace.append((i, index()))
-            trace.append((i, index()))
-            ff.psum(torch.ones(1), "data")
-
-    run(main)
-    first, second = trace[:6], trace[6:]
-    assert first == [(0, r) for r in (0, 0, 1, 1, 2, 2)]
-    # The last to come goes on at once; the others follow in turn.
-    assert second == [(1, r) for r in (2, 2, 0, 0, 1, 1)]
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_every_rank_has_a_forward_mode_level_of_its_own():
     """torch has one for the process, and whoever leaves it first ends it for all."""

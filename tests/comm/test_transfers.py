@@ -13,7 +13,6 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.comm.groups import group
 from tests.comm.transfers_program import everything
-from tests.probes import LiveBytes
 
 
 def ranks(n=2, backend="simulated"):
@@ -135,26 +134,6 @@ def test_only_another_rank_of_a_simulated_group(what):
     said = f"can {what.split()[0]} alone.*simulated mesh"
     with pytest.raises(RuntimeError, match=said):
         ff.spmd(alone(what, 1), ranks(2, "vmap"))()
-
-
-def test_one_copy_is_on_its_way():
-    """The receiver has the memory from when it asked; nobody else has any."""
-
-    def main():
-        where = group("pipe")
-        x = torch.ones(1000)
-        with LiveBytes(x) as memory:
-            if where.index == 0:
-                for _ in range(5):
-                    where.send(x, 1)
-                return memory.peak
-            works = [where.receive((1000,), x.dtype, "cpu", 0) for _ in range(5)]
-            y = [work.wait() for work in works]
-            held = memory.live
-            del y, works, x
-            return memory.peak, held, memory.live
-
-    assert run(main) == [0, (5 * 4000, 5 * 4000, 0)]
 
 
 # Errors

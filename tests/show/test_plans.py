@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.planning.planner import plan as plan_of
-from fsfunc.printing.folding import alike, together
+from fsfunc.printing.folding import together
 from fsfunc.show import plan
 from tests.models import chain, layers
 from tests.show.planned import golden, lone, ran, small, stages
@@ -116,8 +116,3 @@ def test_a_real_plan_says_what_the_plan_says():
 )
 def test_names_that_differ_in_a_number_are_one(names, said):
     assert together(names) == said
-
-
-def test_names_that_differ_otherwise_are_not():
-    rows = [("a/0", 1, 0), ("a/1", 2, 1), ("b/0", 1, 2), ("a/0/c", 1, 3)]
-    assert [found for _, found in alike(rows)] == [[0], [1], [2], [3]]

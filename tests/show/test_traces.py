@@ -14,7 +14,7 @@ from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.planning.simulation import Span
-from fsfunc.show import trace, traces
+from fsfunc.show import trace
 from fsfunc.show.memory_curve import curve_of
 from tests.show.planned import small
 
@@ -160,11 +160,3 @@ def test_the_memory_of_a_plan_is_a_counter():
     assert of_kind(trace(found), "C") == []
     everywhere = [e["ts"] for e in written["traceEvents"]]
     assert everywhere == sorted(everywhere)
-
-
-def test_the_peak_is_kept_where_moments_are_left_out(monkeypatch):
-    plan = small()
-    monkeypatch.setattr(traces, "_MOMENTS", 3)
-    written = of_kind(trace(estimate(plan, A100_40), plan=plan), "C")
-    assert len(written) <= 8
-    assert max(sum(e["args"].values()) for e in written) == plan.peak_bytes

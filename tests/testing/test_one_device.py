@@ -33,17 +33,10 @@ def test_transforms_pass(transformed):
 def test_a_state_goes_on_and_may_be_donated():
     step = train_step(LOSS, OPTIMIZER)
     state = ff.TrainState(PARAMS, OPTIMIZER.init(PARAMS))
-    for transformed in (ff.shard(step, MESH, "data"), None):
-        transformed = transformed or ff.donate(ff.shard(step, MESH, "data"))
-        assert_equals_one_device(
-            step,
-            transformed,
-            MESH,
-            state,
-            ROWS,
-            goes_on=lambda out: out[0],
-            tolerance=1e-6,
-        )
+    sharded = ff.shard(step, MESH, "data")
+    how = {"goes_on": lambda out: out[0], "tolerance": 1e-6}
+    for mine in sharded, ff.donate(sharded):
+        assert_equals_one_device(step, mine, MESH, state, ROWS, **how)
 
 
 def forgets(params, x):
