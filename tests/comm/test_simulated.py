@@ -62,9 +62,6 @@ def test_every_rank_has_a_forward_mode_level_of_its_own():
         pass
 
 
-# What another rank does is not seen
-
-
 @pytest.mark.parametrize(
     ("call", "first"),  # the first number of what rank r gets, where rank r sends r + 1
     [
@@ -93,6 +90,13 @@ def test_results_belong_to_their_rank(call, first):
         return seen == [first(index())] * 2 and x[0].item() == index() + 101
 
     assert all(run(main))
+
+
+@pytest.mark.parametrize("call", [ff.psum, ff.pmax, ff.pmean, ff.all_gather])
+def test_results_over_one_rank_are_new_too(call):
+    x = torch.ones(3)
+    (y,) = run(lambda: call(x, "data").add_(1), 1)
+    assert y.tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
 
 
 def test_a_deadlock_is_a_table():

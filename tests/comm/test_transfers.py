@@ -10,6 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.comm.groups import group
 from tests.comm.transfers_program import everything
@@ -134,6 +135,20 @@ def test_only_another_rank_of_a_simulated_group(what):
     said = f"can {what.split()[0]} alone.*simulated mesh"
     with pytest.raises(RuntimeError, match=said):
         ff.spmd(alone(what, 1), ranks(2, "vmap"))()
+
+
+def test_a_deadlock_says_who_waits_for_whom():
+    def main():
+        where = group("pipe")
+        if where.index == 0:
+            where.receive((2, 5), torch.float32, "cpu", 2).wait()
+        if where.index == 1:
+            where.send(torch.ones(4, dtype=torch.int64), 0).wait()
+
+    said = r'(?s)rank 0 waits in receive over "pipe", float32\[2, 5\].*ranks \[2\].*'
+    said += r'rank 1 waits in send over "pipe", int64\[4\].*ranks \[0\].*rank 2 has ret'
+    with pytest.raises(Deadlock, match=said):
+        run(main, 3)
 
 
 # Errors

@@ -23,6 +23,7 @@ from tests.examples.programs import (
 )
 
 STEPS = 12
+FEW = ["--steps", "2", "--sample", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +81,10 @@ def test_a_plan_sends_what_the_run_sends(simulated: Run, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of a few steps, on one rank and a text of one's own; with its picture."""
+    """A run of a few steps on one rank, which is drawn, too."""
     folder = tmp_path_factory.mktemp("few")
     picture = folder / "losses.png"
-    run = train(folder, "--plot", picture, "--ranks", "1", "--steps", "3")
+    run = train(folder, "--plot", picture, "--ranks", "1", *FEW)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     # one rank sends nothing
     assert table_below(run.out, "sent in one step") == [["all", "", "0"]]
@@ -103,7 +104,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_split_layers_and_sequences_train_as_whole_ones(
     mesh: str, sent: dict, few: Run, tmp_path: Path
 ) -> None:
-    run = train(tmp_path, "--mesh", mesh, "--steps", "3")
+    run = train(tmp_path, "--mesh", mesh, *FEW)
     check_losses(run.losses, few.losses, 1e-4)
     counts, *_ = numbers_sent(run.out)
     assert {kind: counts[kind] for kind in sent} == sent

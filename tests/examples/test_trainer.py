@@ -203,7 +203,7 @@ def test_processes_print_the_losses_of_simulated_ranks(processes) -> None:
         ({"lr_scheduler": {"type": "linear", "step": 3}}, "lr_scheduler: .*'step'"),
         ({"type": "deepspeed"}, "'deepspeed': this script knows"),
     ],
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+    ids=str,
 )
 def test_wrong_knobs_are_refused(given: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
