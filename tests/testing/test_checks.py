@@ -231,22 +231,6 @@ def test_one_value_is_compared_in_one_reduction_that_no_ledger_has():
 ONES, ZEROS = torch.ones(2), torch.zeros(2)
 
 
-COLLECTIVES = {
-    "psum to I": (lambda x: ff.psum(x, "data", to="I"), dict(to="I")),
-    "pcast": (lambda x: ff.pcast(x, "data", to="V"), dict(of="I")),
-    "all_gather": (lambda x: ff.all_gather(x, "data", dim=1), {}),
-    "psum_scatter": (lambda x: ff.psum_scatter(x, "data"), {}),
-    "ppermute": (lambda x: ff.ppermute(x, "data", [(0, 1)]), {}),
-    "all_to_all": (lambda x: ff.all_to_all(x, "data", split_dim=0, concat_dim=1), {}),
-    "several": (lambda x: ff.psum_scatter(2 * ff.all_gather(x, "data"), "data"), {}),
-}
-
-
-@pytest.mark.parametrize(("fn", "how"), COLLECTIVES.values(), ids=COLLECTIVES)
-def test_collectives_pass(fn, how):
-    check_collective(fn, sizes=(2, 3), **how)
-
-
 def test_a_collective_on_a_mesh_of_several_axes_with_its_transpose():
     mesh = simulated(data=2, node=2)
     check_collective(
