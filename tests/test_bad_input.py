@@ -31,31 +31,28 @@ def placed(mesh, step=STEP):
 
 def steps_with(loss):
     """A sharded step with this loss, run once."""
+    return calls(train_step(loss, OPTIMIZER))
+
+
+def laid(transformed):
+    """Lays a state out for a transformed step."""
+    return ff.init_state(transformed, parameters(), OPTIMIZER, BATCH)
+
+
+def calls(step, times=1, wrap=lambda step: step):
+    """Of a step under ``wrap(shard)``, called so often with one state."""
 
     def main(mesh):
-        sharded, state = placed(mesh, train_step(loss, OPTIMIZER))
-        sharded(state, BATCH)
+        sharded, state = placed(mesh, step)
+        for run in times * [wrap(sharded)]:
+            run(state, BATCH)
 
     return main
 
 
-def twice_over_one_axis(mesh):
-    step = ff.shard(ff.shard(STEP, mesh, "data"), mesh, "data")
-    ff.init_state(step, parameters(), OPTIMIZER, BATCH)
-
-
-def microbatches_not_divided(mesh):
-    step, state = placed(mesh, ff.accumulate(STEP, 4))
-    step(state, BATCH)
-
-
 def other_tree(mesh):
-    step, state = placed(mesh)
+    state = placed(mesh)[1]
     state.apply_gradients(state.params[:1], OPTIMIZER)
-
-
-def l2_over_leaves(params, x):
-    return LOSS(params, x) + sum(w.square().sum() for w in tree.leaves(params))
 
 
 def branches_on_value(params, x):
@@ -75,23 +72,8 @@ def captured(params, x):
     return bad(params[1], x).sum()
 
 
-def no_steps_alike(mesh):
-    if mesh.rank == 0:
-        ff.psum(torch.ones(2), "data")
-    else:
-        ff.all_gather(torch.ones(2), "data")
-
-
-def never_comes(mesh):
-    if mesh.rank == 0:
-        ff.psum(torch.ones(2), "data")
-
-
-def donated_twice(mesh):
-    step, state = placed(mesh)
-    donated = ff.donate(step)
-    donated(state, BATCH)
-    donated(state, BATCH)
+def sums(mesh):
+    return ff.psum(torch.ones(2), "data")
 
 
 def with_param(w):
@@ -181,7 +163,8 @@ CASES = ODD_LEAVES | {
         ValueError, "repeats an axis",
     ),
     "one axis twice": (
-        twice_over_one_axis, ValueError, r"two transforms over one axis: \['data'\]"
+        lambda mesh: laid(ff.shard(ff.shard(STEP, mesh, "data"), mesh, "data")),
+        ValueError, r"two transforms over one axis: \['data'\]",
     ),
     "a mesh of another size": (
         lambda mesh: ff.shard(GRADIENT, simulated(4), "data")(parameters(), BATCH),
@@ -193,11 +176,13 @@ CASES = ODD_LEAVES | {
         r"'tokens' of shape \(3, 5\).*size 2.*3 is not a multiple of 2.*uneven=True",
     ),
     "microbatches": (
-        microbatches_not_divided, ValueError, r"\(2, 4\).*into 4 microbatches"
+        calls(ff.accumulate(STEP, 4)), ValueError, r"\(2, 4\).*into 4 microbatches"
     ),
     "other tree": (other_tree, ValueError, "do not match the parameters at the root"),
     "penalty over leaves": (
-        steps_with(l2_over_leaves),
+        steps_with(
+            lambda p, x: LOSS(p, x) + sum(w.square().sum() for w in tree.leaves(p))
+        ),
         ValueError, r"sum at .*py:\d+ .*part of 'params/0/b'.*: use ff.tree_sum",
     ),
     "read outside": (
@@ -222,20 +207,22 @@ CASES = ODD_LEAVES | {
         RuntimeError, r"'writes_input' changed its input 0 of shape \(2, 4\) in place",
     ),
     "captured": (steps_with(captured), RuntimeError, "captured by closure"),
+    "no shard": (
+        lambda mesh: LOSS(placed(mesh)[1].params, BATCH), TypeError,
+        "'0/.'.*under ff.shard",
+    ),
 }  # fmt: skip
 LATER = {  # some of it was sent before
     "other collectives": (
-        no_steps_alike,
-        RuntimeError,
-        r"(?s)rank 0 psum.*rank 1 all_gather.*test_bad_input.py",
+        lambda mesh: sums(mesh) if mesh.rank else ff.all_gather(BATCH, "data"),
+        RuntimeError, r"(?s)rank 0 all_gather.*rank 1 psum.*test_bad_input.py",
     ),
     "one never comes": (
-        never_comes,
-        RuntimeError,
+        lambda mesh: mesh.rank or sums(mesh), RuntimeError,
         r"(?s)rank 0 waits in psum.*float32\[2\].*rank 1 has returned",
     ),
-    "donated twice": (donated_twice, RuntimeError, "donated to a step"),
-}
+    "donated twice": (calls(STEP, 2, ff.donate), RuntimeError, "donated to a step"),
+}  # fmt: skip
 
 
 @refusals(CASES | LATER)
@@ -248,85 +235,6 @@ def test_a_clear_error_on_every_rank(call, error, way_out):
     assert said, "it says which rank it comes from"
     if (call, error, way_out) not in [*LATER.values(), CASES["other tree"]]:
         assert log.records == []
-
-
-def test_a_sharded_leaf_in_a_unit_without_shard():
-    def main(mesh):
-        _, state = placed(mesh)
-        LOSS(state.params, BATCH)
-
-    with pytest.raises(TypeError, match="'0/.'.*under ff.shard"):
-        ff.spmd(lambda: main(MESH), MESH)()
-
-
-def test_a_sharded_leaf_that_lies_over_another_axis():
-    grid = simulated(node=2, data=2)
-
-    def main():
-        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
-        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
-
-    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
-        ff.spmd(main, grid)()
-
-
-NO_NUMBERS = {
-    "sharded_adam": lambda: ff.sharded_adam("1e-2"),
-    "sgd": lambda: ff.sgd("1e-2"),
-    "momentum": lambda: ff.sgd(1e-2, momentum="1e-2"),
-    "b1": lambda: ff.sharded_adam(b1="1e-2"),
-    "eps": lambda: ff.sharded_adam(eps="1e-2"),
-    "from_torch": lambda: ff.from_torch(torch.optim.RMSprop, lr="1e-2"),
-    "clipping": lambda: ff.clip_by_global_norm("1e-2"),
-}
-
-
-@pytest.mark.parametrize("case", NO_NUMBERS)
-def test_a_number_that_is_a_string(case):
-    said = r" is '1e-2', a str: it must be a number; give float\('1e-2'\)"
-    with pytest.raises(TypeError, match=said):
-        NO_NUMBERS[case]()
-
-
-NAMED = {
-    "shard": lambda mesh, axis: ff.shard(STEP, mesh, axis),
-    "pipeline": lambda mesh, axis: ff.pipeline(STEP, mesh, axis, n_microbatches=1),
-    "local_batch": lambda mesh, axis: ff.local_batch(BATCH, mesh, axis),
-    "spmd": lambda mesh, axis: ff.spmd(lambda: ff.psum(BATCH, axis), mesh)(),
-}
-
-
-@pytest.mark.parametrize("call", NAMED)
-def test_an_axis_that_is_no_name_and_a_mesh_that_is_none(call):
-    for axis in (0, None):
-        with pytest.raises(TypeError, match=f"axis={axis}.*is a name, .* 'data'; this"):
-            NAMED[call](MESH, axis)
-    for mesh in (None, "data", {"data": 2}):
-        with pytest.raises(TypeError, match=f"{call} needs a mesh, got .*make_mesh"):
-            NAMED[call](mesh, "data")
-
-
-def test_other_meshes_that_are_none():
-    with pytest.raises(TypeError, match="plan needs a mesh"):
-        ff.plan(STEP, parameters, OPTIMIZER, BATCH, mesh={"data": 2})
-    with pytest.raises(TypeError, match="batches needs a mesh"):
-        ff.batches([1, 2, 3], "data", "data", 2)
-
-
-def test_nothing_to_differentiate():
-    params = {"w": torch.eye(WIDTH).long(), "n": 3}
-    gradient = ff.value_and_grad(lambda p, x: (x @ p["w"].float()).sum())
-    with pytest.raises(TypeError, match="argument 0: nothing .*int64.*float32"):
-        gradient(params, BATCH)
-    with pytest.raises(TypeError, match="argument 0 at 'w', a numpy array float64"):
-        gradient({"w": np.eye(WIDTH)}, BATCH)
-    assert ff.value_and_grad(lambda p, x: x.sum())({"n": 3}, BATCH)[1] == {"n": None}
-
-
-def test_outside_spmd():
-    step = ff.shard(STEP, MESH, "data")
-    with pytest.raises(RuntimeError, match="run it inside spmd"):
-        step(ff.TrainState(parameters()), BATCH)
 
 
 def test_another_ranks_state_is_refused():
@@ -344,17 +252,6 @@ def test_another_ranks_state_is_refused():
             ff.spmd(lambda call=call: call(first, BATCH), there)()
 
 
-def test_a_state_without_an_optimizer_state():
-    state = ff.TrainState(parameters())
-    with pytest.raises(ValueError, match="no optimizer state.*init_state"):
-        state.apply_gradients(parameters(), OPTIMIZER)
-
-
-def test_axes_that_are_no_mapping():
-    with pytest.raises(TypeError, match="axes as {name: size}"):
-        ff.make_mesh(["data", 2])
-
-
 def test_the_state_is_as_it_was_after_an_error():
     @ff.unit
     def fails(params, x):
@@ -370,3 +267,14 @@ def test_the_state_is_as_it_was_after_an_error():
         same(ff.unshard(step(state, BATCH)[0]), ff.unshard(good))
 
     ff.spmd(main, MESH)()
+
+
+def test_a_sharded_leaf_that_lies_over_another_axis():
+    grid = simulated(node=2, data=2)
+
+    def main():
+        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
+        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
+
+    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
+        ff.spmd(main, grid)()

@@ -5,6 +5,7 @@ The checks read the source and run nothing, so that imports inside functions and
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -39,8 +40,10 @@ PRIVATE_TORCH_IN = {"tree/nodes.py": ["torch.utils._pytree", "torch.utils._pytre
 PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
 
 House = dict[str, str]  # path below the package -> source
+parsed = functools.cache(ast.parse)
 
 
+@functools.cache
 def the_house() -> House:
     """Return the source of every file of the package."""
     package = ROOT / PACKAGE
@@ -96,7 +99,7 @@ def imports(house: House) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for path, source in house.items():
         edges = found[path] = {}
-        for line, module, name in imported_names(path, ast.parse(source)):
+        for line, module, name in imported_names(path, parsed(source)):
             inner = f"{module}.{name}"
             target = file_of.get(inner, file_of.get(module))
             if target is None:
@@ -185,7 +188,7 @@ def private_faults(house: House) -> list[str]:
         allowed = [*PRIVATE_TORCH_ANYWHERE, *PRIVATE_TORCH_IN.get(path, [])]
         if path.startswith(PRIVATE_TORCH_LIVES_IN):
             continue
-        for line, name in torch_names(path, ast.parse(source)):
+        for line, name in torch_names(path, parsed(source)):
             steps = name.split(".")
             first = next((i for i, s in enumerate(steps) if is_private(s)), None)
             if first is None or any(fnmatch(name, pattern) for pattern in allowed):
@@ -204,7 +207,7 @@ def name_faults(house: House) -> list[str]:
     defined: dict[str, list[str]] = {}
     exported: dict[str, set[str]] = {}  # by the folder in which it counts
     for path, source in house.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.setdefault(node.name, []).append(path)
@@ -230,7 +233,7 @@ def class_faults(house: House) -> list[str]:
     defined: dict[str, str] = {}
     faults = []
     for path, source in house.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 other = defined.setdefault(node.name, f"{path}:{node.lineno}")
                 if other != f"{path}:{node.lineno}":
@@ -240,7 +243,33 @@ def class_faults(house: House) -> list[str]:
     return faults
 
 
-CHECKS = [floor_faults, cycles, private_faults, name_faults, class_faults]
+LATE = {"matplotlib", "rich", "hypothesis", "transformers", "safetensors"}
+
+
+def late_faults(house: House) -> list[str]:
+    """Return the imports, outside of functions, of packages that are asked for late."""
+    faults = []
+    for path, source in house.items():
+        names = [
+            name
+            for node in parsed(source).body
+            for name in imported_names(path, node)
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If)
+        ]
+        faults += [
+            f"{path}:{line}: imports {module} at once"
+            for line, module, _ in names
+            if module.partition(".")[0] in LATE and path != HYPOTHESIS
+        ]
+        if "matplotlib.pyplot" in source:
+            faults.append(f"{path}: pyplot has state of its own")
+    return faults
+
+
+HYPOTHESIS = "testing/strategies.py"  # imported by who asks for it
+
+
+CHECKS = [floor_faults, cycles, private_faults, name_faults, class_faults, late_faults]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -255,12 +284,12 @@ def test_every_room_names_its_files():
         room, _, name = path.rpartition("/")
         if not room or name == "__init__.py":
             continue
-        said = ast.get_docstring(ast.parse(house[f"{room}/__init__.py"])) or ""
+        said = ast.get_docstring(parsed(house[f"{room}/__init__.py"])) or ""
         if not re.search(rf"(?<!\w){re.escape(name)}\b", said):
             faults.append(f"{room}/__init__.py does not name {name}")
     for path, source in house.items():
         if path.endswith("/__init__.py"):
-            said = ast.get_docstring(ast.parse(source)) or ""
+            said = ast.get_docstring(parsed(source)) or ""
             there = {p.rpartition("/")[2] for p in house if p.startswith(path[:-11])}
             for name in re.findall(r"(?<![\w/])\w+\.py\b", said):
                 if name not in there:
@@ -284,124 +313,86 @@ def test_the_map_in_the_readme_names_every_room():
     assert {*programs} - {name for pair in named for name in pair} <= {"worker.py"}
 
 
-def test_the_house_is_read():
-    house = the_house()
-    assert "tree/structure.py" in imports(house)["tree/functions.py"]
-    source = ast.parse(house["tree/nodes.py"])
-    names = [name for _, name in torch_names("tree/nodes.py", source)]
-    assert "torch.utils._pytree.register_pytree_node" in names
-
-
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("import fsfunc.core.units", "imports core/units.py of floor 4"),
-        ("from fsfunc.core import units", "imports core/units.py of floor 4"),
-        ("from fsfunc.core.units import unit", "imports core/units.py of floor 4"),
-        ("from ..core.units import unit", "imports core/units.py of floor 4"),
-        ("from ..core import units", "imports core/units.py of floor 4"),
-        ("def late():\n    from fsfunc.core import units", "layout.py:2: floor 2"),
-        ("import fsfunc as ff", "imports __init__.py of floor 10"),
-        ("from importlib import import_module as i; i('x')", None),
-        ("import importlib; importlib.import_module('fsfunc.core.units')", "units.py"),
-        ("import importlib; importlib.import_module('.far', __package__)", "far"),
-        ("import fsfunc.nowhere", "no such module"),
-        ("import fsfunc.tree", None),
-        ("from fsfunc import tree", None),
-        ("from torch import units", None),
+BELOW = {"tree/__init__.py": "", "core/units.py": "", "__init__.py": ""}
+GROUP, METHOD = "class Group: ...", "class Mesh:\n    def mesh(self): ..."
+ONE, OTHER = "sharded/layout.py", "sharded/placements.py"
+SIDEWAYS = {ONE: "", OTHER: "from . import layout"}
+NAMESAKES = {"transforms/remat.py": "", "units.py": "def remat(): ..."}
+# (check, a small house, what it says or None); or the source of one file of the house
+PLANTED = [
+    *[
+        (floor_faults, BELOW | {ONE: source}, fault)
+        for source, fault in {
+            "import fsfunc.core.units": "imports core/units.py of floor 4",
+            "from fsfunc.core import units": "imports core/units.py of floor 4",
+            "from fsfunc.core.units import unit": "imports core/units.py of floor 4",
+            "from ..core.units import unit": "imports core/units.py of floor 4",
+            "def late():\n    from fsfunc.core import units": "layout.py:2: floor 2",
+            "import fsfunc as ff": "imports __init__.py of floor 10",
+            "from importlib import import_module as i; i('x')": None,
+            "import importlib; importlib.import_module('fsfunc.core.units')": "units.p",
+            "import importlib; importlib.import_module('.far', __package__)": "far",
+            "import fsfunc.nowhere": "no such module",
+            "from fsfunc import tree": None,
+            "from torch import units": None,
+        }.items()
     ],
-)
-def test_an_import_upward_is_seen(source, fault):
-    below = {"tree/__init__.py": "", "sharded/layout.py": source}
-    house = {**below, "core/units.py": "", "__init__.py": ""}
-    assert_one_fault(floor_faults(house), fault)
-
-
-def test_a_file_without_a_floor_is_seen():
-    assert floor_faults({"odd.py": ""}) == ["odd.py: has no floor in FLOORS"]
-    assert floor_faults({"optim/adam.py": ""}) == []
-
-
-def test_an_import_out_of_a_folder_goes_by_its_dots():
-    house = {"optim/adam.py": "from ..state.fitting import fit", "state/fitting.py": ""}
-    assert_one_fault(
-        floor_faults(house), "optim/adam.py:1: floor 5 imports state/fitting.py"
-    )
-
-
-def test_a_cycle_is_seen_and_a_step_sideways_is_not():
-    one, other = "sharded/layout.py", "sharded/placements.py"
-    sideways = {one: "", other: "from . import layout"}
-    assert floor_faults(sideways) == cycles(sideways) == []
-    lazily = {**sideways, one: "def f():\n    import fsfunc.sharded.placements"}
-    assert cycles(lazily) == [f"{one} -> {other} -> {one}"]
-    through = {
-        "comparison.py": "import fsfunc.comm.link",
-        "comm/__init__.py": "from . import processes",
-        "comm/link.py": "",
-        "comm/processes.py": "from fsfunc import comparison",
-    }
-    assert_one_fault(cycles(through), "comparison.py -> comm/__init__.py -> ")
-
-
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("import torch._C", "torch._C is"),
-        ("from torch._functorch import vmap", "torch._functorch is"),
-        ("from torch import _dynamo", "torch._dynamo is"),
-        ("from torch.utils import _pytree", "torch.utils._pytree is"),
-        ("import torch\ndef f():\n    torch._C._get()", "mesh.py:3: torch._C is"),
-        ("import torch as t; t.nn._reduction.x", "torch.nn._reduction is"),
-        ("import torch.distributed as d; d._world", "torch.distributed._world is"),
-        ("from torch import distributed as d; d._w", "torch.distributed._w is"),
-        ("from torch.autograd import Function; Function._x", "Function._x is"),
-        ("import torch.utils._python_dispatch", "torch.utils._python_dispatch is"),
-        ("import torch; torch._foreach_add_([], [])", None),
-        ("from torch import _fused_adamw_", None),
-        ("import torch; torch.nn.Module.__call__", None),
-        ("import other; other._private", None),
+    (floor_faults, {"odd.py": ""}, "odd.py: has no floor in FLOORS"),
+    (floor_faults, SIDEWAYS, None),
+    (cycles, SIDEWAYS, None),
+    (cycles, SIDEWAYS | {ONE: "def f():\n    import fsfunc.sharded.placements"},
+     f"{ONE} -> {OTHER} -> {ONE}"),
+    (cycles,
+     {"comparison.py": "import fsfunc.comm.link", "comm/link.py": "",
+      "comm/__init__.py": "from . import processes",
+      "comm/processes.py": "from fsfunc import comparison"},
+     "comparison.py -> comm/__init__.py -> "),
+    *[
+        (private_faults, {"mesh.py": source, "_torch/graph.py": source}, fault)
+        for source, fault in {
+            "import torch._C": "torch._C is",
+            "from torch._functorch import vmap": "torch._functorch is",
+            "from torch.utils import _pytree": "torch.utils._pytree is",
+            "import torch\ndef f():\n    torch._C._get()": "mesh.py:3: torch._C is",
+            "import torch as t; t.nn._reduction.x": "torch.nn._reduction is",
+            "import torch.distributed as d; d._world": "torch.distributed._world is",
+            "from torch import distributed as d; d._w": "torch.distributed._w is",
+            "from torch.autograd import Function; Function._x": "Function._x is",
+            "import torch; torch._foreach_add_([], [])": None,
+            "from torch import _fused_adamw_": None,
+            "import torch; torch.nn.Module.__call__": None,
+            "import other; other._private": None,
+        }.items()
     ],
-)
-def test_private_torch_is_seen(source, fault):
-    assert_one_fault(private_faults({"mesh.py": source}), fault)
-    assert private_faults({"_torch/graph.py": source}) == []
+    (private_faults, {"tree/nodes.py": "import torch.utils._pytree as p; p.X"}, None),
+    (name_faults, NAMESAKES, None),
+    *[
+        (name_faults, NAMESAKES | {"__init__.py": export},
+         "remat.py: remat is also defined in units.py")
+        for export in ("from .units import remat", "LAZY = ['remat']")
+    ],
+    (name_faults, {"mesh.py": "class mesh: ..."}, "mesh.py: mesh"),
+    (name_faults, {"mesh.py": METHOD}, None),
+    (name_faults,
+     {"a/tree.py": "", "b/c.py": "def tree(): ...",
+      "b/__init__.py": "from b.c import tree"}, None),
+    *[
+        (class_faults, house, "Group is at comm/mesh.py:1 too")
+        for again in (GROUP, f"if f():\n    {GROUP}")
+        for house in (
+            {"comm/mesh.py": GROUP, "optim/adam.py": again},
+            {"comm/mesh.py": f"{GROUP}\n{again}"},
+        )
+    ],
+    (class_faults, {"comm/mesh.py": "class Group:\n    class Of: ..."}, None),
+    (late_faults, {"show/lanes.py": "import matplotlib.figure"}, "imports matplotlib"),
+    (late_faults, {"show/lanes.py": "def f():\n    import rich"}, None),
+]  # fmt: skip
 
 
-def test_torchs_pytree_is_for_nodes_alone():
-    source = "import torch.utils._pytree as p; p.SUPPORTED_NODES"
-    assert private_faults({"tree/nodes.py": source}) == []
-    assert "torch.utils._pytree is" in private_faults({"sharded.py": source})[0]
-
-
-@pytest.mark.parametrize("export", ["from .units import remat", "LAZY = ['remat']"])
-def test_a_module_named_like_a_function_is_seen(export):
-    house = {"transforms/remat.py": "", "units.py": "def remat(): ..."}
-    assert name_faults(house) == []
-    house["__init__.py"] = export
-    assert_one_fault(name_faults(house), "remat.py: remat is also defined in units.py")
-    assert_one_fault(name_faults({"mesh.py": "class mesh: ..."}), "mesh.py: mesh")
-    assert name_faults({"mesh.py": "class Mesh:\n    def mesh(self): ..."}) == []
-    assert name_faults({"tree.py": "", "__init__.py": "from . import tree"}) == []
-    house = {
-        "a/tree.py": "",
-        "b/c.py": "def tree(): ...",
-        "b/__init__.py": "from b.c import tree",
-    }
-    assert name_faults(house) == []
-
-
-@pytest.mark.parametrize("again", ["class Group: ...", "if f():\n    class Group: ..."])
-def test_a_class_named_like_another_is_seen(again):
-    house = {"comm/mesh.py": "class Group: ...", "optim/adam.py": again}
-    fault = "Group is at comm/mesh.py:1 too"
-    assert_one_fault(class_faults(house), fault)
-    house = {"comm/mesh.py": f"class Group: ...\n{again}"}
-    assert_one_fault(class_faults(house), fault)
-    assert class_faults({"comm/mesh.py": "class Group:\n    class Of: ..."}) == []
-
-
-def assert_one_fault(faults: list[str], fault: str | None) -> None:
+@pytest.mark.parametrize(("check", "house", "fault"), PLANTED)
+def test_a_house_that_breaks_the_rule_is_seen(check, house, fault):
+    faults = check(house)
     if fault is None:
         assert faults == []
     else:

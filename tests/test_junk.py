@@ -1,48 +1,71 @@
-"""What is no function, optimizer, number or batch is refused where it is given."""
+"""What is no function, optimizer, number, mesh or batch is refused at once."""
 
+import numpy as np
 import pytest
 import torch
 
 import fsfunc as ff
-from tests import checks
+from tests.checks import refusals, simulated
 
-MESH = checks.simulated(2)
+MESH = simulated(2)
 W, X = torch.ones(2, 2), torch.ones(4, 2)
 loss = ff.unit(lambda w, x: (x @ w).square().mean())
+GRADIENT = ff.value_and_grad(loss)
 optimizer = ff.sgd(0.1)
 
 
 def step(state, x):
-    grads = ff.value_and_grad(loss)(state.params, x)[1]
-    return state.apply_gradients(grads, optimizer), None
+    return state.apply_gradients(GRADIENT(state.params, x)[1], optimizer), None
 
 
 SHARDED = ff.shard(step, MESH, "data")
 DATA = torch.utils.data.TensorDataset(torch.arange(8))
-
 FUNCTIONS = {
-    "unit": lambda: ff.unit(5),
-    "remat": lambda: ff.remat(3),
-    "shard": lambda: ff.shard(None, MESH, "data"),
-    "pipeline": lambda: ff.pipeline(3, MESH, "data", n_microbatches=2),
-    "accumulate": lambda: ff.accumulate("loss", 2),
-    "precision": lambda: ff.precision(3, compute=torch.bfloat16),
-    "donate": lambda: ff.donate(3),
-    "value_and_grad": lambda: ff.value_and_grad(3),
-    "spmd": lambda: ff.spmd(3, MESH),
-    "observe_gradients": lambda: ff.observe_gradients(3, torch.sum),
-    "an optimizer": lambda: optimizer(3),
-    "place": lambda: ff.place(3, W, X),
-    "init_state": lambda: ff.init_state(3, W, optimizer, X),
-    "abstract_state": lambda: ff.abstract_state(3, W, optimizer, X),
-    "plan": lambda: ff.plan(3, W, X),
+    "unit": lambda f: ff.unit(f),
+    "remat": lambda f: ff.remat(f),
+    "shard": lambda f: ff.shard(f, MESH, "data"),
+    "pipeline": lambda f: ff.pipeline(f, MESH, "data", n_microbatches=2),
+    "accumulate": lambda f: ff.accumulate(f, 2),
+    "precision": lambda f: ff.precision(f, compute=torch.bfloat16),
+    "donate": lambda f: ff.donate(f),
+    "value_and_grad": lambda f: ff.value_and_grad(f),
+    "spmd": lambda f: ff.spmd(f, MESH),
+    "observe_gradients": lambda f: ff.observe_gradients(f, torch.sum),
+    "an optimizer": lambda f: optimizer(f),
+    "place": lambda f: ff.place(f, W, X),
+    "init_state": lambda f: ff.init_state(f, W, optimizer, X),
+    "abstract_state": lambda f: ff.abstract_state(f, W, optimizer, X),
+    "plan": lambda f: ff.plan(f, W, X),
+}
+NUMBERS = {
+    "sharded_adam": lambda n: ff.sharded_adam(n),
+    "sgd": lambda n: ff.sgd(n),
+    "momentum": lambda n: ff.sgd(1e-2, momentum=n),
+    "b1": lambda n: ff.sharded_adam(b1=n),
+    "eps": lambda n: ff.sharded_adam(eps=n),
+    "from_torch": lambda n: ff.from_torch(torch.optim.RMSprop, lr=n),
+    "clipping": lambda n: ff.clip_by_global_norm(n),
+}
+NAMED = {
+    "shard": lambda mesh, axis: ff.shard(step, mesh, axis),
+    "pipeline": lambda mesh, axis: ff.pipeline(step, mesh, axis, n_microbatches=1),
+    "local_batch": lambda mesh, axis: ff.local_batch(X, mesh, axis),
+    "spmd": lambda mesh, axis: ff.spmd(lambda: ff.psum(X, axis), mesh)(),
 }
 
 
-@pytest.mark.parametrize("who", FUNCTIONS)
-def test_a_transform_takes_functions_alone(who):
-    with pytest.raises(TypeError, match=f"{who} takes a function, .* of type "):
-        FUNCTIONS[who]()
+def empty():
+    f = ff.shard(GRADIENT, MESH, "data")
+    return f(ff.place(ff.shard(loss, MESH, "data"), W, X), X[:0])
+
+
+def of_arrays():
+    ff.value_and_grad(lambda p, x: x.sum())({"w": np.eye(2)}, X)
+
+
+def of_integers():
+    params = {"w": torch.eye(2).long(), "n": 3}
+    ff.value_and_grad(lambda p, x: (x @ p["w"].float()).sum())(params, X)
 
 
 OTHERS = {
@@ -65,25 +88,75 @@ OTHERS = {
         lambda: ff.batches(DATA, MESH, "data", 4, seed=None), TypeError,
         "seed=None: it must be an integer",
     ),
-    "an empty batch": (
-        lambda: ff.spmd(
-            lambda: ff.shard(ff.value_and_grad(loss), MESH, "data")(
-                ff.place(ff.shard(loss, MESH, "data"), W, X), X[:0]
-            ), MESH,
-        )(),
-        ValueError, "no rows",
-    ),
+    "an empty batch": (lambda: ff.spmd(empty, MESH)(), ValueError, "no rows"),
     "an empty batch on one device": (
-        lambda: ff.value_and_grad(loss)(W, X[:0]), ValueError, "no rows",
+        lambda: GRADIENT(W, X[:0]), ValueError, "no rows",
     ),
     "estimates": (
         lambda: ff.estimate("step", 3), TypeError, "is given a str and a int",
     ),
+    "a plan's mesh": (
+        lambda: ff.plan(step, W, optimizer, X, mesh={"data": 2}),
+        TypeError, "plan needs a mesh",
+    ),
+    "a loader's mesh": (
+        lambda: ff.batches([1, 2, 3], "data", "data", 2),
+        TypeError, "batches needs a mesh",
+    ),
+    "axes": (
+        lambda: ff.make_mesh(["data", 2]), TypeError, "axes as {name: size}",
+    ),
+    "nothing to differentiate": (
+        of_integers, TypeError, "argument 0: nothing .*int64.*float32",
+    ),
+    "arrays": (of_arrays, TypeError, "argument 0 at 'w', a numpy array float64"),
+    "outside spmd": (
+        lambda: SHARDED(ff.TrainState(W), X), RuntimeError, "run it inside spmd",
+    ),
+    "no optimizer state": (
+        lambda: ff.TrainState(W).apply_gradients(W, optimizer),
+        ValueError, "no optimizer state.*init_state",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_it_names_what_it_was_given(what):
-    call, error, message = OTHERS[what]
-    with pytest.raises(error, match=message):
+@refusals(
+    OTHERS
+    | {
+        who: (lambda f=f: f(3), TypeError, f"{who} takes a function, .* of type ")
+        for who, f in FUNCTIONS.items()
+    }
+    | {
+        f"{name}='1e-2'": (
+            lambda f=f: f("1e-2"),
+            TypeError,
+            r" is '1e-2', a str: it must be a number; give float\('1e-2'\)",
+        )
+        for name, f in NUMBERS.items()
+    }
+    | {
+        f"{who} over {axis}": (
+            lambda f=f, axis=axis: f(MESH, axis),
+            TypeError,
+            f"axis={axis}.*is a name, .* 'data'; this",
+        )
+        for who, f in NAMED.items()
+        for axis in (0, None)
+    }
+    | {
+        f"{who} on {mesh}": (
+            lambda f=f, mesh=mesh: f(mesh, "data"),
+            TypeError,
+            f"{who} needs a mesh, got .*make_mesh",
+        )
+        for who, f in NAMED.items()
+        for mesh in (None, "data", {"data": 2})
+    }
+)
+def test_junk_is_refused(call, error, way_out):
+    with pytest.raises(error, match=way_out):
         call()
+
+
+def test_numbers_that_are_no_tensors_have_no_gradient():
+    assert ff.value_and_grad(lambda p, x: x.sum())({"n": 3}, X)[1] == {"n": None}

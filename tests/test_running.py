@@ -23,24 +23,15 @@ def alone(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
-def test_alone_it_leaves_slow_tests_out_on_two_workers():
+def test_alone_it_leaves_slow_tests_out_on_two_workers(monkeypatch):
     option = started({})
     assert (option.markexpr, option.numprocesses) == ("not slow", 2)
     assert option.dist == "loadgroup"
-
-
-def test_a_worker_starts_no_workers(monkeypatch):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    for given in {"numprocesses": 0}, {"usepdb": True}:
+        assert started(given).numprocesses != 2
+    assert started({}, SOURCES.ARGS).markexpr == ""
+    assert started({"markexpr": "slow"}).numprocesses is None
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")  # a worker starts no workers
     option = started({})
     assert (option.markexpr, option.numprocesses) == ("not slow", None)
     assert option.loadgroup
-
-
-@pytest.mark.parametrize("given", [{"numprocesses": 0}, {"usepdb": True}])
-def test_who_asks_for_one_process_gets_it(given):
-    assert started(given).numprocesses != 2
-
-
-def test_who_names_files_or_marks_gets_what_they_say():
-    assert started({}, SOURCES.ARGS).markexpr == ""
-    assert started({"markexpr": "slow"}).numprocesses is None

@@ -69,9 +69,6 @@ def test_a_storage_has_one_key():
         what = "saved parameters are mistaken for other tensors on fake tensors"
         assert _torch.storage_key(a) == _torch.storage_key(a[1:]), breaks(what)
         assert _torch.storage_key(a) != _torch.storage_key(b), breaks(what)
-
-
-def test_a_sparse_tensor_shares_with_itself_alone():
     x = torch.eye(2).to_sparse()
     what = "a wrong gradient passes where it is sparse: its type is not known"
     assert _torch.storage(x) is x, breaks(what)
@@ -85,21 +82,39 @@ def test_holders_of_a_storage_are_counted():
     assert _torch.held(storage) == 1, breaks(what)
     x = torch.empty(0).set_(storage, 0, (4,))
     assert (_torch.held(storage), _torch.storage_uses(x)) == (2, 2), breaks(what)
-    y = x[1:]
-    assert _torch.held(storage) == 3, breaks(what)
-    del x, y
-    assert _torch.held(storage) == 1, breaks(what)
-
-
-def test_views_and_detached_tensors_hold_a_storage():
-    x = torch.ones(4)
     what = "a donated step writes into what somebody still reads, or copies all"
-    assert _torch.held(x.untyped_storage()) == 2, breaks(what)  # x, and who asks
     for hold in (lambda: x[1:], x.detach, x.numpy, lambda: (x.detach(), x.data)[0]):
         y = hold()
-        assert _torch.held(x.untyped_storage()) == 3, breaks(what)
+        assert _torch.held(storage) == 3, breaks(what)
         del y
-    assert _torch.held(x.untyped_storage()) == 2, breaks(what)
+        assert _torch.held(storage) == 2, breaks(what)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        AROUND.append(_torch.function_around())
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum()
+
+
+AROUND = []
+
+
+def test_a_function_is_known_and_its_saved_tensors_can_be_replaced():
+    w = torch.ones((), requires_grad=True) * 2
+    y = Scale.apply(torch.ones(3, requires_grad=True), w)
+    what = "collectives in a Function with another backward give wrong gradients"
+    assert AROUND == [Scale] and _torch.function_around() is None, breaks(what)
+    nodes = _torch.graph_nodes([y.grad_fn], {w.grad_fn})
+    key = _torch.storage_key(w)
+    found = _torch.hook_saved(nodes, key, lambda t: t, lambda t: t)
+    assert found == 1, breaks("shard(remat(f)) keeps the gathered parameters")
 
 
 class Odd(Tensor):
@@ -175,38 +190,24 @@ def test_the_graph_can_be_walked_and_saved_tensors_replaced():
     torch.testing.assert_close(again, expected, msg=lambda m: breaks(what) + m)
 
 
-def test_a_function_s_saved_tensors_can_be_replaced():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            return g * w, (g * x).sum()
-
-    w = torch.ones((), requires_grad=True) * 2
-    y = Scale.apply(torch.ones(3, requires_grad=True), w)
-    nodes = _torch.graph_nodes([y.grad_fn], {w.grad_fn})
-    key = _torch.storage_key(w)
-    found = _torch.hook_saved(nodes, key, lambda t: t, lambda t: t)
-    assert found == 1, breaks("shard(remat(f)) keeps the gathered parameters")
-
-
 def test_nodes_are_numbered_in_order():
     x = torch.ones(1, requires_grad=True)
-    a, b = x * 1, x * 1
+    a, number, b = x * 1, _torch.next_sequence_number(), x * 1
     numbers = [_torch.sequence_number(n.grad_fn) for n in (a, b)]
-    assert numbers[0] < numbers[1], breaks("captured tensors go unseen")
+    what = "captured tensors go unseen, and operators are booked under the wrong unit"
+    assert numbers[0] < number <= numbers[1], breaks(what)
+    with torch.no_grad():
+        x * 2
+    assert _torch.next_sequence_number() >= number
 
 
 def test_modes_are_seen():
-    assert _torch.active_modes() == []
+    what = "spmd drops a mode, or hooks, around it in silence"
+    assert _torch.active_modes() == [] and not _torch.saved_tensors_hooked()
     with Watch(), torch.device("cpu"):
-        what = "spmd drops a mode around it in silence"
         assert _torch.active_modes() == ["Watch"], breaks(what)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.saved_tensors_hooked(), breaks(what)
 
 
 def test_fake_tensors_say_what_they_are():
@@ -259,22 +260,34 @@ def test_products_say_what_they_multiplied():
 def test_lookups_say_what_they_looked_up():
     w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([[1, 3]])
     look, what = torch.nn.functional.embedding, "embeddings' gradients are made anew"
-    node = look(rows, w).grad_fn
-    assert _torch.kind_of(node) == "lookup", breaks(what)
-    assert torch.equal(_torch.looked_up(node), rows), breaks(what)
-    assert _torch.weight_edge(node)[0].variable is w, breaks(what)
+    y = look(rows, w)
+    assert _torch.kind_of(y.grad_fn) == "lookup", breaks(what)
+    assert torch.equal(_torch.looked_up(y.grad_fn), rows), breaks(what)
+    assert _torch.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
     for how in {"padding_idx": 1}, {"sparse": True}, {"scale_grad_by_freq": True}:
         assert _torch.weight_edge(look(rows, w, **how).grad_fn) is None, how
-
-
-def test_the_engine_comes_to_an_edge_that_is_asked_for():
-    """And computes nothing for a leaf that is not: ``pull_back`` stands on both."""
-    w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([1, 3])
-    y, came = torch.nn.functional.embedding(rows, w), []
-    edge = torch.autograd.graph.get_gradient_edge(y)
+    # the engine comes to an edge that is asked for, and to no leaf that is not
+    edge, came = torch.autograd.graph.get_gradient_edge(y), []
     edge.node.register_prehook(lambda grads: came.append(grads[0]))
     torch.autograd.backward([y.sum()], inputs=[edge])
     assert len(came) == 1 and w.grad is None, breaks("weights get no gradient")
+
+
+def test_attention_on_the_cpu_has_the_names_that_are_counted():
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attend(q, q, q)
+    assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
+    with Watch() as ran:
+        torch.autograd.grad(attend(q, q, q).sum(), q)
+    what = "attention, or its backward, counts for nothing"
+    assert ran.seen.count(_torch.CPU_ATTENTION) == 1, breaks(what)
+    assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(what)
+    q = _torch.fake_of(_torch.fake_mode_of([]), q.detach())
+    with Watch() as ran:
+        attend(q, q, q)
+    assert _torch.CPU_ATTENTION in ran.seen, breaks(what)
 
 
 def test_a_hook_on_a_leaf_is_seen():
@@ -519,10 +532,7 @@ def test_the_fake_mode_that_is_on_is_found():
             assert _torch.fake_mode() is two
         assert _torch.fake_mode() is one
     assert _torch.fake_mode() is None
-
-
-def test_abstract_meshes_have_one_mode():
-    mode = _torch.abstract_mode()
+    mode = _torch.abstract_mode()  # abstract meshes have one
     assert _torch.abstract_mode() is mode and mode.allow_non_fake_inputs
     with mode:
         x = torch.ones(2)
@@ -539,19 +549,6 @@ def test_a_device_is_told_without_an_operator():
         assert _torch.device_of(y) == torch.device("meta"), breaks(what)
         assert _torch.device_of(torch.ones(2)) == torch.device("cpu")
     assert torch.ops.prim.device.default not in ran.seen, breaks(what)
-
-
-def test_the_next_node_s_number_is_known():
-    x = torch.ones(2, requires_grad=True)
-    what = "backward operators are booked under the wrong unit"
-    before = x * 2
-    number = _torch.next_sequence_number()
-    after = x * 3
-    numbers = [_torch.sequence_number(y.grad_fn) for y in (before, after)]
-    assert numbers[0] < number <= numbers[1], breaks(what)
-    with torch.no_grad():
-        x * 2
-    assert _torch.next_sequence_number() >= number
 
 
 def test_the_node_whose_backward_runs_is_known():
@@ -579,16 +576,6 @@ def test_saved_tensors_are_those_without_hooks():
     assert len(found) == 1 and torch.equal(found[0], plain), breaks("bytes are counted")
 
 
-def test_attention_s_backward_on_the_cpu_has_the_name_that_is_counted():
-    q = torch.ones(1, 1, 4, 8, requires_grad=True)
-    with Watch() as ran:
-        y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        torch.autograd.grad(y.sum(), q)
-    what = "attention's backward counts for nothing"
-    assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(what)
-    assert ran.seen.count(_torch.CPU_ATTENTION) == 1
-
-
 def test_no_mode_sees_what_is_done_to_a_real_tensor():
     x = torch.ones(4)
     with _torch.fake_mode_of([]):
@@ -600,6 +587,17 @@ def test_no_mode_sees_what_is_done_to_a_real_tensor():
     what = "a plan turns leaves of the state into fake tensors"
     assert type(part) is Tensor and part.data_ptr() == x[1:].data_ptr(), breaks(what)
     assert isinstance(other, _torch.FakeTensor), breaks(what)
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        with _torch.outside_modes():
+            copied = x.clone()
+    what = "a module's constants become fake tensors where it is first recorded"
+    assert type(copied) is Tensor and not copied.is_inference(), breaks(what)
+    with _torch.FakeTensorMode():
+        with _torch.beneath_all_modes():
+            made = torch.ones(2)
+        assert isinstance(torch.ones(2), _torch.FakeTensor)
+    what = "an init function draws no key, or computes with no values"
+    assert type(made) is Tensor and made.tolist() == [1, 1], breaks(what)
 
 
 def test_devices_that_cannot_run_are_refused():
@@ -623,18 +621,14 @@ def test_a_module_reads_its_tensors_from_tables():
     _torch.set_tables(module, {"weight": 1, "bias": None}, {"running_mean": 2})
     found = module.weight, module.bias, module.running_mean
     assert found == (1, None, 2), breaks(what)
-
-
-def test_a_modules_hooks_are_found():
-    module = torch.nn.ReLU()
     what = "hooks of modules run twice, or outside their units"
     module.register_forward_pre_hook(lambda *_: None)
-    assert [len(x) for x in _torch.hook_tables(module, before=True)] == [1, 0], breaks(
-        what
-    )
     module.register_forward_hook(lambda *_: None, with_kwargs=True)
-    found = _torch.hook_tables(module, before=False)
-    assert [len(x) for x in found] == [1, 1, 0, 0, 0], breaks(what)
+    counts = [
+        [len(x) for x in _torch.hook_tables(module, before=before)]
+        for before in (True, False)
+    ]
+    assert counts == [[1, 0], [1, 1, 0, 0, 0]], breaks(what)
 
 
 def test_function_modes_see_nothing_outside_them_and_go_on_behind():
@@ -650,24 +644,6 @@ def test_function_modes_see_nothing_outside_them_and_go_on_behind():
         assert seen == []
         torch.zeros(2)
     assert seen == ["zeros"] * 2
-
-
-def test_what_is_copied_outside_modes_is_real():
-    real = torch.ones(2)
-    with _torch.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        with _torch.outside_modes():
-            x = real.clone()
-    what = "a module's constants become fake tensors where it is first recorded"
-    assert type(x) is Tensor and not x.is_inference(), breaks(what)
-
-
-def test_beneath_all_modes_tensors_are_real():
-    with _torch.FakeTensorMode():
-        with _torch.beneath_all_modes():
-            x = torch.ones(2)
-        assert isinstance(torch.ones(2), _torch.FakeTensor)
-    what = "an init function draws no key, or computes with no values"
-    assert not isinstance(x, _torch.FakeTensor) and x.tolist() == [1, 1], breaks(what)
 
 
 def test_arguments_of_an_operator_are_named():
@@ -719,24 +695,6 @@ def test_what_fakes_do_need_not_be_remembered():
             assert slopes(torch.ones(3, 2)).shape == (3, 2)
             what = "a step with forward mode in it cannot be recorded twice"
             assert not mode.cache_enabled, breaks(what)
-
-
-def test_whose_function_is_running_is_told():
-    seen = []
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(_torch.function_around())
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g
-
-    Double.apply(torch.ones(1, requires_grad=True))
-    what = "collectives in a Function with another backward give wrong gradients"
-    assert seen == [Double] and _torch.function_around() is None, breaks(what)
 
 
 def test_what_hides_tensors_from_autograd_is_named():

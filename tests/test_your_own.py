@@ -28,51 +28,77 @@ def given():
     return [integers(3, 3), integers(3, 3, seed=1)], integers(4, 3, seed=2)
 
 
-def test_a_transform():
-    class Signed(ff.Interpretation):
-        called = "signed"
+def on_ranks(fn, params, x):
+    """What ``fn(params, rows)`` gives each rank, whole."""
 
-        def unit(self, run, call):
-            return lambda w, x: run(w + (w.sign() - w).detach(), x)
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(fn(ff.place(fn, params, rows), rows))
 
-    plain = ff.value_and_grad(loss)
-    signed = ff.transformed(plain, Signed())
-    for zero in (0, 3):
-        for mine in (
-            ff.shard(signed, mesh, "data", zero=zero),
-            ff.remat(ff.shard(signed, mesh, "data", zero=zero)),
-        ):
-            assert_equals_one_device(signed, mine, mesh, *given())
-    params, x = given()
-    by_hand = plain([w.sign() for w in params], x)
-    assert torch.equal(signed(params, x)[0], by_hand[0])
+    return ff.spmd(main, mesh)()
+
+
+def steps(optimizer, stack):
+    """A step over ranks, from a state that it is made for."""
+    step, (params, x) = optimizer(stack), given()
+
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        return step(ff.init_state(step, params, optimizer, rows), rows)
+
+    return ff.spmd(main, mesh)()
+
+
+class Units(ff.Interpretation):
+    """Of what a unit takes."""
+
+    called = "changed units"
+
+    def __init__(self, change):
+        self.change = change
+
+    def unit(self, run, call):
+        return lambda w, x: run(self.change(w), x)
+
+
+class Gradients(ff.Interpretation):
+    """``how(run, call)``: of a gradient call."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def gradient(self, run):
+        return lambda call: self.how(run, call)
+
+
+PLAIN = ff.value_and_grad(loss)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("around", [lambda f: f, ff.remat])
-def test_a_transform_of_parts_around_shard(around, zero):
-    class Tripled(ff.Interpretation):
-        def unit(self, run, call):
-            return lambda w, x: run(ff.tree.map(lambda part: 3 * part, w), x)
+def test_a_transform(around, zero):
+    """Within shard of what a unit takes, and around it of parts."""
+    signed = ff.transformed(PLAIN, Units(lambda w: w + (w.sign() - w).detach()))
+    mine = around(ff.shard(signed, mesh, "data", zero=zero))
+    assert_equals_one_device(signed, mine, mesh, *given())
+    params, x = given()
+    by_hand = PLAIN([w.sign() for w in params], x)
+    assert torch.equal(signed(params, x)[0], by_hand[0])
+    tripled = Units(lambda w: ff.tree.map(lambda part: 3 * part, w))
+    mine = ff.transformed(ff.shard(PLAIN, mesh, "data", zero=zero), tripled)
+    one = ff.transformed(PLAIN, tripled)
+    assert_equals_one_device(one, around(mine), mesh, *given())
 
-    plain = ff.value_and_grad(loss)
-    mine = around(ff.transformed(ff.shard(plain, mesh, "data", zero=zero), Tripled()))
-    assert_equals_one_device(ff.transformed(plain, Tripled()), mine, mesh, *given())
 
-
-class Reading(ff.Interpretation):
+def reading(seen):
     """Reads the gradients, and takes them again with the loss as it stands."""
 
-    def __init__(self, seen):
-        self.seen = seen
+    def read(run, call):
+        value, (grads,) = run(call).mean()
+        seen.append((value, ff.unshard(grads)))
+        return run(call)
 
-    def gradient(self, run):
-        def read(call):
-            value, (grads,) = run(call).mean()
-            self.seen.append((value, ff.unshard(grads)))
-            return run(call)
-
-        return read
+    return Gradients(read)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -84,7 +110,7 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
     plain, seen = ff.value_and_grad(total), []
     two = ff.accumulate(plain, 2)
     for stack in (two, ff.shard(two, mesh, "data"), ff.shard(plain, mesh, "data")):
-        mine = ff.transformed(stack, Reading(seen))
+        mine = ff.transformed(stack, reading(seen))
 
         def main(mine=mine):
             rows = ff.local_batch(given()[1], mesh, "data")
@@ -95,51 +121,26 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
             ff.testing.assert_equal(read, found)
 
 
-class Looking(ff.Interpretation):
-    """Reads the mean, and passes on the outcome that it read it from."""
-
-    def __init__(self, read):
-        self.read = read
-
-    def gradient(self, run):
-        def look(call):
-            outcome = run(call)
-            self.read(outcome)
-            return outcome
-
-        return look
-
-
 @pytest.mark.parametrize("read", [lambda o: o.mean(), lambda o: o.settled()])
 @pytest.mark.parametrize("n", [1, 2])
 def test_to_read_a_mean_changes_nothing(n, read):
-    plain = ff.accumulate(ff.value_and_grad(loss), n)
-    found = ff.transformed(plain, Looking(read))(*given())
+    def look(run, call):
+        read(outcome := run(call))
+        return outcome
+
+    plain = ff.accumulate(PLAIN, n)
+    found = ff.transformed(plain, Gradients(look))(*given())
     ff.testing.assert_equal(found, plain(*given()))
 
 
-def test_gradients_that_a_transform_holds_stay_as_they_are():
-    params, x = given()
-    mine = ff.transformed(
-        ff.accumulate(ff.value_and_grad(loss), 2), ByHand(lambda _, params: params)
-    )
-    for _ in range(2):
-        assert torch.equal(mine(params, x)[1][0], params[0] / 2)
-    ff.testing.assert_equal(params, given()[0])
-
-
-class ByHand(ff.Interpretation):
+def by_hand(how):
     """Changes gradients by hand, which within shard are not there."""
 
-    def __init__(self, how):
-        self.how = how
+    def changed(run, call):
+        outcome = run(call)
+        return replace(outcome, grads=(how(*outcome.grads, call.args[0]),))
 
-    def gradient(self, run):
-        def changed(call):
-            outcome = run(call)
-            return replace(outcome, grads=(self.how(*outcome.grads, call.args[0]),))
-
-        return changed
+    return Gradients(changed)
 
 
 HANDS = {
@@ -149,56 +150,27 @@ HANDS = {
 
 
 @pytest.mark.parametrize("how", HANDS.values(), ids=HANDS)
-def test_a_transform_that_changes_what_shard_keeps_is_refused(how):
-    plain, (params, x) = ff.value_and_grad(loss), given()
-    within = ff.shard(ff.transformed(plain, ByHand(how)), mesh, "data")
-    around = ff.transformed(ff.shard(plain, mesh, "data"), ByHand(how))
-
-    def main(fn):
-        rows = ff.local_batch(x, mesh, "data")
-        return ff.unshard(fn(ff.place(fn, params, rows), rows)[1])
-
-    changed = how(plain(params, x)[1], params)
-    ff.testing.assert_equal(ff.spmd(main, mesh)(around)[0], changed, tolerance=1e-9)
-    with pytest.raises(RuntimeError, match="outside, as in"):
-        ff.spmd(main, mesh)(within)
+def test_a_transform_changes_gradients_around_shard(how):
+    params, x = given()
+    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), by_hand(how))
+    changed = how(PLAIN(params, x)[1], params)
+    found = on_ranks(around, params, x)[0][1]
+    ff.testing.assert_equal(found, changed, tolerance=1e-9)
+    kept = ff.transformed(ff.accumulate(PLAIN, 2), by_hand(lambda _, params: params))
+    for _ in range(2):  # what it holds stays as it is
+        assert torch.equal(kept(params, x)[1][0], params[0] / 2)
+    ff.testing.assert_equal(params, given()[0])
 
 
-def test_a_transform_is_told_that_shard_keeps_gradients():
-    plain, (params, x) = ff.value_and_grad(loss), given()
-    within = ff.shard(ff.transformed(plain, Reading([])), mesh, "data")
-
-    def main():
-        rows = ff.local_batch(x, mesh, "data")
-        within(ff.place(within, params, rows), rows)
-
-    with pytest.raises(RuntimeError, match="inside of the shard"):
-        ff.spmd(main, mesh)()
-
-
-def test_a_gradient_call_within_shard_runs_once():
-    class Twice(ff.Interpretation):
-        def gradient(self, run):
-            return lambda call: run(call) and run(call)
-
-    plain = ff.value_and_grad(loss)
-    around = ff.transformed(ff.shard(plain, mesh, "data"), Twice())
-    assert_equals_one_device(plain, around, mesh, *given())
-    within = ff.shard(ff.transformed(plain, Twice()), mesh, "data")
-    with pytest.raises(RuntimeError, match="put it around"):
-        assert_equals_one_device(plain, within, mesh, *given())
-
-
-class Halved(ff.Interpretation):
+def with_mean(change):
     """Gradients made anew of means; what is not linear is written in the same way."""
 
-    def gradient(self, run):
-        def halved(call):
-            outcome = run(call)
-            _, grads = outcome.mean()
-            return outcome.with_mean(ff.tree.map(lambda g: g / 2, grads))
+    def changed(run, call):
+        outcome = run(call)
+        _, (grads,) = outcome.mean()
+        return outcome.with_mean((ff.tree.map(change, grads, call.args[0]),))
 
-        return halved
+    return Gradients(changed)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -210,92 +182,16 @@ def test_a_transform_gives_other_gradients(within):
     def stack(f):
         return ff.accumulate(halves(f), 2) if within else halves(ff.accumulate(f, 2))
 
-    halves = lambda f: ff.transformed(f, Halved())  # noqa: E731
+    halves = lambda f: ff.transformed(f, with_mean(lambda g, _: g / 2))  # noqa: E731
     plain, (params, x) = ff.value_and_grad(weighted), given()
     x[:, 0] = torch.tensor([2.0, 1.0, 1.0, 4.0])
     value, grads = ff.accumulate(plain, 2)(params, x)
     found = stack(plain)(params, x)
     ff.testing.assert_equal(found, (value, [g / 2 for g in grads]), 1e-6)
     mine = halves(ff.shard(ff.accumulate(plain, 2), mesh, "data"))
-
-    def main():
-        rows = ff.local_batch(x, mesh, "data")
-        return ff.unshard(mine(ff.place(mine, params, rows), rows))
-
     one = ff.accumulate(plain, 4)(params, x)
-    for out in ff.spmd(main, mesh)():
+    for out in on_ranks(mine, params, x):
         ff.testing.assert_equal(out, (one[0], [g / 2 for g in one[1]]), 1e-6)
-
-
-def test_a_transform_that_scales_some_microbatches_is_refused():
-    class First(ff.Interpretation):
-        def gradient(self, run):
-            return lambda call: run(
-                replace(call, cotangent=2.0 if call.args[1][0, 0] > 0 else 1.0)
-            )
-
-    plain, (params, x) = ff.value_and_grad(loss), given()
-    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0])
-    mine = ff.transformed(plain, First())
-    ff.testing.assert_equal(mine(params, x), plain(params, x))
-    with pytest.raises(ValueError, match="of some microbatches alone"):
-        ff.accumulate(mine, 2)(params, x)
-
-
-def test_a_transform_that_keeps_what_was_only_recorded_is_refused():
-    class Delayed(ff.Interpretation):
-        def __init__(self):
-            self.kept = {}
-
-        def gradient(self, run):
-            def delayed(call):
-                outcome, rank = run(call), ff.axis_index("data")
-                before = self.kept.get(rank)
-                self.kept[rank] = outcome.mean()[1]
-                return outcome if before is None else outcome.with_mean(before)
-
-            return delayed
-
-    optimizer = ff.sgd(0.5)
-    stack = ff.transformed(ff.shard(ff.value_and_grad(loss), mesh, "data"), Delayed())
-    step, (params, x) = optimizer(stack), given()
-
-    def main():
-        rows = ff.local_batch(x, mesh, "data")
-        step(ff.init_state(step, params, optimizer, rows), rows)
-
-    with pytest.raises(RuntimeError, match="gradients without data: it kept"):
-        ff.spmd(main, mesh)()
-
-
-def test_a_backward_from_another_number_is_not_stepped_in():
-    class Larger(ff.Interpretation):
-        def gradient(self, run):
-            return lambda call: run(replace(call, cotangent=4.0))
-
-    optimizer, (params, x) = ff.step_in_backward(ff.sgd(1.0)), given()
-    step = optimizer(ff.transformed(ff.value_and_grad(loss), Larger()))
-    step = ff.shard(step, mesh, "data")
-
-    def main():
-        rows = ff.local_batch(x, mesh, "data")
-        step(ff.init_state(step, params, optimizer, rows), rows)
-
-    with pytest.raises(ValueError, match="the backward starts from another number"):
-        ff.spmd(main, mesh)()
-
-
-class Decayed(ff.Interpretation):
-    """Adds what is not linear in the gradients."""
-
-    def gradient(self, run):
-        def decayed(call):
-            outcome = run(call)
-            _, (grads,) = outcome.mean()
-            both = ff.tree.map(torch.add, grads, call.args[0])
-            return outcome.with_mean((both,))
-
-        return decayed
 
 
 @pytest.mark.parametrize(
@@ -303,10 +199,10 @@ class Decayed(ff.Interpretation):
     [lambda f: f, lambda f: ff.accumulate(f, 2), lambda f: ff.shard(f, mesh, "data")],
 )
 def test_a_transform_within_a_loss_scale_reads_means(stack):
-    plain, (params, x) = stack(ff.value_and_grad(loss)), given()
+    plain, (params, x) = stack(PLAIN), given()
 
     def stepped(optimizer):
-        step = optimizer(ff.transformed(plain, Decayed()))
+        step = optimizer(ff.transformed(plain, with_mean(torch.add)))  # not linear
         state = ff.TrainState(params, optimizer.init(params))
         return lambda: ff.unshard(step(state, x)[0].params)
 
@@ -330,35 +226,6 @@ def test_a_collective():
     check_collective(ff.collective(halo, back), transpose=back, sizes=(3,))
     with pytest.raises(AssertionError, match="the transpose of halo"):
         check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
-
-
-def test_a_map_that_writes_into_what_it_is_given_is_refused():
-    twice = ff.collective(
-        lambda x: ff.psum(x.mul_(2), "data", to="V"),
-        lambda g: ff.psum(2 * g, "data", to="V"),
-    )
-    with pytest.raises(RuntimeError, match="in place.*work on a copy"):
-        ff.spmd(lambda: twice(torch.ones(2)), mesh)()
-
-
-@pytest.mark.parametrize(
-    "grad",
-    [
-        torch.func.grad,
-        lambda f: ff.value_and_grad(f),
-        lambda f: lambda w: torch.autograd.grad(f(w.requires_grad_()), w),
-    ],
-)
-def test_a_collective_that_reads_what_is_differentiated_is_refused(grad):
-    def loss(w):
-        scaled = ff.collective(
-            lambda x: w * ff.psum(x, "data", to="V"),
-            lambda g: w * ff.psum(g, "data", to="V"),
-        )
-        return scaled(torch.ones(3)).sum()
-
-    with pytest.raises(ValueError, match="before or after the collective"):
-        ff.spmd(lambda: grad(loss)(torch.tensor(2.0)), mesh)()
 
 
 def test_the_way_back_of_a_collective_may_run_on_another_thread():  # as on GPUs
@@ -385,10 +252,9 @@ def test_a_codec_in_place_of_a_gather():
         def decode(self, arrived, dtype, count):
             return arrived.to(dtype)
 
-    plain = ff.value_and_grad(loss)
-    mine = ff.shard(plain, mesh, "data", gather=Bytes())
+    mine = ff.shard(PLAIN, mesh, "data", gather=Bytes())
     with ff.ledger() as log:
-        assert_equals_one_device(plain, mine, mesh, *given(), calls=1)
+        assert_equals_one_device(PLAIN, mine, mesh, *given(), calls=1)
     # nine numbers over two ranks: five bytes from each
     assert {r.bytes for r in log.of() if r.op == "all_gather"} == {5}
 
@@ -400,10 +266,9 @@ def test_a_schedule():
     with pytest.raises(ff.schedules.ScheduleError):
         ff.verify(["F0 B0 F1 B1", "F1 F0 B1"])
     pipe = ff.make_mesh({"pipe": 2}, "simulated")
-    plain = ff.value_and_grad(loss)
     for one in (schedule, rows):
-        mine = ff.pipeline(plain, pipe, "pipe", n_microbatches=2, schedule=one)
-        assert_equals_one_device(plain, mine, pipe, *given(), axis=())
+        mine = ff.pipeline(PLAIN, pipe, "pipe", n_microbatches=2, schedule=one)
+        assert_equals_one_device(PLAIN, mine, pipe, *given(), axis=())
 
 
 def test_a_layout():
@@ -474,6 +339,137 @@ def test_all_of_it_is_public():
                 assert node.attr in dir(ff)
 
 
+# What is refused
+
+
+def scaled(run, call):
+    """Some microbatches."""
+    return run(replace(call, cotangent=2.0 if call.args[1][0, 0] > 0 else 1.0))
+
+
+TWICE = Gradients(lambda run, call: run(call) and run(call))
+LARGER = Gradients(lambda run, call: run(replace(call, cotangent=4.0)))
+
+
+class Longer(ff.Gather):
+    exact = False
+
+    def encode(self, part, dtype):
+        return torch.cat([part, part[:1]])
+
+
+class Doubled(ff.Gather):
+    exact = False
+
+    def encode(self, part, dtype):
+        return part.mul_(2)
+
+
+def within(interpretation):
+    """Of a transform within shard."""
+    stack = ff.shard(ff.transformed(PLAIN, interpretation), mesh, "data")
+    return lambda: on_ranks(stack, *given())
+
+
+def gathered(codec):
+    return lambda: on_ranks(ff.shard(PLAIN, mesh, "data", gather=codec), *given())
+
+
+def some_microbatches():
+    params, x = given()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    mine = ff.transformed(PLAIN, Gradients(scaled))
+    ff.testing.assert_equal(mine(params, x), PLAIN(params, x))
+    ff.accumulate(mine, 2)(params, x)
+
+
+def writes():
+    twice = ff.collective(
+        lambda x: ff.psum(x.mul_(2), "data", to="V"),
+        lambda g: ff.psum(2 * g, "data", to="V"),
+    )
+    ff.spmd(lambda: twice(torch.ones(2)), mesh)()
+
+
+def reads(grad):
+    """A collective's map reads what is differentiated."""
+
+    def loss(w):
+        scaled = ff.collective(
+            lambda x: w * ff.psum(x, "data", to="V"),
+            lambda g: w * ff.psum(g, "data", to="V"),
+        )
+        return scaled(torch.ones(3)).sum()
+
+    return lambda: ff.spmd(lambda: grad(loss)(torch.tensor(2.0)), mesh)()
+
+
+def delayed():
+    """Keeps what was only recorded."""
+    kept = {}
+
+    def late(run, call):
+        outcome, rank = run(call), ff.axis_index("data")
+        before, kept[rank] = kept.get(rank), outcome.mean()[1]
+        return outcome if before is None else outcome.with_mean(before)
+
+    stack = ff.transformed(ff.shard(PLAIN, mesh, "data"), Gradients(late))
+    steps(ff.sgd(0.5), stack)
+
+
+def stepped_in_a_larger_backward():
+    stack = ff.shard(ff.transformed(PLAIN, LARGER), mesh, "data")
+    steps(ff.step_in_backward(ff.sgd(1.0)), stack)
+
+
+def silent():
+    decode = lambda self, arrived, dtype, n: arrived  # noqa: E731
+    type("Silent", (ff.Gather,), {"decode": decode})
+
+
+OUT = "before or after the collective"
+REFUSED = {
+    **{
+        name: (within(by_hand(how)), RuntimeError, "outside, as")
+        for name, how in HANDS.items()
+    },
+    "a mean": (within(reading([])), RuntimeError, "inside of the shard"),
+    "twice": (within(TWICE), RuntimeError, "put it around"),
+    "some microbatches": (some_microbatches, ValueError, "of some microbatches alone"),
+    "what was recorded": (delayed, RuntimeError, "gradients without data: it kept"),
+    "a larger backward": (
+        stepped_in_a_larger_backward, ValueError,
+        "the backward starts from another number",
+    ),
+    "a map that writes": (writes, RuntimeError, "in place.*work on a copy"),
+    "a map that reads, func": (reads(torch.func.grad), ValueError, OUT),
+    "a map that reads, ours": (reads(lambda f: ff.value_and_grad(f)), ValueError, OUT),
+    "a map that reads, autograd": (
+        reads(lambda f: lambda w: torch.autograd.grad(f(w.requires_grad_()), w)),
+        ValueError, OUT,
+    ),
+    "an encode alone": (silent, TypeError, "Silent has an encode .* say exact = False"),
+    "a longer code": (
+        gathered(Longer()), ValueError,
+        r"Longer\(\).decode returned \[12\] .* \[10\]",
+    ),
+    "a code in place": (
+        gathered(Doubled()), RuntimeError, "in place: these are the parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_right_is_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_a_gradient_call_around_shard_may_run_twice():
+    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), TWICE)
+    assert_equals_one_device(PLAIN, around, mesh, *given())
+
+
 @pytest.mark.parametrize("cut", (lambda w: w[:1], lambda w: w, lambda w: w[:2].T))
 @pytest.mark.parametrize("read", (ff.unshard, lambda leaf, to: ff.save(to, leaf)))
 def test_a_part_that_its_layout_does_not_give_is_refused(cut, read, tmp_path):
@@ -482,35 +478,3 @@ def test_a_part_that_its_layout_does_not_give_is_refused(cut, read, tmp_path):
     where = () if read is ff.unshard else (tmp_path / "a",)
     with pytest.raises(Exception, match=r"the part of w .* is \(2, 3\) on this rank"):
         ff.spmd(lambda: read(leaf, *where), mesh)()
-
-
-def test_a_codec_that_returns_something_else_is_refused():
-    with pytest.raises(TypeError, match="Silent has an encode .* say exact = False"):
-        type(
-            "Silent", (ff.Gather,), {"decode": lambda self, arrived, dtype, n: arrived}
-        )
-
-    class Longer(ff.Gather):
-        exact = False
-
-        def encode(self, part, dtype):
-            return torch.cat([part, part[:1]])
-
-    plain, (params, x) = ff.value_and_grad(loss), given()
-    mine = ff.shard(plain, mesh, "data", gather=Longer())
-    with pytest.raises(
-        ValueError, match=r"Longer\(\).decode returned \[12\] .* \[10\]"
-    ):
-        assert_equals_one_device(plain, mine, mesh, params, x)
-
-
-def test_a_codec_that_writes_into_parameters_is_refused():
-    class Doubled(ff.Gather):
-        exact = False
-
-        def encode(self, part, dtype):
-            return part.mul_(2)
-
-    mine = ff.shard(ff.value_and_grad(loss), mesh, "data", gather=Doubled())
-    with pytest.raises(RuntimeError, match="in place: these are the parameters"):
-        assert_equals_one_device(ff.value_and_grad(loss), mine, mesh, *given())

@@ -50,7 +50,7 @@ nn/data_parallel/test_fsdp_multiple_wrapping.py
 nn/data_parallel/test_fsdp_memory.py
   has     | bytes after each phase, with and without checkpoints | planning/test_plan_memory.py::test_the_planned_peak_is_the_measured_one
 nn/data_parallel/test_fsdp_overlap.py
-  differs | gathers fly beneath computing, by the clock | by the order of starts and waits | comm/test_splitting.py::test_a_flight_gives
+  differs | gathers fly beneath computing, by the clock | by the order of starts and waits | comm/test_splitting.py::test_backward_is_the_forward_order_turned_round
 nn/data_parallel/test_fsdp_regnet.py
   differs | batch norm in a wrapper of its own | statistics come back from the step, on any ranks | nn/test_synchronized.py::test_uneven_ranks_are_one_device
 nn/data_parallel/test_sharded_ddp_features.py

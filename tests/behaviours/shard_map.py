@@ -2,18 +2,18 @@
 
 ROWS = """
 collectives
-  has     | all_gather, psum_scatter, all_to_all, ppermute, psum: their values | comm/test_collectives.py::test_values
+  has     | all_gather, psum_scatter, all_to_all, ppermute, psum: their values | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
   has     | over two axes at once, the first one major | comm/test_collectives.py::test_two_axes
-  has     | their gradients, forward and reverse, twice | comm/test_collectives.py::test_grad_of_grad
-  has     | all_gather whose result is one value on all ranks, and its transpose | comm/test_transposes.py::test_a_transpose_takes_the_cotangent_types
+  has     | their gradients, forward and reverse, twice | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
+  has     | all_gather whose result is one value on all ranks, and its transpose | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
   has     | psum and the step from one value to many transpose into each other | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
-  has     | an axis of size 1 | comm/test_simulated.py::test_results_on_an_axis_of_size_1_are_new_too
+  has     | an axis of size 1 | comm/test_simulated.py::test_results_over_one_rank_are_new_too
   differs | axis_index_groups | an axis of the mesh for each level | transforms/test_hierarchy.py::test_levels_give_what_one_gather_and_one_sum_give
   has     | messages by pairs | comm/test_transfers.py::test_every_pair_both_ways
-  has     | sends that wait for each other are found | comm/test_transfers.py::test_a_deadlock_says_who_waits_for_what_from_whom
+  has     | sends that wait for each other are found | comm/test_transfers.py::test_a_deadlock_says_who_waits_for_whom
   has     | axis_index: ranks that know who they are | comm/test_abstract.py::test_ranks_run_that_ask_for_what_tells_them_apart
   differs | psum of what is summed already multiplies it | so it does; ranks that sum and average at one place are told | derivatives/test_refusals.py::test_psum_never_meets_pmean
-  has     | pmax | comm/test_collectives.py::test_pmax_has_no_derivative_that_could_be_lost
+  has     | pmax | comm/test_collectives.py::test_what_has_no_meaning_is_refused
 types
   has     | what differs by rank may not come out as one value | derivatives/test_refusals.py::test_what_differs_from_rank_to_rank_is_refused
   differs | an argument that varies is cast by pvary | types are found by running the step, never written | derivatives/test_law.py::test_a_loss_has_the_gradient_of_the_mean
@@ -32,18 +32,18 @@ in and out
   has     | functions that return what they were given | tracing/test_recording.py::test_a_unit_may_return_its_parameter
   has     | outputs without a tensor | core/test_units.py::test_any_pytree_in_and_out
 derivatives
-  has     | jvp | comm/test_collectives.py::test_jvp
+  has     | jvp | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
   has     | jvp through a sharded step | transforms/test_shard_higher_order.py::test_a_jvp_is_that_of_one_device
   has     | reverse mode, to the second order | transforms/test_shard_higher_order.py::test_a_hessian_product_over_replicas_is_that_of_one_device
-  has     | jacobians by row and by column | comm/test_collectives.py::test_jacfwd
-  has     | vjp pulled back again | comm/test_collectives.py::test_vjp_pulled_back_twice
+  has     | jacobians by row and by column | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
+  has     | vjp pulled back again | comm/test_collectives.py::test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice
   differs | gradients by what is closed over, not by arguments | what a unit captures and differentiates is refused, with the way out | core/test_purity.py::test_a_captured_differentiated_tensor_is_refused
   has     | a custom derivative within | core/test_units.py::test_every_body_is_right_under_every_interpretation
   has     | a custom backward of a wrong type is told | comm/test_transposes.py::test_a_wrong_transpose_is_caught
 vmap
-  has     | vmap around collectives | comm/test_collectives.py::test_a_batch_is_one_collective
-  has     | gradients per sample | comm/test_collectives.py::test_per_sample_gradients
-  has     | vmap for a mesh's axis | comm/test_collectives.py::test_grad_from_outside_a_vmap_mesh
+  has     | vmap around collectives | comm/test_collectives.py::test_a_batch_is_one_collective_each_way
+  has     | gradients per sample | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
+  has     | vmap for a mesh's axis | comm/test_collectives.py::test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice
   differs | spmd_axis_name: the mapped axis lies over ranks | per sample within a unit; across ranks refused | transforms/test_shard_higher_order.py::test_per_sample_gradients_outside_a_unit_would_mix_the_ranks_and_are_refused
 remat
   has     | remat around a sharded function, and within | transforms/test_remat_modes.py::test_with_shard_the_numbers_stay

@@ -3,12 +3,15 @@
 So are its derivatives of every kind and order, and a batch of calls is one collective.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsfunc as ff
 from fsfunc.comm.launch import PerRank
+from tests.checks import refusals
 
 # The first jvp of a process lets torch compile its own decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -35,55 +38,21 @@ def exchanged(x):
 CALLS = {
     "psum": (lambda x: ff.psum(x, "data"), lambda x: same(x.sum(0)), True),
     "pmean": (lambda x: ff.pmean(x, "data"), lambda x: same(x.mean(0)), True),
-    "all_gather": (
-        lambda x: ff.all_gather(x, "data", dim=1),
-        lambda x: same(torch.cat(x.unbind(), 1)),
-        False,
-    ),
-    "all_gather to I": (
-        lambda x: ff.all_gather(x, "data", to="I"),
-        lambda x: same(torch.cat(x.unbind())),
-        True,
-    ),
-    "psum_scatter": (
-        lambda x: ff.psum_scatter(x, "data", dim=1),
-        lambda x: list(x.sum(0).tensor_split(N, 1)),
-        False,
-    ),
-    "all_to_all": (
-        lambda x: ff.all_to_all(x, "data", split_dim=1, concat_dim=0),
-        exchanged,
-        False,
-    ),
+    "all_gather": (lambda x: ff.all_gather(x, "data", dim=1),
+                   lambda x: same(torch.cat(x.unbind(), 1)), False),
+    "all_gather to I": (lambda x: ff.all_gather(x, "data", to="I"),
+                        lambda x: same(torch.cat(x.unbind())), True),
+    "psum_scatter": (lambda x: ff.psum_scatter(x, "data", dim=1),
+                     lambda x: list(x.sum(0).tensor_split(N, 1)), False),
+    "all_to_all": (lambda x: ff.all_to_all(x, "data", split_dim=1, concat_dim=0),
+                   exchanged, False),
     "ppermute": (lambda x: ff.ppermute(x, "data", CHAIN), shifted, False),
-    "pbroadcast": (
-        lambda x: ff.pbroadcast(x, "data", source=1),
-        lambda x: same(x[1]),
-        False,
-    ),
-    "pbroadcast to I": (
-        lambda x: ff.pbroadcast(x, "data", source=2, to="I"),
-        lambda x: same(x[2]),
-        True,
-    ),
-}
+    "pbroadcast": (lambda x: ff.pbroadcast(x, "data", source=1),
+                   lambda x: same(x[1]), False),
+    "pbroadcast to I": (lambda x: ff.pbroadcast(x, "data", source=2, to="I"),
+                        lambda x: same(x[2]), True),
+}  # fmt: skip
 MESHES = {kind: ff.make_mesh({"data": N}, kind) for kind in ("simulated", "vmap")}
-
-
-def in_two_phases(call):
-    f, formula, once = call
-    return lambda x: ff.start(lambda x, axis: f(x), x, "data").wait(), formula, once
-
-
-@pytest.fixture(params=[*CALLS, *[f"{name}, split" for name in CALLS]])
-def call(request):
-    name, _, split = request.param.partition(", ")
-    return in_two_phases(CALLS[name]) if split else CALLS[name]
-
-
-@pytest.fixture(params=MESHES)
-def mesh(request):
-    return MESHES[request.param]
 
 
 def data(*shape, seed=0):
@@ -100,8 +69,8 @@ def on_ranks(main, mesh, *stacks):
     return torch.stack(list(out))
 
 
-def loss(y, scale=1.0):
-    return (scale * y.sin()).sum()
+def loss(y):
+    return y.sin().sum()
 
 
 def whole_loss(call, x):
@@ -115,97 +84,106 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_values(call, mesh):
-    close(on_ranks(call[0], mesh, X), torch.stack(call[1](X)))
+def pushed_twice(f, x, t):
+    return jvp(lambda x: jvp(f, (x,), (t,))[1], (x,), (t,))[1]
 
 
-def test_grad(call, mesh):
-    actual = on_ranks(grad(lambda x: loss(call[0](x))), mesh, X)
-    close(actual, grad(lambda x: whole_loss(call, x))(X))
+def slope_of_slope(f):
+    """``(x, v) -> d<v, df(x)>``."""
+    return lambda x, v: grad(lambda x: (v * grad(f)(x)).sum())(x)
 
 
-def test_plain_autograd_twice(call):
+def plainly_twice(f):
+    """The same by ``torch.autograd``."""
+
     def main(x, v):
-        x = x.requires_grad_()
-        (g,) = torch.autograd.grad(loss(call[0](x)), x, create_graph=True)
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
         return torch.autograd.grad((v * g).sum(), x)[0]
 
-    def whole(x):
-        return (V * grad(lambda x: whole_loss(call, x))(x)).sum()
-
-    close(on_ranks(main, MESHES["simulated"], X.clone(), V), grad(whole)(X))
+    return main
 
 
-def test_grad_of_grad(call, mesh):
-    def main(x, v):
-        return grad(lambda x: (v * grad(lambda x: loss(call[0](x)))(x)).sum())(x)
-
-    def whole(x):
-        return (V * grad(lambda x: whole_loss(call, x))(x)).sum()
-
-    close(on_ranks(main, mesh, X, V), grad(whole)(X))
+def stacked(call):
+    return lambda x: torch.stack(call[1](x))
 
 
-def test_jvp(call, mesh):
-    actual = on_ranks(lambda x, t: jvp(call[0], (x,), (t,))[1], mesh, X, T)
-    close(actual, jvp(lambda x: torch.stack(call[1](x)), (X,), (T,))[1])
+BATCH = data(4, 2, N)
 
 
-def test_jvp_of_jvp(call, mesh):
-    def twice(f, x, t):
-        return jvp(lambda x: jvp(f, (x,), (t,))[1], (x,), (t,))[1]
-
-    actual = on_ranks(lambda x, t: twice(lambda x: call[0](x.sin()), x, t), mesh, X, T)
-    close(actual, twice(lambda x: torch.stack(call[1](x.sin())), X, T))
-
-
-@pytest.mark.parametrize(
-    "second", [hessian, lambda f: jacrev(jacrev(f))], ids=["forward", "reverse"]
-)
-def test_hessian(call, second):
-    """The ranks go through the basis together: a column is the sum of their moves."""
-    actual = on_ranks(second(lambda x: loss(call[0](x))), MESHES["simulated"], X)
-    every = hessian(lambda x: whole_loss(call, x))(X)
-    if second is hessian:
-        close(actual, every.sum(3))
-    else:  # and here the cotangents of the first pass are the ranks' basis vectors
-        close(actual, every.sum(0).movedim(2, 0))
-
-
-def test_jacfwd(call, mesh):
-    every = jacfwd(lambda x: torch.stack(call[1](x)))(X)
-    close(on_ranks(jacfwd(call[0]), mesh, X), every.sum(3))
+def laws(f, call, plainly):
+    """(what a rank runs, its data, the same of one device)."""
+    mine, one, whole = lambda x: loss(f(x)), stacked(call), partial(whole_loss, call)
+    yield f, [X], one(X)
+    yield grad(mine), [X], grad(whole)(X)
+    yield slope_of_slope(mine), [X, V], slope_of_slope(whole)(X, V)
+    pushed = jvp(one, (X,), (T,))[1]
+    yield lambda x, t: jvp(f, (x,), (t,))[1], [X, T], pushed
+    pushed = pushed_twice(lambda x: one(x.sin()), X, T)
+    yield lambda x, t: pushed_twice(lambda x: f(x.sin()), x, t), [X, T], pushed
+    # the ranks go through the basis together: a column is the sum of their moves
+    yield jacfwd(f), [X], jacfwd(one)(X).sum(3)
+    yield vmap(grad(mine)), [BATCH], vmap(grad(whole), 1, 1)(BATCH)
+    if plainly:  # each rank has an autograd of its own
+        yield plainly_twice(mine), [X, V], slope_of_slope(whole)(X, V)
+        every = hessian(whole)(X)
+        yield hessian(mine), [X], every.sum(3)
+        # the cotangents of the first pass are the ranks' basis vectors
+        yield jacrev(jacrev(mine)), [X], every.sum(0).movedim(2, 0)
 
 
-def test_per_sample_gradients(call, mesh):
-    batch = data(4, 2, N)
-    actual = on_ranks(vmap(grad(lambda x: loss(call[0](x)))), mesh, batch)
-    close(actual, vmap(grad(lambda x: whole_loss(call, x)), 1, 1)(batch))
+@pytest.mark.parametrize("way", ["simulated", "vmap", "simulated, in two phases"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_is_its_formula_and_so_are_its_derivatives(name, way):
+    kind, _, split = way.partition(", ")
+    f = at_once = CALLS[name][0]
+    if split:
+        f = lambda x: ff.start(lambda x, _: at_once(x), x, "data").wait()  # noqa: E731
+    for run, given, expected in laws(f, CALLS[name], kind == "simulated"):
+        close(on_ranks(run, MESHES[kind], *given), expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_batch_is_one_collective(call, depth):
-    batch, f = data(2, N, *[4] * depth), call[0]
-    for _ in range(depth):
-        f = vmap(f, in_dims=-1, out_dims=-1)
-    expected = torch.stack(call[1](batch))
-    with ff.ledger() as log:
-        close(on_ranks(f, MESHES["simulated"], batch), expected)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_is_one_collective_each_way(name):
+    f, mesh = CALLS[name][0], MESHES["simulated"]
     with ff.ledger() as one:
-        on_ranks(call[0], MESHES["simulated"], X)
-    assert log.count() == one.count() == 1
-    assert log.bytes() == 4**depth * one.bytes()
+        on_ranks(f, mesh, X)
+    for depth in (1, 2):
+        batch, batched = data(2, N, *[4] * depth), f
+        for _ in range(depth):
+            batched = vmap(batched, in_dims=-1, out_dims=-1)
+        with ff.ledger() as log:
+            close(on_ranks(batched, mesh, batch), stacked(CALLS[name])(batch))
+        assert log.count() == one.count() == 1
+        assert log.bytes() == 4**depth * one.bytes()
+    with ff.ledger() as log:
+        on_ranks(vmap(grad(lambda x: loss(f(x)))), mesh, BATCH)
+    assert log.count() <= 2
 
 
-def test_a_vmapped_gradient_is_one_collective_each_way(call):
-    batch = data(4, 2, N)
-    with ff.ledger() as log, ff.ledger() as other:
-        on_ranks(vmap(grad(lambda x: loss(call[0](x)))), MESHES["simulated"], batch)
-        inner = len(other.records)
-    assert log.count() <= 2 and inner == len(log.records)
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice(name):
+    def everywhere(x):
+        out = ff.spmd(CALLS[name][0], MESHES["vmap"])(PerRank(x.unbind()))
+        return sum(loss(y) for y in out)
+
+    expected = grad(lambda x: sum(loss(y) for y in CALLS[name][1](x)))(X)
+    close(grad(everywhere)(X), expected)
+
+    def main(x):
+        y, pull = vjp(CALLS[name][0], x)
+        first, second = pull(torch.ones_like(y))[0], pull(2 * torch.ones_like(y))[0]
+        return second - 2 * first
+
+    close(on_ranks(main, MESHES["simulated"], X), torch.zeros_like(X))
 
 
-def test_what_is_equal_on_all_ranks_has_a_slice_of_its_own():
+@pytest.fixture(params=MESHES)
+def mesh(request):
+    return MESHES[request.param]
+
+
+def test_what_is_equal_on_all_ranks_has_a_slice_of_its_own(mesh):
     """Under vmap a cotangent may not be batched; each rank's part differs still."""
     w = torch.arange(2.0 * N)
 
@@ -213,17 +191,7 @@ def test_what_is_equal_on_all_ranks_has_a_slice_of_its_own():
         _, pull = vjp(lambda x: ff.all_gather(x, "data", to="I"), x)
         return pull(w)[0]
 
-    for mesh in MESHES.values():
-        close(on_ranks(main, mesh, torch.ones(N, 2)), w.view(N, 2))
-
-
-def test_grad_from_outside_a_vmap_mesh(call):
-    def total(x):
-        out = ff.spmd(call[0], MESHES["vmap"])(PerRank(x.unbind()))
-        return sum(loss(y) for y in out)
-
-    expected = grad(lambda x: sum(loss(y) for y in call[1](x)))(X)
-    close(grad(total)(X), expected)
+    close(on_ranks(main, mesh, torch.ones(N, 2)), w.view(N, 2))
 
 
 @pytest.mark.parametrize("axis", ["a", ("a", "b"), ("b", "a")], ids=str)
@@ -250,50 +218,23 @@ def test_two_axes(axis):
     assert real[0, : len(order[axis][0])].tolist() == order[axis][0]
 
 
-@pytest.mark.parametrize("kind", MESHES)
-def test_a_pytree_goes_leaf_by_leaf(kind):
-    mesh = MESHES[kind]
+def test_a_pytree_goes_leaf_by_leaf(mesh):
     state = {"a": torch.ones(2), "b": (torch.ones(()), None)}
     out = ff.spmd(lambda s: ff.psum(s, "data"), mesh)(state)
     assert out[1]["a"].tolist() == [3, 3] and out[1]["b"][0].item() == 3
     assert out[1]["b"][1] is None
 
 
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("forward", [False, True])
-def test_pmax_has_no_derivative_that_could_be_lost(kind, forward):
-    def main(x):
-        f = lambda x: (x * ff.pmax(x, "data")).sum()  # noqa: E731
-        return jvp(f, (x,), (x,))[1] if forward else grad(f)(x)
-
-    with pytest.raises(RuntimeError, match=r"give it x.detach\(\)"):
-        on_ranks(main, MESHES[kind], X)
-
-
-def test_softmax_over_a_sharded_vocabulary():
+def test_softmax_over_a_sharded_vocabulary(mesh):
     """Axes, dims and types together: a loss no rank can compute alone."""
 
-    def main(x):
-        def f(x):
-            shift = ff.pmax(x.detach().amax(1), "data")
-            return (
-                shift + ff.psum((x - shift[:, None]).exp().sum(1), "data").log()
-            ).sum()
-
-        return grad(f)(x)
+    def whole(x):
+        shift = ff.pmax(x.detach().amax(1), "data")
+        total = ff.psum((x - shift[:, None]).exp().sum(1), "data")
+        return (shift + total.log()).sum()
 
     expected = grad(lambda x: torch.cat(x.unbind(), 1).logsumexp(1).sum())(X)
-    for mesh in MESHES.values():
-        close(on_ranks(main, mesh, X), expected)
-
-
-def test_vjp_pulled_back_twice(call):
-    def main(x, v):
-        y, pull = vjp(call[0], x)
-        first, second = pull(torch.ones_like(y))[0], pull(2 * torch.ones_like(y))[0]
-        return second - 2 * first
-
-    close(on_ranks(main, MESHES["simulated"], X, V), torch.zeros_like(X))
+    close(on_ranks(grad(whole), mesh, X), expected)
 
 
 MOVES = {
@@ -309,28 +250,43 @@ MOVES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
-@pytest.mark.parametrize("name", MOVES)
-def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(name, dtype, mesh):
-    (found,) = {
-        y.dtype for y in on_ranks(MOVES[name], mesh, torch.ones(N, N, dtype=dtype))
-    }
-    if name == "pmean" and not dtype.is_floating_point:
-        assert found == torch.float32
-    elif name in ("psum", "psum_scatter") and dtype == torch.bool:
-        assert found == torch.int64
-    else:
-        assert found == dtype
+def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(dtype, mesh):
+    ones = torch.ones(N, N, dtype=dtype)
+    found = {name: on_ranks(move, mesh, ones).dtype for name, move in MOVES.items()}
+    expected = dict.fromkeys(MOVES, dtype)
+    if not dtype.is_floating_point:
+        expected["pmean"] = torch.float32
+    if dtype == torch.bool:
+        expected |= dict.fromkeys(("psum", "psum_scatter"), torch.int64)
+    assert found == expected
 
 
-@pytest.mark.parametrize(
-    "pairs", [[(0, 1), (0, 2)], [(0, 1), (2, 1)], [(0, 3)], [(-1, 0)]]
-)
-def test_a_ppermute_has_each_source_and_target_once(pairs, mesh):
-    with pytest.raises(ValueError, match=r"each source and target once, each in 0..2"):
-        on_ranks(lambda x: ff.ppermute(x, "data", pairs), mesh, X)
+def with_pmax(x):
+    return (x * ff.pmax(x, "data")).sum()
 
 
-@pytest.mark.parametrize("source", [-1, N])
-def test_a_pbroadcast_reads_a_rank_that_is_there(source, mesh):
-    with pytest.raises(ValueError, match=f"source={source} is off the axis 'data'"):
-        on_ranks(lambda x: ff.pbroadcast(x, "data", source=source), mesh, X)
+PAIRS = [[(0, 1), (0, 2)], [(0, 1), (2, 1)], [(0, 3)], [(-1, 0)]]
+REFUSED = {
+    "grad of pmax": (grad(with_pmax), RuntimeError, r"give it x.detach\(\)"),
+    "jvp of pmax": (
+        lambda x: jvp(with_pmax, (x,), (x,))[1], RuntimeError, r"give it x.detach\(\)",
+    ),
+} | {
+    f"ppermute by {pairs}": (
+        lambda x, pairs=pairs: ff.ppermute(x, "data", pairs),
+        ValueError, r"each source and target once, each in 0..2",
+    )
+    for pairs in PAIRS
+} | {
+    f"pbroadcast from {source}": (
+        lambda x, source=source: ff.pbroadcast(x, "data", source=source),
+        ValueError, f"source={source} is off the axis 'data'",
+    )
+    for source in (-1, N)
+}  # fmt: skip
+
+
+@refusals(REFUSED)
+def test_what_has_no_meaning_is_refused(call, error, way_out, mesh):
+    with pytest.raises(error, match=way_out):
+        on_ranks(call, mesh, X)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm.comparison import RanksDiffer, Section, checksums, compare
-from fsfunc.comm.groups import group
-from tests.comm.unlike_programs import UNLIKE, Case, alike, block, run
+from fsfunc.comm.comparison import RanksDiffer, checksums
+from tests.comm.unlike_programs import UNLIKE, alike, block, run
 
 PROGRAM = Path(__file__).with_name("unlike_programs.py")
 
@@ -21,25 +20,58 @@ def test_processes_are_told_before_they_compute(processes):
     assert [line for line in lines if not line.endswith(": right")] == []
 
 
-@pytest.mark.parametrize(
-    "name, n",
-    [(k, n) for k, c in UNLIKE.items() for n in (2, 3)[bool(c[0].schedule) :]],
-)
-def test_simulated_ranks_are_told(name, n):
+@pytest.mark.parametrize("name", UNLIKE)
+def test_simulated_ranks_are_told(name):
     most, odd = UNLIKE[name]
+    n, last = 3, 1 if name in ("zero", "values") else 2  # in the middle, or at the end
     mesh = ff.make_mesh({"data": n}, "simulated")
-    main = lambda: run(mesh, odd if mesh.rank == n - 1 else most)  # noqa: E731
+    main = lambda: run(mesh, odd if mesh.rank == last else most)  # noqa: E731
     with pytest.raises(RanksDiffer, match=re.escape(odd.odd)) as caught:
         ff.spmd(main, mesh)()
-    assert f"rank {n - 1}: " in str(caught.value)
+    assert f"rank {last}: " in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["zero", "values", "shapes", "drawn"])
-def test_a_rank_in_the_middle_is_told(name):
-    most, odd = UNLIKE[name]
-    mesh = ff.make_mesh({"data": 4}, "simulated")
-    with pytest.raises(RanksDiffer, match="rank 2: "):
-        ff.spmd(lambda: run(mesh, odd if mesh.rank == 2 else most), mesh)()
+PAIR = ff.make_mesh({"data": 2}, "simulated")
+
+
+SHARED = {"w": torch.eye(2), "b": torch.zeros(2)}
+
+
+def laid(params, loss=lambda p, x: block(p, x).sum()):
+    return ff.place(ff.shard(loss, PAIR, "data"), params, torch.ones(2, 2))
+
+
+def numbered(alike):
+    step = 5 if alike else 5 + PAIR.rank
+    laid({"p": SHARED, "step": step}, lambda s, x: block(s["p"], x).sum())
+
+
+def changed(alike):  # the last to come sees what the first one saw
+    laid(SHARED)
+    SHARED["w"].mul_(1 if alike else 2)
+    laid(SHARED)
+
+
+def outside_units(alike):
+    def loss(p, x):
+        total = block(p[0], x).sum()
+        return total if alike or not PAIR.rank else total + p[1]["w"].sum()
+
+    laid([SHARED, SHARED], ff.value_and_grad(loss))
+
+
+@pytest.mark.parametrize(
+    ("main", "said"),
+    [
+        (numbered, "'step': rank 0: 5; rank 1: 6"),
+        (changed, "'w'"),
+        (outside_units, "read outside units: rank 0: nothing; rank 1: '1/w'"),
+    ],
+)
+def test_what_is_given_is_compared(main, said):
+    ff.spmd(lambda: main(True), PAIR)()
+    with pytest.raises(RanksDiffer, match=said):
+        ff.spmd(lambda: main(False), PAIR)()
 
 
 def test_what_may_differ_may_differ():
@@ -67,59 +99,6 @@ def test_only_ranks_that_share_parameters_are_compared():
         ff.spmd(lambda: main(3), mesh)()
 
 
-def test_state_numbers_are_compared():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main(steps):
-        f = ff.shard(lambda s, x: block(s["p"], x).sum(), mesh, "data")
-        params = {"w": torch.eye(2), "b": torch.zeros(2)}
-        return ff.place(f, {"p": params, "step": steps[mesh.rank]}, torch.ones(2, 2))
-
-    ff.spmd(lambda: main([5, 5]), mesh)()
-    with pytest.raises(RanksDiffer, match="'step': rank 0: 5; rank 1: 6"):
-        ff.spmd(lambda: main([5, 6]), mesh)()
-
-
-def test_tensors_that_change_are_read_again():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    shared = {"w": torch.eye(2), "b": torch.zeros(2)}
-
-    def main(factor):
-        f = ff.shard(lambda p, x: block(p, x).sum(), mesh, "data")
-        ff.place(f, shared, torch.ones(2, 2))
-        shared["w"].mul_(factor)
-        return ff.place(f, shared, torch.ones(2, 2))
-
-    ff.spmd(lambda: main(1), mesh)()  # the last to come sees what the first one saw
-    with pytest.raises(RanksDiffer, match="'w'"):
-        ff.spmd(lambda: main(2), mesh)()
-
-
-# Sections and checksums
-
-
-def test_a_difference_names_keys_ranks_and_what_to_do():
-    lines = {
-        0: [("a", "1"), ("b", "2")],
-        1: [("a", "1"), ("b", "3")],
-        2: [("a", "1"), ("b", "2"), ("c", "4")],
-    }
-    mesh = ff.make_mesh({"data": 3}, "simulated")
-
-    def main(ranks):
-        where = group("data")
-        said = Section("they differ", lines[ranks[where.rank]], "be alike")
-        compare([Section("not this", [("x", "y")]), said], where)
-
-    ff.spmd(lambda: main([0, 0, 0]), mesh)()
-    expected = "they differ:\n  b: rank 0: 2; rank 1: 3\nbe alike"
-    with pytest.raises(RanksDiffer) as caught:
-        ff.spmd(lambda: main([0, 1, 2]), mesh)()
-    assert str(caught.value) == expected
-    with pytest.raises(RanksDiffer, match="c: rank 0: nothing; rank 2: 4"):
-        ff.spmd(lambda: main([0, 0, 2]), mesh)()
-
-
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
@@ -128,66 +107,41 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [0, 1, 3, 1000, 20_011])
-def test_a_checksum_sees_each_element(dtype, n):
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randint(0, 2, (n,), generator=generator).to(dtype)
-    same, shifted = x.clone(), torch.cat([torch.zeros(1).to(dtype), x])[1:]
-    seen = checksums([x, same, shifted, x.view(-1, 1).mT])
-    assert len(set(seen)) == 1
-    for i in {0, n // 2, n - 1} if n else ():
-        other = x.clone()
-        other[i] = float(x[i] == 0)
-        assert checksums([other]) != checksums([x]), i
-
-
-def test_a_checksum_sees_order_and_views():
-    w = torch.randn(300, 200)
-    seen = checksums([w, w.T.contiguous(), w.flip(0), torch.cat([w[100:], w[:100]])])
-    assert len(set(seen)) == 4
-    z = torch.randn(5, dtype=torch.complex64)
-    assert checksums([z.conj()]) == checksums([z.conj().resolve_conj()])
-    assert checksums([z.conj()]) != checksums([z])
-    assert checksums([torch.zeros(())]) != checksums([-torch.zeros(())])
-    assert checksums([w[:1, 7], w[4:5, ::2][:, 3]]) == checksums([w[0, 7], w[4, 6]])
-
-
-def exchanged(x, i, j):
-    x[i], x[j] = x[j].clone(), x[i].clone()
-
-
-def negated(x, *places):
-    for i in places:
-        x[i] = -x[i]
+def test_a_checksum_sees_each_element(dtype):
+    for n in (0, 1, 3, 1000, 20_011):
+        generator = torch.Generator().manual_seed(n)
+        x = torch.randint(0, 2, (n,), generator=generator).to(dtype)
+        same, shifted = x.clone(), torch.cat([torch.zeros(1).to(dtype), x])[1:]
+        seen = checksums([x, same, shifted, x.view(-1, 1).mT])
+        assert len(set(seen)) == 1
+        for i in {0, n // 2, n - 1} if n else ():
+            other = x.clone()
+            other[i] = float(x[i] == 0)
+            assert checksums([other]) != checksums([x]), (n, i)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
 )
-@pytest.mark.parametrize("n", [16, 100_000])
-def test_a_checksum_sees_signs_and_what_changed_places(dtype, n):
+def test_a_checksum_sees_signs_order_and_views(dtype):
     """Two changes by one amount: of the highest bits, and within one row."""
-    x = torch.arange(1.0, n + 1).to(dtype)
-    seen = checksums([x])
-    for change, *places in [
-        (negated, 1, 3), (negated, 3, 7), (negated, *range(n)), (negated, 0, n - 1),
-        (exchanged, 1, 3), (exchanged, 0, 9), (exchanged, 0, n - 1),
-    ]:  # fmt: skip
-        change(other := x.clone(), *places)
-        seen += checksums([other])
-    assert len(set(seen)) == len(seen)
-
-
-def test_a_record_is_of_the_whole_step():
-    """The lines name calls, leaves, casts, and what is read outside units."""
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        f = lambda p, x: block(p[0], x).sum() + p[1]["w"].sum()  # noqa: E731
-        f = ff.value_and_grad(f if mesh.rank else lambda p, x: block(p[0], x).sum())
-        ff.place(ff.shard(f, mesh, "data"), Case().params, torch.ones(2, 4))
-
-    with pytest.raises(RanksDiffer) as caught:
-        ff.spmd(main, mesh)()
-    text = str(caught.value)
-    assert "read outside units: rank 0: nothing; rank 1: '1/w'" in text
+    for n in (16, 20_011):
+        x = torch.arange(1.0, n + 1).to(dtype)
+        seen = checksums([x, x.flip(0), torch.cat([x[n // 2 :], x[: n // 2]])])
+        for places in ([1, 3], [3, 7], [*range(n)], [0, n - 1]):
+            other = x.clone()
+            other[places] *= -1
+            seen += checksums([other])
+        for places in ([1, 3], [0, 9], [0, n - 1]):
+            other = x.clone()
+            other[places] = x[places[::-1]]
+            seen += checksums([other])
+        assert len(set(seen)) == len(seen)
+    w = torch.randn(300, 200).to(dtype)
+    assert len(set(checksums([w, w.T.contiguous(), w.flip(0)]))) == 3
+    zero = torch.zeros((), dtype=dtype)
+    assert checksums([zero]) != checksums([-zero])
+    assert checksums([w[:1, 7], w[4:5, ::2][:, 3]]) == checksums([w[0, 7], w[4, 6]])
+    z = torch.randn(5, dtype=torch.complex64)
+    assert checksums([z.conj()]) == checksums([z.conj().resolve_conj()])
+    assert checksums([z.conj()]) != checksums([z])

@@ -1,6 +1,5 @@
 """The ledger: what each rank sends, ring-counted, on whose behalf, and from where."""
 
-import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,34 +22,25 @@ def run(main, mesh):
     return log
 
 
+def ring(b, n):
+    return Fraction(b * (n - 1), n)
+
+
 # A ring of n ranks, and b bytes of a rank's own input: what that rank sends.
 RING = {
-    "psum": (
-        lambda x, n: ff.psum(x, "data"),
-        lambda b, n: Fraction(2 * b * (n - 1), n),
-    ),
-    "pmax": (
-        lambda x, n: ff.pmax(x, "data"),
-        lambda b, n: Fraction(2 * b * (n - 1), n),
-    ),
+    "psum": (lambda x, n: ff.psum(x, "data"), lambda b, n: 2 * ring(b, n)),
+    "pmax": (lambda x, n: ff.pmax(x, "data"), lambda b, n: 2 * ring(b, n)),
     "all_gather": (lambda x, n: ff.all_gather(x, "data"), lambda b, n: b * (n - 1)),
-    "psum_scatter": (
-        lambda x, n: ff.psum_scatter(x, "data"),
-        lambda b, n: Fraction(b * (n - 1), n),
-    ),
+    "psum_scatter": (lambda x, n: ff.psum_scatter(x, "data"), ring),
     "all_to_all": (
-        lambda x, n: ff.all_to_all(x, "data", split_dim=0, concat_dim=0),
-        lambda b, n: Fraction(b * (n - 1), n),
+        lambda x, n: ff.all_to_all(x, "data", split_dim=0, concat_dim=0), ring,
     ),
-    "pbroadcast": (
-        lambda x, n: ff.pbroadcast(x, "data", source=0),
-        lambda b, n: Fraction(b * (n - 1), n),
-    ),
+    "pbroadcast": (lambda x, n: ff.pbroadcast(x, "data", source=0), ring),
     "ppermute": (
         lambda x, n: ff.ppermute(x, "data", [(i, (i + 1) % n) for i in range(n)]),
         lambda b, n: b,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", RING)
@@ -74,19 +64,59 @@ def test_bytes_are_the_closed_forms(op, n, rows, dtype, backend):
         assert log.of(rank)[0].dtype == dtype
 
 
-def test_only_sources_send_in_a_ppermute():
+def test_who_sends_and_fractions_of_a_byte():
     pairs = [(0, 1), (2, 2)]
     log = run(lambda: ff.ppermute(torch.ones(5), "data", pairs), mesh_of(data=3))
     assert [log.bytes(rank=r) for r in range(3)] == [20, 0, 0]
     assert [log.count("ppermute", rank=r) for r in range(3)] == [1, 1, 1]
-
-
-def test_bytes_that_a_ring_cannot_halve_stay_exact():
     log = run(lambda: ff.psum(torch.ones(1), "data"), mesh_of(data=3))
     assert log.records[0].bytes == Fraction(16, 3)
     assert log.bytes() == 16 / 3 and isinstance(log.bytes(), float)
     whole = run(lambda: ff.psum(torch.ones(3), "data"), mesh_of(data=3))
     assert whole.bytes() == 16 and isinstance(whole.bytes(), int)
+
+
+def test_ledgers_nest_and_end_and_see_their_own_rank():
+    mesh = mesh_of(data=2)
+    gather = lambda: ff.all_gather(torch.ones(1), "data")  # noqa: E731
+
+    def within():
+        with ff.ledger() as log:
+            gather()
+        return {record.rank for record in log.records}, log.count()
+
+    with ff.ledger() as outer:
+        ff.spmd(gather, mesh)()
+        with pytest.raises(KeyError), ff.ledger() as inner:
+            assert ff.spmd(within, mesh)() == [({r}, 1) for r in range(2)]
+            raise KeyError
+        ff.spmd(gather, mesh)()
+    ff.spmd(gather, mesh)()
+    assert (outer.count(), inner.count()) == (3, 1)
+    assert all(record in outer.records for record in inner.records)
+
+
+def found_in(name, source):
+    """What ``source_line`` says to code of a file of this name."""
+    scope = {"source_line": source_line, "found": []}
+    exec(compile(source, name, "exec"), scope)
+    return scope["found"]
+
+
+def test_only_our_own_files_are_passed_over():
+    """``fsfunc_project/train.py`` lies outside ``fsfunc/``; so does a typed-in line."""
+    home = str(Path(ff.__file__).parent)
+    torchs = f"{Path(torch.__file__).parent}x/a.py"
+    for name in f"{home}_project/train.py", torchs, "<stdin>":
+        assert found_in(name, "\nfound.append(source_line())") == [f"{name}:2"]
+    (here,) = found_in(f"{home}/a.py", "found.append(source_line())")
+    assert here.startswith(__file__)
+    apart = """
+import threading
+thread = threading.Thread(target=lambda: found.append(source_line()))
+thread.start()
+thread.join()"""
+    assert found_in(f"{home}/a.py", apart) == ["?"]  # and not threading.py
 
 
 def two_axes():
@@ -122,35 +152,6 @@ def test_a_rank_is_chosen():
     assert log.count() == 1 and log.of() == log.of(1)  # the lowest that sent
 
 
-def test_ledgers_nest_and_end():
-    mesh = mesh_of(data=2)
-    gather = lambda: ff.all_gather(torch.ones(1), "data")  # noqa: E731
-    with ff.ledger() as outer:
-        ff.spmd(gather, mesh)()
-        with ff.ledger() as inner:
-            ff.spmd(gather, mesh)()
-        ff.spmd(gather, mesh)()
-    ff.spmd(gather, mesh)()
-    assert (outer.count(), inner.count()) == (3, 1)
-    assert all(record in outer.records for record in inner.records)
-
-
-def test_a_ledger_inside_a_rank_sees_that_rank():
-    def main():
-        with ff.ledger() as log:
-            ff.psum(torch.ones(1), "data")
-        return {record.rank for record in log.records}, log.count()
-
-    assert ff.spmd(main, mesh_of(data=3))() == [({r}, 1) for r in range(3)]
-
-
-def test_a_ledger_ends_with_an_error():
-    with pytest.raises(KeyError), ff.ledger() as log:
-        raise KeyError
-    run(lambda: ff.psum(torch.ones(1), "data"), mesh_of(data=2))
-    assert log.records == []
-
-
 def line(marker):
     """``file:line`` of the line of this file that ends in a comment of this name."""
     lines = Path(__file__).read_text().splitlines()
@@ -171,31 +172,8 @@ def test_where_it_was_called(backend):
     assert lines == [line("here"), line("here"), line("started here")]
 
 
-def test_only_our_own_files_are_passed_over():
-    """``fsfunc_project/train.py`` lies outside ``fsfunc/``; so does a typed-in line."""
-    home = str(Path(ff.__file__).parent)
-    for name in (
-        f"{home}_project/train.py",
-        f"{Path(torch.__file__).parent}x/a.py",
-        "<stdin>",
-    ):
-        scope = {"source_line": source_line}
-        exec(compile("\nfound = source_line()", name, "exec"), scope)
-        assert scope["found"] == f"{name}:2"
-    scope = {"source_line": source_line}
-    exec(compile("found = source_line()", f"{home}/a.py", "exec"), scope)
-    assert scope["found"].startswith(__file__)
-    scope["found"] = []
-    source = "def probe(): found.append(source_line())"
-    exec(compile(source, f"{home}/a.py", "exec"), scope)
-    thread = threading.Thread(target=scope["probe"])
-    thread.start()
-    thread.join()
-    assert scope["found"] == ["?"]  # and not threading.py
-
-
 def test_labels_follow_into_the_backward_pass():
-    def main(v):
+    def main():
         x = torch.ones(4, requires_grad=True)
         with label("blocks/0", "forward"):
             y = ff.all_gather(x, "data")
@@ -204,14 +182,13 @@ def test_labels_follow_into_the_backward_pass():
             w = ff.psum_scatter(y * z, "data")
         w.sum().backward()
 
-    log = run(lambda: main(0), mesh_of(data=2))
+    log = run(main, mesh_of(data=2))
+    there = [("all_gather", "blocks/0"), ("all_gather", "blocks/0")]
+    there += [("psum_scatter", "head")]
+    turned = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
     assert [(r.op, r.unit, r.phase) for r in log.of(0)] == [
-        ("all_gather", "blocks/0", "forward"),
-        ("all_gather", "blocks/0", "forward"),
-        ("psum_scatter", "head", "forward"),
-        ("all_gather", "head", "backward"),
-        ("psum_scatter", "blocks/0", "backward"),
-        ("psum_scatter", "blocks/0", "backward"),
+        *((op, unit, "forward") for op, unit in there),
+        *((turned[op], unit, "backward") for op, unit in there[::-1]),
     ]
 
 
@@ -231,20 +208,20 @@ def test_what_a_unit_sends_itself_bears_its_name():
     assert ff.spmd(main, mesh_of(model=2))() == [sent] * 2
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_backends_agree(order):
+def test_backends_agree():
     def loss(x):
         y = ff.all_gather(x, ("a", "b")).sin()
         z = ff.psum_scatter(y * y, "a", dim=0)
         ring = ff.ppermute(z, "b", [(0, 1), (1, 0)])
         return ff.pmean((ring * z).sum(), ("b", "a"))
 
-    f = loss
-    for _ in range(order):
-        f = (lambda inner: lambda x: torch.func.grad(inner)(x).sin().sum())(f)
-    main = lambda: f(torch.ones(4, 2))  # noqa: E731
+    first = lambda x: torch.func.grad(loss)(x).sin().sum()  # noqa: E731
+    main = lambda: torch.func.grad(first)(torch.ones(4, 2))  # noqa: E731
     logs = [run(main, mesh_of(k, a=2, b=2)) for k in ("simulated", "vmap", "abstract")]
-    said = [[(r.op, r.axis, r.bytes, r.dtype) for r in log.of(0)] for log in logs]
-    assert said[0] == said[1] == said[2]
-    ranks = [[(r.op, r.axis, r.bytes) for r in logs[0].of(k)] for k in range(4)]
-    assert ranks == [[(r.op, r.axis, r.bytes) for r in logs[1].of(k)] for k in range(4)]
+
+    def said(log, rank):
+        return [(r.op, r.axis, r.bytes, r.dtype) for r in log.of(rank)]
+
+    assert said(logs[0], 0) == said(logs[2], 0)
+    for rank in range(4):
+        assert said(logs[0], rank) == said(logs[1], rank)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.comm.launch import PerRank
-from fsfunc.comm.mesh import Here, Mesh, NoMesh, here, place_here
+from fsfunc.comm.mesh import Mesh, NoMesh, here
 from tests.checks import refusals, refused, simulated
 
 SIZES = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
@@ -17,36 +17,23 @@ SIZES = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
 @given(sizes=SIZES, data=st.data())
 def test_the_ranks_are_counted_row_by_row(sizes, data):
+    """And members differ only along the axis, and come in its order."""
     mesh = Mesh(sizes, "simulated")
     everywhere = list(itertools.product(*[range(n) for n in sizes.values()]))
     assert mesh.size == len(everywhere)
+    names = data.draw(st.permutations(list(sizes)))
+    axis = tuple(names[: data.draw(st.integers(1, len(names)))])
     for rank, place in enumerate(everywhere):
         coordinates = dict(zip(sizes, place, strict=True))
         assert mesh.coordinates(rank) == coordinates
         assert mesh.rank_at(coordinates) == rank
-
-
-@given(sizes=SIZES, data=st.data())
-def test_members_differ_only_along_the_axis_and_come_in_its_order(sizes, data):
-    mesh = Mesh(sizes, "simulated")
-    names = data.draw(st.permutations(list(sizes)))
-    axis = tuple(names[: data.draw(st.integers(1, len(names)))])
-    for rank in range(mesh.size):
         members = mesh.members(axis, rank)
         assert len(members) == mesh.axis_size(axis)
         assert members[mesh.coordinate(axis, rank)] == rank
         for i, other in enumerate(members):
             assert mesh.coordinate(axis, other) == i
-            there, mine = mesh.coordinates(other), mesh.coordinates(rank)
-            assert all(there[a] == mine[a] for a in sizes if a not in axis)
-            assert mesh.members(axis, other) == members
-
-
-def test_a_mesh_of_a_thousand_ranks_is_made_at_once():
-    mesh = ff.make_mesh({"data": 32, "node": 4, "pipe": 8}, "abstract")
-    assert mesh.members(("node", "data"), rank=5)[:3] == (5, 37, 69)
-    out = ff.spmd(lambda: ff.all_gather(torch.ones(2), ("data", "node")).shape, mesh)()
-    assert out == [(256,)]
+            there = mesh.coordinates(other)
+            assert all(there[a] == coordinates[a] for a in sizes if a not in axis)
 
 
 PAIR = simulated(2)
@@ -88,28 +75,16 @@ def test_bad_axes_names_and_batches_are_refused(call, error, way_out):
     refused(call, error, way_out)
 
 
-def test_default_backend(monkeypatch):
-    assert ff.make_mesh({"data": 2}).backend == "simulated"
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(
-        ValueError, match="2 ranks, but there are 3 processes.*per-node 2"
-    ):
-        ff.make_mesh({"data": 2})
-
-
 def test_processes_need_a_launcher(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert ff.make_mesh({"data": 2}).backend == "simulated"
     with pytest.raises(RuntimeError, match='torchrun.*backend="simulated"'):
         ff.make_mesh({"data": 2}, "processes")
-
-
-def test_who_asks():
-    mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
-    main = lambda: (mesh.rank, mesh.coordinate("pipe"), mesh.coordinates())  # noqa: E731
-    assert ff.spmd(main, mesh)() == [
-        (r, r % 2, {"data": r // 2, "pipe": r % 2}) for r in range(4)
-    ]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    said = "2 ranks, but there are 3 processes.*per-node 2"
+    with pytest.raises(ValueError, match=said):
+        ff.make_mesh({"data": 2})
 
 
 def test_another_mesh_over_the_same_ranks():
@@ -121,21 +96,6 @@ def test_another_mesh_over_the_same_ranks():
         ff.spmd(lambda: here(pair), line)()
 
 
-def test_each_processes_mesh_keeps_its_own_groups():
-    one, two = (
-        Mesh({"a": 1}, "processes", "link 1"),
-        Mesh({"b": 1}, "processes", "link 2"),
-    )
-    abstract = Mesh({"a": 1}, "abstract")
-    with place_here(Here(one, 0, one.link)):
-        assert here(two).link == "link 2" and here(abstract).link == "link 1"
-    with place_here(Here(abstract, 0, "nothing moves")):
-        assert here(two).link == "nothing moves"
-
-
-# spmd and what goes in and out
-
-
 @pytest.mark.parametrize("backend", ["simulated", "vmap"])
 def test_results_go_back_in(backend):
     mesh = ff.make_mesh({"data": 3}, backend)
@@ -144,56 +104,27 @@ def test_results_go_back_in(backend):
     second = ff.spmd(lambda x, y: x + y, mesh)(first, torch.tensor(1))
     assert [int(x) for x in second] == [7, 8, 9]
     assert isinstance(second, list)
+    assert ff.spmd(lambda x: x, mesh)([1, 2]) == [[1, 2]] * 3  # a list is one value
     for wrong in (first[:2], first + first):
         with pytest.raises(ValueError, match=r"a list of \d ranks' values.*has 3"):
             ff.spmd(lambda x: x, mesh)(PerRank(wrong))
+    if backend == "vmap":
+        out = ff.spmd(lambda x: {"x": x, "n": ff.axis_size("data")}, mesh)(index[1])
+        assert [(o["x"].item(), o["n"]) for o in out] == [(1, 3)] * 3
+        with pytest.raises(RuntimeError, match="random"):
+            ff.spmd(lambda: torch.rand(2), mesh)()
 
 
-def test_a_plain_list_is_one_value():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    assert ff.spmd(lambda x: x, mesh)([1, 2]) == [[1, 2], [1, 2]]
-
-
-def test_one_abstract_rank_stands_for_all():
-    mesh = ff.make_mesh({"data": 4}, "abstract")
-    out = ff.spmd(lambda x: x, mesh)(1)
-    assert out == [1] and ff.spmd(lambda x: x, mesh)(out) == [1]
-    with pytest.raises(ValueError, match="a list of 4 ranks' values"):
-        ff.spmd(lambda x: x, mesh)(PerRank([1, 2, 3, 4]))
-
-
-def test_a_vmap_mesh_returns_what_is_no_tensor():
-    mesh = ff.make_mesh({"data": 2}, "vmap")
-    out = ff.spmd(lambda x: {"x": x, "n": ff.axis_size("data"), "s": "a"}, mesh)(
-        torch.ones(())
-    )
-    assert [(o["x"].item(), o["n"], o["s"]) for o in out] == [(1.0, 2, "a")] * 2
-    with pytest.raises(RuntimeError, match="random"):
-        ff.spmd(lambda: torch.rand(2), mesh)()
-
-
-# local_batch
-
-
+@pytest.mark.parametrize("backend", ["simulated", "vmap"])
 @given(sizes=SIZES, data=st.data())
-def test_the_parts_make_the_batch(sizes, data):
+def test_the_parts_make_the_batch(backend, sizes, data):
     axis = tuple(data.draw(st.permutations(list(sizes))))
-    mesh = ff.make_mesh(sizes, "simulated")
-    rows = data.draw(st.integers(0, 9))
+    mesh = ff.make_mesh(sizes, backend)
+    uneven = backend == "simulated"
+    rows = data.draw(st.integers(0, 9)) * (1 if uneven else mesh.size)
     batch = {"x": torch.arange(rows), "y": (torch.ones(rows, 2), "name", None)}
-    parts = ff.spmd(lambda: ff.local_batch(batch, mesh, axis, uneven=True), mesh)()
+    parts = ff.spmd(lambda: ff.local_batch(batch, mesh, axis, uneven=uneven), mesh)()
     in_order = [parts[r] for r in mesh.members(axis, 0)]
     assert torch.cat([p["x"] for p in in_order]).tolist() == list(range(rows))
     assert {len(p["x"]) for p in parts} <= {rows // mesh.size, rows // mesh.size + 1}
     assert all(p["y"][1] == "name" and p["y"][2] is None for p in parts)
-
-
-@pytest.mark.parametrize("backend", ["simulated", "vmap"])
-@pytest.mark.parametrize("axis", ["a", ("a", "b"), ("b", "a")], ids=str)
-def test_backends_cut_alike(backend, axis):
-    mesh = ff.make_mesh({"a": 2, "b": 3}, backend)
-    parts = ff.spmd(lambda: ff.local_batch(torch.arange(12), mesh, axis), mesh)()
-    for rank, part in enumerate(parts):
-        n = mesh.axis_size(axis)
-        whole = torch.arange(12).view(n, -1)
-        assert part.tolist() == whole[mesh.coordinate(axis, rank)].tolist()

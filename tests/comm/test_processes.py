@@ -43,11 +43,6 @@ def test_returns_what_every_rank_printed(launch):
     assert sorted(out.splitlines()) == ["rank 0 3.0", "rank 1 3.0"]
 
 
-def test_a_failure_shows_both_streams(launch):
-    with pytest.raises(AssertionError, match=r"(?s)said first.*no such luck"):
-        launch("print('said first', flush=True); raise ValueError('no such luck')", 1)
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
 def test_a_hang_leaves_no_process(launch, tmp_path):
     program = f"""

@@ -14,7 +14,6 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.comm.groups import group
 from tests.comm.transfers_program import everything
-from tests.probes import LiveBytes
 
 
 def ranks(n=2, backend="simulated"):
@@ -33,47 +32,8 @@ def test_every_pair_both_ways(n):
     run(lambda: everything("pipe"), n)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("n", [2, 3])
-def test_processes_are_as_simulated_ranks(processes, n):
-    out = processes(
-        f"""
-        import fsfunc as ff
-        from tests.checks import same
-        from tests.comm.transfers_program import everything
-        main = lambda: everything("pipe")
-        real, simulated = (
-            ff.make_mesh({{"pipe": {n}}}, k) for k in ("processes", "simulated")
-        )
-        (found,) = ff.spmd(main, real)()
-        same(found, ff.spmd(main, simulated)()[real.rank])
-        print(f"rank {{real.rank}}\\n", end="", flush=True)
-        """,
-        n,
-    )
-    assert sorted(out.splitlines()) == [f"rank {r}" for r in range(n)]
-
-
-def test_a_send_is_noted_once_by_the_sender():
-    def main():
-        where = group("pipe")
-        with label("stages/1", "backward"):
-            if where.index == 0:
-                where.send(torch.ones(2, 3, dtype=torch.float64), 1).wait()
-            else:
-                where.receive((2, 3), torch.float64, "cpu", 0).wait()
-
-    with ff.ledger() as log:
-        run(main)
-    (record,) = log.records
-    assert (record.op, record.axis, record.bytes) == ("ppermute", ("pipe",), 48)
-    assert (record.rank, record.unit, record.phase) == (0, "stages/1", "backward")
-    assert record.where.startswith(__file__)
-    assert log.count("ppermute", axis="pipe") == 1 and log.bytes("pipe") == 48
-
-
 def test_along_one_axis_of_two():
-    """Indices are along the axis; a group's transfers are its own."""
+    """Indices are along the axis; a group's transfers are its own, and noted."""
     mesh = ff.make_mesh({"data": 2, "pipe": 3}, "simulated")
 
     def main():
@@ -81,19 +41,25 @@ def test_along_one_axis_of_two():
         after = along.receive((), torch.float32, "cpu", (along.index + 1) % 3)
         beside = across.receive((), torch.float32, "cpu", 1 - across.index)
         mine = torch.tensor(float(mesh.rank))
-        along.send(mine, (along.index - 1) % 3)
+        with label("stages/1", "backward"):
+            along.send(mine, (along.index - 1) % 3)
         across.send(mine, 1 - across.index)
         return after.wait().item(), beside.wait().item()
 
-    assert ff.spmd(main, mesh)() == [
+    with ff.ledger() as log:
+        found = ff.spmd(main, mesh)()
+    assert found == [
         (3 * d + (p + 1) % 3, 3 * (1 - d) + p) for d in range(2) for p in range(3)
     ]
-
-
-# Whose memory it is, and for how long
+    assert len(log.records) == 12 and log.bytes("pipe") == log.bytes("data") == 4
+    first = log.of(0)[0]
+    assert (first.op, first.axis, first.unit) == ("ppermute", ("pipe",), "stages/1")
+    assert first.phase == "backward" and first.where.startswith(__file__)
 
 
 def test_a_send_is_done_when_the_receiver_has_asked():
+    seen = []
+
     def main():
         where = group("pipe")
         if where.index == 0:
@@ -104,96 +70,85 @@ def test_a_send_is_done_when_the_receiver_has_asked():
             del x
             kept = alive() is not None
             where.receive((), torch.float32, "cpu", 1).wait()  # rank 1 runs meanwhile
-            return before, kept, work.done(), alive() is not None
-        work = where.receive((1000,), torch.float32, "cpu", 0)
-        where.send(torch.tensor(0.0), 0)
-        return work.done()
-
-    assert run(main) == [(False, True, True, False), True]
-
-
-def test_waiting_for_a_send_waits_for_the_receiver_to_ask():
-    seen = []
-
-    def main():
-        where = group("pipe")
-        if where.index == 0:
+            found = before, kept, work.done(), alive() is not None
             where.send(torch.ones(2), 1).wait()
             seen.append("went on")
             where.send(torch.ones(()), 1)
-            return
+            return found
+        work = where.receive((1000,), torch.float32, "cpu", 0)
+        where.send(torch.tensor(0.0), 0)
         seen.append("asked")
-        work = where.receive((2,), torch.float32, "cpu", 0)
+        where.receive((2,), torch.float32, "cpu", 0)
         where.receive((), torch.float32, "cpu", 0).wait()
-        seen.append(work.wait().sum().item())
+        return work.done()
 
-    run(main)
-    assert seen == ["asked", "went on", 2.0]
-
-
-def test_the_result_is_the_receivers_own():
-    def main():
-        where = group("pipe")
-        if where.index == 0:
-            x = torch.ones(3)
-            where.send(x, 1).wait()
-            x.fill_(7)
-            where.receive((), torch.float32, "cpu", 1).wait()
-            return x.tolist()
-        y = where.receive((3,), torch.float32, "cpu", 0).wait()
-        seen = y.tolist()
-        y.fill_(9)
-        where.send(torch.zeros(()), 0)
-        return seen
-
-    assert run(main) == [[7, 7, 7], [1, 1, 1]]
+    assert run(main) == [(False, True, True, False), True]
+    assert seen == ["asked", "went on"]
 
 
-def test_one_copy_is_on_its_way():
-    """The receiver has the memory from when it asked; nobody else has any."""
-
-    def main():
-        where = group("pipe")
-        x = torch.ones(1000)
-        with LiveBytes(x) as memory:
-            if where.index == 0:
-                for _ in range(5):
-                    where.send(x, 1)
-                return memory.peak
-            works = [where.receive((1000,), x.dtype, "cpu", 0) for _ in range(5)]
-            y = [work.wait() for work in works]
-            held = memory.live
-            del y, works, x
-            return memory.peak, held, memory.live
-
-    assert run(main) == [0, (5 * 4000, 5 * 4000, 0)]
-
-
-def test_what_is_never_asked_for_goes_with_the_ranks():
+def test_the_result_is_the_receivers_own(collected):
+    """Without a gradient, in rows; what was never asked for goes with the ranks."""
     kept = []
 
     def main():
         where = group("pipe")
-        x = torch.ones(10)
-        kept.append(weakref.ref(x.untyped_storage()))
+        x = torch.arange(6.0).view(2, 3).t().requires_grad_() * 1
+        work = where.receive((3, 2), x.dtype, "cpu", 1 - where.index)
         where.send(x, 1 - where.index)
+        where.start("psum", torch.ones(1)).wait()
+        with torch.no_grad():
+            x.fill_(7)
+        y = work.wait()
+        seen = y.tolist(), y.requires_grad, y.is_contiguous()
+        y.fill_(9)
+        where.start("psum", torch.ones(1)).wait()
+        lost = torch.ones(10)
+        kept.append(weakref.ref(lost.untyped_storage()))
+        where.send(lost, 1 - where.index)
+        return seen, x.unique().tolist()
 
-    run(main)
+    expected = torch.arange(6.0).view(2, 3).t().tolist()
+    assert run(main) == [((expected, False, True), [7.0])] * 2
     gc.collect()
     assert [x() for x in kept] == [None, None]
 
 
-def test_a_gradient_does_not_travel_and_strides_do_not_matter():
+def alone(what, other):
+    """A send or a receive of rank 0 alone."""
+
     def main():
         where = group("pipe")
-        x = torch.arange(6.0).view(2, 3).t().requires_grad_()
-        work = where.receive((3, 2), x.dtype, "cpu", 1 - where.index)
-        where.send(x * 1, 1 - where.index)
-        y = work.wait()
-        return y.tolist(), y.requires_grad, y.is_contiguous()
+        if where.index == 0 and "send" in what:
+            where.send(torch.ones(1), other)
+        elif where.index == 0:
+            where.receive((1,), torch.float32, "cpu", other)
 
-    expected = torch.arange(6.0).view(2, 3).t().tolist()
-    assert run(main) == [(expected, False, True)] * 2
+    return main
+
+
+@pytest.mark.parametrize("what", ["send to", "receive from"])
+def test_only_another_rank_of_a_simulated_group(what):
+    for other in (0, 2, -1):
+        said = f'along "pipe", cannot {what} index {other}:'
+        with pytest.raises(ValueError, match=said):
+            run(alone(what, other))
+    said = f"can {what.split()[0]} alone.*simulated mesh"
+    with pytest.raises(RuntimeError, match=said):
+        ff.spmd(alone(what, 1), ranks(2, "vmap"))()
+
+
+def test_a_deadlock_says_who_waits_for_whom():
+    def main():
+        where = group("pipe")
+        if where.index == 0:
+            where.receive((2, 5), torch.float32, "cpu", 2).wait()
+        if where.index == 1:
+            where.send(torch.ones(4, dtype=torch.int64), 0).wait()
+
+    said = r'(?s)rank 0 waits in receive over "pipe", float32\[2, 5\].*ranks \[2\].*'
+    said += r'rank 1 waits in send over "pipe", int64\[4\].*ranks \[0\].*rank 2 has ret'
+    with pytest.raises(Deadlock, match=said):
+        run(main, 3)
 
 
 # Errors
@@ -227,84 +182,6 @@ def test_another_shape_or_dtype_is_told_by_both(sent, says, first):
     text = str(caught.value)
     assert re.search(rf'rank 0 send over "pipe", {says} of stages/0 \(forward\)', text)
     assert 'rank 1 receive over "pipe", float32[3, 2] of stages/1 (forward)' in text
-
-
-def test_a_deadlock_says_who_waits_for_what_from_whom():
-    def main():
-        where = group("pipe")
-        with label("stages/2", "backward"):
-            if where.index == 0:
-                where.receive((2, 5), torch.float32, "cpu", 2).wait()
-            if where.index == 1:
-                where.send(torch.ones(4, dtype=torch.int64), 0).wait()
-
-    with pytest.raises(Deadlock) as caught:
-        run(main, 3)
-    rows = str(caught.value).splitlines()
-    assert (
-        'rank 0 waits in receive over "pipe", float32[2, 5] of stages/2 (backward) at '
-    ) in rows[1]
-    assert rows[1].endswith("for ranks [2]") and f"{__file__}:" in rows[1]
-    assert 'rank 1 waits in send over "pipe", int64[4]' in rows[2]
-    assert rows[2].endswith("for ranks [0]")
-    assert rows[3] == "  rank 2 has returned"
-
-
-@pytest.mark.parametrize("waits", ["send", "receive"])
-def test_a_rank_that_raises_wakes_who_waits(waits):
-    def main():
-        where = group("pipe")
-        if where.index == 1:
-            raise ArithmeticError("no such value")
-        if waits == "send":
-            where.send(torch.ones(1), 1).wait()
-        where.receive((1,), torch.float32, "cpu", 1).wait()
-
-    with pytest.raises(ArithmeticError):
-        run(main)
-
-
-@pytest.mark.parametrize("other", [0, 2, -1])
-@pytest.mark.parametrize("what", ["send to", "receive from"])
-def test_only_another_rank_of_the_group(what, other):
-    def main():
-        where = group("pipe")
-        if where.index == 0:
-            if what == "send to":
-                where.send(torch.ones(1), other)
-            else:
-                where.receive((1,), torch.float32, "cpu", other)
-
-    with pytest.raises(ValueError, match=f'along "pipe", cannot {what} index {other}:'):
-        run(main)
-
-
-# Other backends
-
-
-def test_abstract_ranks_receive_a_shape():
-    def main():
-        where = group("pipe")
-        work = where.send(torch.ones(4), 1)
-        y = where.receive((2, 3), torch.bfloat16, "cpu", 3).wait()
-        return work.done(), y.shape, y.dtype
-
-    with ff.ledger() as log:
-        found = ff.spmd(main, ranks(4, "abstract"))()
-    assert found == [(True, (2, 3), torch.bfloat16)]
-    assert log.bytes("pipe") == 16
-
-
-@pytest.mark.parametrize("what", ["send", "receive"])
-def test_a_vmap_mesh_has_no_single_ranks(what):
-    def main():
-        where = group("pipe")
-        if what == "send":
-            where.send(torch.ones(1), 1)
-        where.receive((1,), torch.float32, "cpu", 1)
-
-    with pytest.raises(RuntimeError, match=f"can {what} alone.*simulated mesh"):
-        ff.spmd(main, ranks(2, "vmap"))()
 
 
 MEMORY = """

@@ -31,6 +31,21 @@ def recorded(flight, number=0):
     return flight.begin(said, Group, number)
 
 
+def test_a_state_is_where_the_process_is():
+    flight = FlightRecorder()
+    assert "runs, at " in flight.state() and __file__ in flight.state()
+    record = recorded(flight)
+    assert 'its last was #0 psum over "data", float32[3]' in flight.state()
+    record.waits()
+    assert flight.state().startswith('waits in #0 psum over "data", float32[3] at ')
+    record.ended = time.monotonic()
+    assert flight.waiting() is None
+    flight.said = "raised it"
+    assert flight.state() == "raised it"
+    recorded(flight, 1)  # it goes on
+    assert flight.state().startswith("runs")
+
+
 # The mailboxes
 
 
@@ -51,12 +66,14 @@ def boxes(store, monkeypatch):
     assert not any(box.thread.is_alive() for box in found)
 
 
-def test_a_rank_that_is_asked_answers(boxes):
+def test_a_rank_that_is_asked_answers(boxes, store):
     here, there = boxes
+    kept = store.num_keys()
     heard, rest = here.ask([0, 1], "where")
     assert heard == {0: "asked where", 1: "asked where"} and rest == {}
     there.answer = lambda kind: "x" * 9999
     assert here.ask([1], "where")[0][1] == "x" * 4000
+    assert store.num_keys() == kept  # nothing is left lying there
 
 
 def test_of_who_does_not_answer_it_is_said_what_is_known(boxes):
@@ -88,18 +105,8 @@ def test_what_a_stranger_leaves_is_not_heard(boxes, data):
     there.outbox.queue_push("0", data)
     assert there.ask([0], "where")[0][0] == "asked where"
     assert here.thread.is_alive() and here.said.keys() <= {("is", 0), ("is", 1)}
-
-
-def test_what_is_heard_is_shown_without_escapes():
     word = mailboxes.parse(b"is 1 1\nruns \x1b[31m\x07\xc2\x9b\xff\n  on", 2)
-    assert word.text == "runs ?[31m??\ufffd\n  on"
-
-
-def test_nothing_is_sent_while_nobody_says_anything(boxes, store):
-    kept = store.num_keys()
-    for _ in range(3):
-        boxes[0].ask([1], "where")
-    assert store.num_keys() == kept  # nor does it grow
+    assert word.text == "runs ?[31m??\ufffd\n  on"  # nothing that a terminal obeys
 
 
 STORE = """
@@ -152,46 +159,35 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     assert not box.thread.is_alive()
 
 
-# Records
-
-
-def test_the_last_hundred_are_kept():
-    flight = FlightRecorder()
-    for i in range(250):
-        recorded(flight, i)
-    assert [r.number for r in flight.records] == list(range(150, 250))
-
-
-def test_a_state_is_where_the_process_is():
-    flight = FlightRecorder()
-    assert "runs, at " in flight.state() and __file__ in flight.state()
-    record = recorded(flight)
-    assert 'its last was #0 psum over "data", float32[3]' in flight.state()
-    record.waits()
-    assert flight.state().startswith('waits in #0 psum over "data", float32[3] at ')
-    assert flight.waiting() is record
-    record.ended = time.monotonic()
-    assert flight.waiting() is None
-    flight.said = "raised it"
-    assert flight.state() == "raised it"
-    recorded(flight, 1)  # it goes on
-    assert flight.state().startswith("runs")
-
-
 def test_a_dump_is_a_line_for_each_record(tmp_path, monkeypatch):
+    """Of the last hundred."""
     monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path))
     flight = FlightRecorder()
-    recorded(flight).ended = 1.0
-    recorded(flight, 1).waits()
-    recorded(flight, 2).failed = True
-    recorded(flight, 3)
+    for number in range(150):
+        recorded(flight, number).ended = 1.0
+    recorded(flight, 150).waits()
+    recorded(flight, 151).failed = True
+    recorded(flight, 152)
     path = Path(flight.dump(5))
     first, *rows = map(json.loads, path.read_text().splitlines())
-    assert first["rank"] == 5 and first["state"].startswith("waits in #1")
+    assert first["rank"] == 5 and first["state"].startswith("waits in #150")
     assert any("test_a_dump" in line for line in first["stack"])
-    assert [r["state"] for r in rows] == ["ended", "waiting", "failed", "issued"]
+    states = [r["state"] for r in rows]
+    assert states == ["ended"] * 97 + ["waiting", "failed", "issued"]
     assert rows[0]["shape"] == [3] and rows[0]["dtype"] == "float32"
-    assert abs(rows[3]["begun"] - time.time()) < 60
+    assert abs(rows[-1]["begun"] - time.time()) < 60
+
+
+def test_patience(monkeypatch):
+    for text, seconds, patience in (
+        ("", 60, 30), ("", 1800, 300), ("2.5", 60, 2.5), ("0", 60, float("inf")),
+    ):  # fmt: skip
+        monkeypatch.setenv("FSFUNC_WATCHDOG", text)
+        assert patience_of(timedelta(seconds=seconds)) == patience
+    for text in "soon", "-1", "nan":
+        monkeypatch.setenv("FSFUNC_WATCHDOG", text)
+        with pytest.raises(ValueError, match="FSFUNC_WATCHDOG=.*seconds"):
+            patience_of(None)
 
 
 def test_a_dump_is_nobody_elses(tmp_path, monkeypatch):
@@ -215,25 +211,6 @@ def test_a_dump_is_nobody_elses(tmp_path, monkeypatch):
     monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path / "nowhere"))
     state, why = Watchdog()._answer("dump").splitlines()
     assert state.startswith("runs, at ") and "cannot be written: " in why
-
-
-# When, and what
-
-
-@pytest.mark.parametrize(
-    "text, seconds, patience",
-    [("", 60, 30), ("", 1800, 300), ("2.5", 60, 2.5), ("0", 60, float("inf"))],
-)
-def test_patience(monkeypatch, text, seconds, patience):
-    monkeypatch.setenv("FSFUNC_WATCHDOG", text)
-    assert patience_of(timedelta(seconds=seconds)) == patience
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
-def test_a_patience_that_is_none(monkeypatch, text):
-    monkeypatch.setenv("FSFUNC_WATCHDOG", text)
-    with pytest.raises(ValueError, match="FSFUNC_WATCHDOG=.*seconds"):
-        patience_of(None)
 
 
 def test_what_a_rank_ends_by_is_known_when_it_is_gone(store):

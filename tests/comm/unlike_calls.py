@@ -16,64 +16,57 @@ import fsfunc as ff
 from fsfunc.comm.groups import group
 
 ones, ring = torch.ones, [(0, 1), (1, 2), (2, 0)]
+
+
+def call(op, x, **how):
+    return lambda: op(x, "data", **how)
+
+
+def swapped(*shape):
+    return call(ff.all_to_all, ones(*shape), split_dim=0, concat_dim=0)
+
+
+def gradient(op):
+    return lambda: torch.func.grad(lambda x: op(x, "data").sum())(ones(3))
+
+
+def in_two(x):
+    return lambda: ff.start(ff.psum_scatter, x, "data").wait()
+
+
+whole = ones(4, dtype=torch.int32)
 # What ranks 0 and 1 call, what rank 2 calls, and how a table names the two.
 CASES = {
     "op": (
-        lambda: ff.psum(ones(4), "data"),
-        lambda: ff.all_gather(ones(4), "data"),
+        call(ff.psum, ones(4)), call(ff.all_gather, ones(4)),
         ('psum over "data", float32[4]', 'all_gather over "data", float32[4]'),
     ),
-    "dtype": (
-        lambda: ff.psum(ones(4), "data"),
-        lambda: ff.psum(ones(4, dtype=torch.int32), "data"),
-        ("float32[4]", "int32[4]"),
-    ),
-    "size": (
-        lambda: ff.psum(ones(4), "data"),
-        lambda: ff.psum(ones(8), "data"),
-        ("float32[4]", "float32[8]"),
-    ),
+    "dtype": (call(ff.psum, ones(4)), call(ff.psum, whole), ("float32[4]", "int32[4]")),
+    "size": (call(ff.psum, ones(4)), call(ff.psum, ones(8)), ("32[4]", "32[8]")),
     "size, past one hop": (
-        lambda: ff.psum(ones(40_000), "data"),
-        lambda: ff.psum(ones(80_000), "data"),
+        call(ff.psum, ones(40_000)), call(ff.psum, ones(80_000)),
         ("float32[40000]", "float32[80000]"),
     ),
-    "hops": (
-        lambda: ff.psum(ones(4), "data"),
-        lambda: ff.psum(ones(4000), "data"),
-        ("float32[4]", "float32[4000]"),
-    ),
-    "shape": (
-        lambda: ff.all_to_all(ones(6, 2), "data", split_dim=0, concat_dim=0),
-        lambda: ff.all_to_all(ones(3, 4), "data", split_dim=0, concat_dim=0),
-        ("float32[6, 2]", "float32[3, 4]"),
-    ),
+    "hops": (call(ff.psum, ones(4)), call(ff.psum, ones(4000)), ("32[4]", "32[4000]")),
+    "shape": (swapped(6, 2), swapped(3, 4), ("float32[6, 2]", "float32[3, 4]")),
     "nothing to send": (
-        lambda: ff.all_gather(ones(0), "data"),
-        lambda: ff.all_gather(ones(3), "data"),
-        ("float32[0]", "float32[3]"),
+        call(ff.all_gather, ones(0)), call(ff.all_gather, ones(3)), ("[0]", "[3]"),
     ),
     "source": (
-        lambda: ff.pbroadcast(ones(4), "data", source=0),
-        lambda: ff.pbroadcast(ones(4), "data", source=1),
+        call(ff.pbroadcast, ones(4), source=0), call(ff.pbroadcast, ones(4), source=1),
         ("source=0", "source=1"),
     ),
     "pairs": (
-        lambda: ff.ppermute(ones(4), "data", ring),
-        lambda: ff.ppermute(ones(4), "data", ring[:2]),
+        call(ff.ppermute, ones(4), pairs=ring),
+        call(ff.ppermute, ones(4), pairs=ring[:2]),
         ("pairs=((0, 1), (1, 2), (2, 0))", "pairs=((0, 1), (1, 2))"),
     ),
-    "two phases": (
-        lambda: ff.start(ff.psum_scatter, ones(6), "data").wait(),
-        lambda: ff.start(ff.psum_scatter, ones(3), "data").wait(),
-        ("psum_scatter", "float32[3]"),
-    ),
+    "two phases": (in_two(ones(6)), in_two(ones(3)), ("psum_scatter", "float32[3]")),
     "gradient": (
-        lambda: torch.func.grad(lambda x: ff.all_gather(x, "data").sum())(ones(3)),
-        lambda: torch.func.grad(lambda x: ff.psum_scatter(x, "data").sum())(ones(3)),
+        gradient(ff.all_gather), gradient(ff.psum_scatter),
         ("all_gather", "psum_scatter"),
     ),
-}
+}  # fmt: skip
 
 
 @ff.unit
@@ -96,22 +89,14 @@ def steps(mesh):
     f = ff.shard(ff.value_and_grad(loss), mesh, "data")
     placed = ff.place(f, ws, x, (0, 1))
     new = lambda: ff.shard(ff.value_and_grad(loss), mesh, "data")  # noqa: E731
-    first, second = "layer(0)", "layer(1)"
+    norm, unshard = (lambda fn=fn: fn(placed) for fn in (ff.global_norm, ff.unshard))
     found = [
-        (
-            lambda: ff.unshard(placed),
-            lambda: ff.psum(ones(3), "data"),
-            ("all_gather", "(unshard)", "psum"),
-        ),
-        (
-            lambda: ff.global_norm(placed),
-            lambda: ff.unshard(placed),
-            ("psum", "all_gather"),
-        ),
+        (unshard, call(ff.psum, ones(3)), ("all_gather", "(unshard)", "psum")),
+        (norm, unshard, ("psum", "all_gather")),
         (
             lambda: new()(placed, x, (0, 1)),
             lambda: new()(placed, x, (1, 0)),
-            (first, second),
+            ("layer(0)", "layer(1)"),
         ),
     ]
     return f, placed, dict(zip(IN_STEPS, found, strict=True))

@@ -91,49 +91,42 @@ def made_of(x):
 
 
 scaled = [{"w": 2 * p["w"], "b": p["b"]} for p in params_of()]
-# What most ranks do, and what the last one does.
-UNLIKE = {
-    "order": (Case(), Case("block(1/b, 1/w)", order=(1, 0, 2))),
-    "a call less": (Case(), Case("unit call 2", order=(0, 1))),
-    "zero": (Case(), Case("zero=1", zero=1)),
-    "min_bytes": (Case(), Case("min_bytes=99", min_bytes=99)),
-    "accumulate": (Case(), Case("n=2", wrap=lambda f: ff.accumulate(f, 2))),
-    "remat": (Case(), Case("remat(policy=None)", wrap=ff.remat)),
-    "precision": (
-        Case(),
-        Case("in bfloat16", wrap=lambda f: ff.precision(f, half)),
-    ),
-    "shapes": (Case(), Case("[5, 5]", params=params_of(width=5), x=torch.ones(6, 5))),
-    "dtypes": (
-        Case(),
-        Case("f64", params=params_of(dtype=torch.float64), x=torch.ones(6, 4).double()),
-    ),
-    "leaves": (Case(), Case("leaf '3/w'", params=params_of(4))),
-    "values": (Case(), Case("'1/w'", params=scaled)),
-    "values, two seeds": (
-        Case(params=seeded(0), how="init_state"),
-        Case("'0/w'", params=seeded(1), how="init_state"),
-    ),
+double = params_of(dtype=torch.float64)
+made = partial(Case, how="init_state")
+# What most ranks do (by default what a case does), and what the last one does.
+ODD = {
+    "order": Case("block(1/b, 1/w)", order=(1, 0, 2)),
+    "a call less": Case("unit call 2", order=(0, 1)),
+    "zero": Case("zero=1", zero=1),
+    "min_bytes": Case("min_bytes=99", min_bytes=99),
+    "accumulate": Case("n=2", wrap=lambda f: ff.accumulate(f, 2)),
+    "remat": Case("remat(policy=None)", wrap=ff.remat),
+    "precision": Case("in bfloat16", wrap=lambda f: ff.precision(f, half)),
+    "shapes": Case("[5, 5]", params=params_of(width=5), x=torch.ones(6, 5)),
+    "dtypes": Case("f64", params=double, x=torch.ones(6, 4).double()),
+    "leaves": Case("leaf '3/w'", params=params_of(4)),
+    "values": Case("'1/w'", params=scaled),
+}
+UNLIKE = {name: (Case(), odd) for name, odd in ODD.items()} | {
+    "values, two seeds": (made(params=seeded(0)), made("'0/w'", params=seeded(1))),
     "values, never placed": (
-        Case(how="call"),
-        Case("'0/1/w'", params=scaled, how="call"),
+        Case(how="call"), Case("'0/1/w'", params=scaled, how="call"),
     ),
     "drawn": (
-        Case(params=drawn, seed=0, how="init_state"),
-        Case("numbers of their generators", params=drawn, seed=1, how="init_state"),
+        made(params=drawn, seed=0),
+        made("numbers of their generators", params=drawn, seed=1),
     ),
     "made": (
-        Case(params=partial(filled, 0.0), how="init_state"),
-        Case("operator 0", params=partial(filled, 1.0), how="init_state"),
+        made(params=partial(filled, 0.0)),
+        made("operator 0", params=partial(filled, 1.0)),
     ),
     "made of what was given": (
-        Case(params=partial(made_of, torch.ones(1)), how="init_state"),
-        Case("tensor 0", params=partial(made_of, torch.zeros(1)), how="init_state"),
+        made(params=partial(made_of, torch.ones(1))),
+        made("tensor 0", params=partial(made_of, torch.zeros(1))),
     ),
     "schedule": (Case(schedule=one_f), Case("F0 F1 F2", schedule=gpipe)),
     "batch of a pipeline": (
-        Case(schedule=one_f),
-        Case("[9, 4]", schedule=one_f, x=torch.ones(9, 4)),
+        Case(schedule=one_f), Case("[9, 4]", schedule=one_f, x=torch.ones(9, 4)),
     ),
 }  # fmt: skip
 

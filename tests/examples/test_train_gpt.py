@@ -23,6 +23,7 @@ from tests.examples.programs import (
 )
 
 STEPS = 12
+FEW = ["--steps", "2", "--sample", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,27 @@ def test_validation_loss_falls_from_chance(simulated: Run) -> None:
     assert shown[-1] < 4.2
     assert [step for step, _ in simulated.losses["validation"]][::6] == [0, STEPS]
     assert len(simulated.losses["train"]) == STEPS
-
-
-def test_bar_is_shown_once(simulated: Run) -> None:
     bars = re.findall(r"training .* 12/12 loss .* tokens/s", simulated.out)
     assert len(bars) == 1
+    first, second = simulated.losses["samples"]
+    assert first == second and first in simulated.out
+    assert first.startswith("def ") and len(first.encode()) > 12
+
+
+def test_tables_of_what_each_rank_holds_and_sends(simulated: Run) -> None:
+    rows = table_below(simulated.out, "what each rank holds")
+    numbers = 256 * 32 + 32 * 32  # embedding
+    numbers += 2 * (12 * 32 * 32 + 2 * 32)  # blocks
+    numbers += 256 * 32 + 32  # head
+    half = numbers // 2
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert numbers_held(rows) == [[half, half, 2 * half]] * 2
+    (counts,) = numbers_sent(simulated.out)
+    # 4 units: the last stays gathered and the first reads nothing in its backward
+    assert counts["all_gather", "data"] == 2 * 4 - 1 - 1
+    assert counts["psum_scatter", "data"] == 4
+    assert counts["psum", "data"] == 2  # the loss, and the norm that clips
+    assert counts["all", ""] == sum(counts.values()) // 2
 
 
 def test_table_of_what_each_rank_holds(simulated: Run) -> None:
@@ -57,26 +74,106 @@ def test_table_of_what_each_rank_holds(simulated: Run) -> None:
     assert numbers_held(rows) == [[half, half, 2 * half]] * 2
 
 
-def test_table_of_what_is_sent(simulated: Run) -> None:
-    (counts,) = numbers_sent(simulated.out)
-    # 4 units: the last stays gathered and the first reads nothing in its backward
-    assert counts["all_gather", "data"] == 2 * 4 - 1 - 1
-    assert counts["psum_scatter", "data"] == 4
-    assert counts["psum", "data"] == 2  # the loss, and the norm that clips
-    assert counts["all", ""] == sum(counts.values()) // 2
-
-
 @pytest.mark.slow
 def test_a_plan_sends_what_the_run_sends(simulated: Run, tmp_path: Path) -> None:
     assert planned(tmp_path, "data=2") == numbers_sent(simulated.out)
 
 
-def test_ranks_write_the_same_sample(simulated: Run) -> None:
-    first, second = simulated.losses["samples"]
-    assert first == second
-    assert first.startswith("def ")
-    assert len(first.encode()) > 12
-    assert first in simulated.out
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of a few steps on one rank, which is drawn, too."""
+    folder = tmp_path_factory.mktemp("few")
+    picture = folder / "losses.png"
+    run = train(folder, "--plot", picture, "--ranks", "1", *FEW)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    # one rank sends nothing
+    assert table_below(run.out, "sent in one step") == [["all", "", "0"]]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sent"),
+    [
+        # of each block two sums forward and two backward; and the embedding's
+        ("data=1,model=2", {("psum", "model"): 4 * 2 + 1}),
+        # of each block keys and values, backward these again and their gradients
+        ("data=1,context=2", {("ppermute", "context"): 2 * 6}),
+        ("data=1,model=2,pipe=2", {}),
+    ],
+)
+def test_split_layers_and_sequences_train_as_whole_ones(
+    mesh: str, sent: dict, few: Run, tmp_path: Path
+) -> None:
+    run = train(tmp_path, "--mesh", mesh, *FEW)
+    check_losses(run.losses, few.losses, 1e-4)
+    counts, *_ = numbers_sent(run.out)
+    assert {kind: counts[kind] for kind in sent} == sent
+
+
+BAD_OPTIONS = {
+    "--batch 6 --ranks 4": "--batch 6 must be a multiple of 4 ranks",
+    "--dim 30 --heads 4": "--dim 30 must be a multiple of --heads 4",
+    "--steps 0": "--steps must be at least 1",
+    "--zero 4": "invalid choice: 4",
+    "--text no/such/text": "no such file or folder",
+    "--ranks 4 --pipe 3": "--pipe 3 must divide the 4 ranks",
+    "--pipe 0": "--pipe must be at least 1",
+    "--pipe 2 --microbatches 0": "--microbatches must be at least 1",
+    "--pipe 4 --layers 1": "makes 4 stages, but the model has 3 units",
+    "--pipe 4 --schedule zb_v": "makes 8 stages, but the model has 6 units",
+    "--pipe 2 --schedule best": "invalid choice: 'best'",
+    "--pipe 2 --batch 3": "--batch 3 must be a multiple of 2 ranks",
+    "--pipe 4 --batch 8 --microbatches 9": "--microbatches 9 of 8 rows",
+    "--pipe 2 --batch 8 --accumulate 2 --microbatches 3": "--microbatches 3 of 2 rows",
+    "--schedule gpipe": "--schedule is for a pipeline: add --pipe N",
+    "--microbatches 4": "--microbatches is for a pipeline",
+    "--trace t.json": "--trace is for a pipeline",
+    "--mesh data=2,model": "write axes as data=2,model=2",
+    "--mesh data=2,data=2": "write axes as data=2,model=2, each once",
+    "--mesh data=2,model=2 --experts 4": "their products are not split",
+    "--experts 6": "--experts 6 must be a multiple of data=4",
+    "--context 3": "--context 3 must divide the 4 ranks",
+    "--context 2 --seq 30": "--seq 30 must be a multiple of 4",
+}
+
+
+BAD_MESHES = [
+    ({"data": 4, "expert": 2}, "", "the axis expert, of which this script knows"),
+    ({"data": 1, "model": 8}, "", "--heads 4 must be a multiple of model=8"),
+    ({"pipe": 4}, "", "the mesh pipe=4 lacks the axis data"),
+    ({"data": 4}, "--pipe 2", "--pipe 2, but the mesh data=4 has pipe=1"),
+    ({"data": 4, "pipe": 4}, "--pipe 2", "the mesh data=4, pipe=4 has pipe=4"),
+    ({"data": 64}, "--batch 32", "--batch 32 must be a multiple of 64 ranks"),
+    ({"data": 1, "pipe": 8}, "", "makes 8 stages, but the model has 6 units"),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "message"),
+    [*[(None, *row) for row in BAD_OPTIONS.items()], *BAD_MESHES],
+)
+def test_bad_options_and_meshes_are_refused(
+    axes, options, message, examples, capsys
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        examples["options"].parse("", options.split(), axes)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "expected"),
+    [
+        (None, "", (4, 4, 1, 32)),
+        (None, "--ranks 6 --pipe 2", (6, 3, 2, 33)),
+        ({"data": 8}, "--ranks 2", (8, 8, 1, 32)),
+        ({"data": 1024}, "--accumulate 2", (1024, 1024, 1, 2048)),
+        ({"data": 16, "pipe": 2}, "--batch 64", (32, 16, 2, 64)),
+    ],
+)
+def test_ranks_and_batch_follow_the_mesh(axes, options, expected, examples) -> None:
+    args = examples["options"].parse("", options.split(), axes)
+    assert (args.ranks, args.data, args.pipe, args.batch) == expected
 
 
 @pytest.mark.processes
@@ -128,26 +225,6 @@ def test_every_stage_with_all_options(
         assert by_op == {"all_gather": gathers, "psum_scatter": 4, "psum": 2}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sent"),
-    [
-        # of each block two sums forward and two backward; and the embedding's
-        ("data=2,model=2", {("psum", "model"): 4 * 2 + 1}),
-        ("data=1,model=2,pipe=2", {}),
-        # of each block keys and values, backward these again and their gradients
-        ("data=1,context=2", {("ppermute", "context"): 2 * 6}),
-        ("data=2,model=2,context=2", {("psum", "model"): 9}),
-    ],
-)
-def test_split_layers_and_sequences_train_as_whole_ones(
-    mesh: str, sent: dict, simulated: Run, tmp_path: Path
-) -> None:
-    run = train(tmp_path, "--mesh", mesh, "--steps", str(STEPS))
-    check_losses(run.losses, simulated.losses, 1e-4)
-    counts, *_ = numbers_sent(run.out)
-    assert {kind: counts[kind] for kind in sent} == sent
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,context=2,pipe=2"])
 def test_experts_learn(mesh: str, tmp_path: Path) -> None:
@@ -158,92 +235,9 @@ def test_experts_learn(mesh: str, tmp_path: Path) -> None:
         assert counts["all_to_all", "data"] == 2 * 4
 
 
-@pytest.mark.slow
-def test_own_text_and_plot(tmp_path: Path) -> None:
-    text, picture = tmp_path / "mine.txt", tmp_path / "losses.png"
-    text.write_text("It was the best of times, it was the worst of times. " * 40)
-    options = ["--text", text, "--plot", picture, "--ranks", "1", "--steps", "3"]
-    run = train(tmp_path, *options)
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    # one rank sends nothing
-    assert table_below(run.out, "sent in one step") == [["all", "", "0"]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--batch 6 --ranks 4", "--batch 6 must be a multiple of 4 ranks"),
-        ("--dim 30 --heads 4", "--dim 30 must be a multiple of --heads 4"),
-        ("--steps 0", "--steps must be at least 1"),
-        ("--zero 4", "invalid choice: 4"),
-        ("--text no/such/text", "no such file or folder"),
-        ("--ranks 4 --pipe 3", "--pipe 3 must divide the 4 ranks"),
-        ("--pipe 0", "--pipe must be at least 1"),
-        ("--pipe 2 --microbatches 0", "--microbatches must be at least 1"),
-        ("--pipe 4 --layers 1", "makes 4 stages, but the model has 3 units"),
-        ("--pipe 4 --schedule zb_v", "makes 8 stages, but the model has 6 units"),
-        ("--pipe 2 --schedule best", "invalid choice: 'best'"),
-        ("--pipe 2 --batch 3", "--batch 3 must be a multiple of 2 ranks"),
-        ("--pipe 4 --batch 8 --microbatches 9", "--microbatches 9 of 8 rows"),
-        (
-            "--pipe 2 --batch 8 --accumulate 2 --microbatches 3",
-            "--microbatches 3 of 2 rows",
-        ),
-        ("--schedule gpipe", "--schedule is for a pipeline: add --pipe N"),
-        ("--microbatches 4", "--microbatches is for a pipeline"),
-        ("--trace t.json", "--trace is for a pipeline"),
-        ("--mesh data=2,model", "write axes as data=2,model=2"),
-        ("--mesh data=2,data=2", "write axes as data=2,model=2, each once"),
-        ("--mesh data=2,model=2 --experts 4", "their products are not split"),
-        ("--experts 6", "--experts 6 must be a multiple of data=4"),
-        ("--context 3", "--context 3 must divide the 4 ranks"),
-        ("--context 2 --seq 30", "--seq 30 must be a multiple of 4"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: str, message: str, examples: dict[str, ModuleType], capsys
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        examples["options"].parse("", options.split())
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("axes", "options", "message"),
-    [
-        ({"data": 4, "expert": 2}, "", "the axis expert, of which this script knows"),
-        ({"data": 1, "model": 8}, "", "--heads 4 must be a multiple of model=8"),
-        ({"pipe": 4}, "", "the mesh pipe=4 lacks the axis data"),
-        ({"data": 4}, "--pipe 2", "--pipe 2, but the mesh data=4 has pipe=1"),
-        ({"data": 4, "pipe": 4}, "--pipe 2", "the mesh data=4, pipe=4 has pipe=4"),
-        ({"data": 64}, "--batch 32", "--batch 32 must be a multiple of 64 ranks"),
-        ({"data": 1, "pipe": 8}, "", "makes 8 stages, but the model has 6 units"),
-    ],
-)
-def test_meshes_on_which_it_cannot_lie_are_refused(
-    axes, options, message, examples, capsys
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        examples["options"].parse("", options.split(), axes)
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_ranks_and_batch_follow_the_mesh(examples: dict[str, ModuleType]) -> None:
-    parse = examples["options"].parse
-    for axes, options, expected in (
-        (None, "", (4, 4, 1, 32)),
-        (None, "--ranks 6 --pipe 2", (6, 3, 2, 33)),
-        ({"data": 8}, "--ranks 2", (8, 8, 1, 32)),
-        ({"data": 1024}, "--accumulate 2", (1024, 1024, 1, 2048)),
-        ({"data": 16, "pipe": 2}, "--batch 64", (32, 16, 2, 64)),
-    ):
-        args = parse("", options.split(), axes)
-        assert (args.ranks, args.data, args.pipe, args.batch) == expected
-
-
 def test_corpus_is_text_only(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no text in"):
+        examples["text"].read_corpus(tmp_path)
     for name, content in {
         "b.txt": b"b" * 20,
         "a/a.txt": b"a" * 10,
@@ -262,58 +256,19 @@ def test_corpus_is_text_only(examples: dict[str, ModuleType], tmp_path: Path) ->
     assert len(limited.train) + len(limited.validation) == 15
 
 
-def test_corpus_without_text_is_refused(
-    examples: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    with pytest.raises(FileNotFoundError, match="no text in"):
-        examples["text"].read_corpus(tmp_path)
-
-
 def test_batch_is_windows_of_the_text(examples: dict[str, ModuleType]) -> None:
     text = torch.arange(100, dtype=torch.uint8)
     draw = examples["text"].draw_batch
-    batch = draw(text, 64, 7, torch.Generator().manual_seed(0))
+    batch, again = (
+        draw(text, 64, 7, torch.Generator().manual_seed(0)) for _ in range(2)
+    )
     start = batch["tokens"][:, :1]
     assert torch.equal(batch["tokens"], start + torch.arange(7))
     assert torch.equal(batch["targets"], batch["tokens"] + 1)
-    again = draw(text, 64, 7, torch.Generator().manual_seed(0))
     assert torch.equal(again["tokens"], batch["tokens"])
+    windows = examples["text"].Windows(text, 97)
+    assert len(windows) == 3 and windows[2]["targets"].tolist() == [*range(3, 100)]
     with pytest.raises(ValueError, match="part of 100 bytes, and a window takes 101"):
         draw(text, 1, 100, torch.Generator())
-
-
-def test_windows_are_all_there_are(examples: dict[str, ModuleType]) -> None:
-    text = torch.arange(10, dtype=torch.uint8)
-    windows = examples["text"].Windows(text, 7)
-    assert len(windows) == 3
-    for start in range(3):
-        assert windows[start]["tokens"].tolist() == [*range(start, start + 7)]
-        assert windows[start]["targets"].tolist() == [*range(start + 1, start + 8)]
-    with pytest.raises(ValueError, match="part of 10 bytes, and a window takes 11"):
-        examples["text"].Windows(text, 10)
-
-
-def test_model_sees_only_the_past(examples: dict[str, ModuleType]) -> None:
-    gpt = examples["gpt"]
-    sizes = {"vocab": 256, "seq": 8, "dim": 16, "layers": 2, "heads": 2}
-    params = gpt.init_params(torch.Generator().manual_seed(0), **sizes)
-    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(1))
-    changed = x.clone()
-    changed[:, 5] += 1.0
-    before, after = (gpt.block(params["blocks"][0], y) for y in (x, changed))
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 6], after[:, 6])
-
-
-def test_next_logits_are_those_of_the_loss(examples: dict[str, ModuleType]) -> None:
-    gpt = examples["gpt"]
-    sizes = {"vocab": 256, "seq": 8, "dim": 16, "layers": 1, "heads": 2}
-    params = gpt.init_params(torch.Generator().manual_seed(0), **sizes)
-    tokens = torch.tensor([[1, 2, 3]])
-    targets = torch.tensor([[4, 5, 6]])
-    losses = [
-        -gpt.next_logits(params, tokens[:, : i + 1]).log_softmax(-1)[0, targets[0, i]]
-        for i in range(3)
-    ]
-    loss = gpt.loss_fn(params, {"tokens": tokens, "targets": targets})
-    torch.testing.assert_close(torch.stack(losses).mean(), loss)
+    with pytest.raises(ValueError, match="part of 100 bytes, and a window takes 101"):
+        examples["text"].Windows(text, 100)

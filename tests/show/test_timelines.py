@@ -12,7 +12,6 @@ from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, z
 from fsfunc.pipelining.timing import Costs, TimedAction, bubble, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.show import Timeline, timeline
-from tests.programs import python
 from tests.show.planned import golden
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
@@ -23,8 +22,13 @@ def rows(shown, width=120):
     return [line for line in shown.text(width).splitlines() if "│" in line]
 
 
+GAPS = ["│F0│F1│░░░░░│B0   │░░│B1   │", "│··│F0│B0   │F1│B1   │·····│"]
+
+
+TIMES = pairwise([0, 1, 1.6, 3, 4.002, 5, 6, 7.1, 8, 9, 10])
+
+
 CELLS = {
-    "gaps": (timeline(gpipe(2, 1)), ["│F0│░░░░░░░░│B0   │", "│··│F0│B0   │·····│"]),
     "input and weight gradients": (
         timeline(zb_h1(2, 2)),
         ["│F0│F1│░░│I0│W0│I1│W1│", "│··│F0│I0│F1│I1│W0│W1│"],
@@ -35,32 +39,21 @@ CELLS = {
     ),
     "times without a unit are rounded": (
         timeline(one_f_one_b(2, 3), Costs(f=1.0, i=1.1317, w=1.2391)),
-        [
-            "│F0│F1│░░░░░░│B0    │F2│B1    │░░│B2    │",
-            "│··│F0│B0    │F1│B1    │F2│B2    │······│",
-        ],
+        ["│F0│F1│░░░░░░│B0    │F2│B1    │░░│B2    │",
+         "│··│F0│B0    │F1│B1    │F2│B2    │······│"],
     ),
     "what takes no time": (
-        timeline(["F0 I0 W0 F1 I1 W1"], Costs(w=0)),
-        ["│F0│I0│F1│I1│"],
+        timeline(["F0 I0 W0 F1 I1 W1"], Costs(w=0)), ["│F0│I0│F1│I1│"],
     ),
     "too short for its name": (
-        Timeline.of_events(
-            (0, Action("F", 0, m), *times)
-            for m, times in enumerate(
-                pairwise([0, 1, 1.6, 3, 4.002, 5, 6, 7.1, 8, 9, 10])
-            )
-        ),
+        Timeline.of_events((0, Action("F", 0, m), *t) for m, t in enumerate(TIMES)),
         ["│F0│F│F2  │F3│F4 │F5│F6 │F7│F8│F9│"],
     ),
     "nothing to do": (timeline(["F0 B0", ""]), ["│F0│B0   │", "│········│"]),
 } | {
-    f"the unit is {unit}": (
-        timeline(one_f_one_b(2, 2), Costs(unit, unit, unit)),
-        ["│F0│F1│░░░░░│B0   │░░│B1   │", "│··│F0│B0   │F1│B1   │·····│"],
-    )
+    f"the unit is {unit}": (timeline(one_f_one_b(2, 2), Costs(unit, unit, unit)), GAPS)
     for unit in (8, 0.1, 1 / 3, 1e-6, Fraction(1, 7))
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CELLS)
@@ -154,22 +147,3 @@ def test_a_recorded_run():
     assert shown.makespan == pytest.approx(1.0)
     assert shown.bubble == pytest.approx((0.7, 0.5))
     assert Timeline.of_events([TimedAction(*event) for event in events]) == shown
-
-
-def test_nothing_that_draws_is_imported_before_it_draws(tmp_path):
-    program = """if True:
-        import sys
-        import torch  # what it imports is not our doing
-        before = set(sys.modules)
-        import fsfunc.show
-        shown = fsfunc.show.timeline(["F0 B0"])
-        late = [m for m in ("matplotlib", "rich") if m in set(sys.modules) - before]
-        assert not late, late
-        str(shown)
-        assert "matplotlib" not in sys.modules
-        shown.save(sys.argv[1])
-        assert "matplotlib" in sys.modules
-        assert "matplotlib.pyplot" not in sys.modules  # it has state of its own
-    """
-    done = python("-c", program, tmp_path / "t.png", timeout=60)
-    assert done.returncode == 0, done.stderr
