@@ -10,8 +10,7 @@ from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.testing.strategies import valid_schedules
-from tests.pipelining.drawing import any_edges
-from tests.pipelining.models import NAMED
+from tests.pipelining.models import NAMED, any_edges
 
 
 def test_as_written_down():
@@ -55,7 +54,7 @@ def test_a_receive_moves_ahead_where_sends_would_wait_in_a_ring():
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("ranks, count", [(1, 3), (2, 1), (3, 7), (4, 8), (5, 3)])
+@pytest.mark.parametrize("ranks, count", [(1, 3), (2, 1), (3, 5)])
 def test_named_schedules_run_with_edges_of_any_kind(name, ranks, count):
     make, chunks = NAMED[name]
     schedule = make(ranks * chunks, count)
