@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action, ScheduleError, owners
-from fsfunc.pipelining.list_scheduling import RULES, ListScheduler
 from fsfunc.pipelining.schedules import (
     gpipe,
     greedy,
@@ -84,14 +83,6 @@ def test_of_equals_the_one_that_holds_less():
     costs = Costs([3, 4, 4, 1], [3, 4, 6, 2], [6, 3, 2, 1])
     found = greedy(4, 3, costs=costs, memory_bound=1.5, chunks=2)
     assert makespan(found, costs) == 76
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_play_runs_in_the_time_that_the_schedule_takes(rule):
-    for costs in (Costs(2, 3, 1, send=5), Costs([4, 1, 2, 8], 2, 6)):
-        for placement in ([0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 3]):
-            play = ListScheduler(placement, 5, costs, 6, rule)
-            assert makespan(play.run(), costs) == max(play.free)
 
 
 def every_row(rank, count):
