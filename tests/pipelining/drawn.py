@@ -49,7 +49,6 @@ EXACT = {  # steps whose result depends on every element of what they use
     "masked", "cast", "read",
 }  # fmt: skip
 PARTIAL = {"add_", "assign", "half", "buffer", "out"}
-UNITS = {"chain", "join", "parts", "passing"}
 
 
 @dataclass(frozen=True)

@@ -335,3 +335,11 @@ NAMED = {
     "greedy": (S.greedy, 1),
     "greedy 2": (functools.partial(S.greedy, chunks=2), 2),
 }
+
+
+@st.composite
+def any_edges(draw, schedule):
+    """Edges from stages to later ones, over any distance."""
+    stages = range(len(S.owners(schedule)))
+    every = [(p, c) for p in stages for c in stages if p < c]
+    return draw(st.sets(st.sampled_from(every))) if every else set()

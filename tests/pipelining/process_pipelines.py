@@ -4,7 +4,6 @@ Prints, for every scheme, one line of JSON: the losses' and the parameters' bits
 each rank sent, and the actions that it did.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -20,8 +19,6 @@ LINE = {
     "1f1b": {},
     "gpipe, uneven": {"schedule": S.gpipe, "m": 3},
     "interleaved": {"schedule": S.interleaved_1f1b},
-    "looped": {"schedule": functools.partial(S.looped_bfs, chunks=3)},
-    "zb_h1": {"schedule": S.zb_h1},
     "zb_v, remat": {"schedule": S.zb_v, "order": ("remat", "pipeline")},
     "by hand": {"schedule": ["F0 F1 B1 B0", "F0 F1 I1 W1 B0"], "m": 2},
     "cut, fewer microbatches": {"stages": [1, 5], "m": 1},
@@ -32,9 +29,6 @@ GRID = {
     "pipeline(shard)": {"order": ("shard", "pipeline"), "schedule": S.gpipe},
     "zb_v, zero=2": {
         "order": ("remat", "pipeline", "shard"), "schedule": S.zb_v, "zero": 2,
-    },
-    "inside, zb_h1, zero=0": {
-        "order": ("shard", "pipeline"), "schedule": S.zb_h1, "zero": 0,
     },
     "accumulated": {"order": ("pipeline", "accumulate", "shard"), "m": 2},
 }  # fmt: skip

@@ -34,22 +34,14 @@ def test_text_and_json_come_back(rows):
     assert from_json(to_json(schedule)) == schedule
 
 
-def test_a_row_may_mix_actions_and_text():
-    assert parse([["F0", Action("B", 0, 0)]]) == parse(["F0 B0"])
-    assert parse(["F0", "F0"])[1] == (Action("F", 1, 0),)
-
-
-def test_the_stage_is_left_out_only_where_it_is_the_ranks_own():
-    assert listing(parse(["F0@1", "F0@0"])) == "0: F0@1\n1: F0@0"
-    assert listing(parse(["F0@0 F0@3", "F0@1"])) == "0: F0@0 F0@3\n1: F0"
-    assert listing(parse(["F0"] * 10)).startswith("0: F0")
-    wide = listing(parse(["F0"] * 11))
-    assert wide.splitlines()[0] == " 0: F0" and wide.splitlines()[10] == "10: F0"
-
-
-def test_every_kind_prints():
+def test_a_listing_leaves_a_stage_out_only_where_it_is_the_ranks_own():
     row = "F3 B3 I3 W3 SF3>1 RF3<1 SB3>1 RB3<1"
     assert listing(parse([row])) == f"0: {row}"
+    assert listing(parse(["F0@1", "F0@0"])) == "0: F0@1\n1: F0@0"
+    assert listing(parse(["F0@0 F0@3", "F0@1"])) == "0: F0@0 F0@3\n1: F0"
+    assert parse([["F0", Action("B", 0, 0)]]) == parse(["F0 B0"])
+    wide = listing(parse(["F0"] * 11)).splitlines()
+    assert wide[0] == " 0: F0" and wide[10] == "10: F0"
 
 
 def test_owners():

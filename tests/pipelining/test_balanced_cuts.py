@@ -38,7 +38,7 @@ def problem(seed):
     return costs, memory, draw.randint(1, k), bound
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_a_cut_is_the_best_of_all(seed):
     costs, memory, n, bound = problem(seed)
@@ -66,17 +66,6 @@ def test_costs_may_be_times(costs, n):
     best = min(max(parts(costs, c)) for c in all_cuts(len(costs), n))
     found = max(parts(costs, ff.balance(costs, n)))
     assert found == pytest.approx(best, rel=1e-9, abs=1e-3)
-
-
-def test_a_thousand_calls_take_no_time():
-    start = time.perf_counter()
-    assert ff.balance([1, 2] * 500, 10) == [100] * 10
-    assert ff.balance([0] * 1000, 3) in (
-        [333, 333, 334],
-        [333, 334, 333],
-        [334, 333, 333],
-    )
-    assert time.perf_counter() - start < 10
 
 
 # By the clock
@@ -131,19 +120,6 @@ def test_a_profile_tells_forward_and_backward_of_each_call():
     assert ff.balance(times, 2) == [2, 2]
 
 
-def test_the_median_counts_and_the_first_run_does_not():
-    runs = []
-
-    @ff.unit
-    def sometimes(p, x):
-        runs.append(0)
-        time.sleep(0.2 if len(runs) in (1, 3) else 0)
-        return x * p
-
-    (found,) = profile(lambda p, x: sometimes(p, x), torch.ones(2), torch.ones(2))
-    assert len(runs) == 4 and found < 0.1
-
-
 def test_the_clock_wants_whole_parameters_and_a_run():
     mesh = ff.make_mesh({"data": 2}, "simulated")
 
@@ -157,20 +133,3 @@ def test_the_clock_wants_whole_parameters_and_a_run():
         profile(loss, [torch.ones(2)] * 2, torch.ones(2), repeat=0)
     with pytest.raises(TypeError, match="first argument of the loss is missing"):
         profile(loss)
-
-
-def test_the_clock_sees_no_transforms():
-    runs = []
-
-    @ff.unit
-    def inner(p, x):
-        runs.append(0)
-        return torch.tanh(x * p)
-
-    outer = ff.unit(lambda p, x: inner(p, x))
-
-    def step(p, x):
-        return profile(lambda p, x: outer(p, x), p, x, repeat=2)
-
-    ff.remat(step)(torch.ones(2), torch.ones(2))
-    assert len(runs) == 3

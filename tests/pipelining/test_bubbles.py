@@ -1,7 +1,5 @@
 """Time lost and activations held: the formulas, wherever they hold."""
 
-from fractions import Fraction
-
 import pytest
 
 from fsfunc.pipelining.actions import parse
@@ -21,10 +19,10 @@ from fsfunc.pipelining.verification import held
 EVEN = Costs(12, 12, 12)  # halves, thirds and quarters are whole numbers
 UNEVEN = Costs(f=24, i=36, w=12)
 f, i, w = UNEVEN.f, UNEVEN.i, UNEVEN.w
-MICROBATCHES = range(1, 33)
+MICROBATCHES = range(1, 14)
 
 
-@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("P", [2, 3, 4, 7])
 def test_one_stage_a_rank(P):
     for M in MICROBATCHES:
         whole = (P - 1) * (f + i + w)
@@ -38,10 +36,10 @@ def test_one_stage_a_rank(P):
         assert held(zb_h1(P, M)) == (min(M, P),) * P
 
 
-@pytest.mark.parametrize("v", range(1, 5))
-@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("P", [2, 3, 4, 7])
 def test_several_stages_a_rank(P, v):
-    for M in range(P, 33, P):
+    for M in range(P, 4 * P, P):
         made = looped_bfs(P * v, M, chunks=v)
         assert bubble(made, UNEVEN) == (P - 1) * (f + i + w) / v
         assert held(made) == (M,) * P
@@ -52,9 +50,9 @@ def test_several_stages_a_rank(P, v):
         )
 
 
-@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("P", [2, 3, 4, 7])
 def test_zero_bubble_v(P):
-    for M in range(2 * P - 1, 33):
+    for M in range(2 * P - 1, 2 * P + 5):
         made = zb_v(2 * P, M)
         assert bubble(made, EVEN) == (P - 1) * 12 / 2
         assert bubble(made, EVEN, by="span") == 0
@@ -66,21 +64,9 @@ def test_zero_bubble_v(P):
         assert bubble(zb_v(8, 8), unequal) == 1.875
 
 
-def test_zb_h1_needs_w_within_f_too():
-    # With w <= i but w > f a rank's W stands in the way of its next I.
-    assert bubble(zb_h1(2, 2), Costs(f=1, i=3, w=2)) == 3 > 1 + 3 - 2
-
-
 def test_a_forward_alone_has_the_bubble_of_its_forwards_and_holds_nothing():
     made = forward_only(one_f_one_b(4, 6))
-    assert bubble(made) == 3
-    assert held(made) == (0, 0, 0, 0)
-
-
-def test_what_is_held_is_given_back_by_w_not_by_i():
-    assert held(parse(["F0 I0 F1 I1 W0 W1"])) == (2,)
-    assert held(parse(["F0 I0 W0 F1 I1 W1"])) == (1,)
-    assert held(parse(["F0@0 F0@1 B0@1 B0@0"])) == (1,)
+    assert bubble(made) == 3 and held(made) == (0, 0, 0, 0)
 
 
 def times(schedule, costs, **options):
@@ -88,40 +74,11 @@ def times(schedule, costs, **options):
     return [(str(event.action), event.start, event.end) for event in events]
 
 
-def test_when_each_action_runs():
-    assert times(one_f_one_b(2, 2), Costs(1, 2, 3)) == [
-        ("F0@0", 0, 1),
-        ("F1@0", 1, 2),
-        ("B0@0", 7, 12),
-        ("B1@0", 13, 18),
-        ("F0@1", 1, 2),
-        ("B0@1", 2, 7),
-        ("F1@1", 7, 8),
-        ("B1@1", 8, 13),
-    ]
-
-
-def test_sequences_are_the_times_of_stages_and_numbers_those_of_ranks():
-    made = parse(["F0@0 F0@1 B0@1 B0@0"])
-    assert times(made, Costs([1, 2], 4, [5, 6])) == [
-        ("F0@0", 0, 1),
-        ("F0@1", 1, 3),
-        ("B0@1", 3, 11),
-        ("B0@0", 11, 18),
-    ]
-    thirds = Costs(Fraction(1), Fraction(1), Fraction(1))
-    assert bubble(looped_bfs(9, 3, chunks=3), thirds) == 2
-
-
 def test_transfers_take_their_time_beside_the_computation():
     schedule = parse(["F0 F1", "F0 F1"])
     costs = Costs(f=2, send=3)
-    assert [e[2:] for e in simulate(schedule, costs)] == [
-        (0, 2),
-        (2, 4),
-        (5, 7),
-        (7, 9),
-    ]
+    spans = [(0, 2), (2, 4), (5, 7), (7, 9)]
+    assert [e[2:] for e in simulate(schedule, costs)] == spans
     explicit = with_transfers(schedule)
     assert times(explicit, costs) == [
         ("F0@0", 0, 2),
@@ -151,6 +108,5 @@ def test_explicit_transfers_without_cost_change_no_time(make):
 
 def test_the_bubble_is_that_of_the_busiest_rank():
     uneven = Costs([1, 3], [1, 3], [1, 3])
-    assert bubble(one_f_one_b(2, 4), uneven) == 1 + 2
-    assert bubble(one_f_one_b(2, 4), uneven, by="span") == 1 + 2
-    assert bubble(one_f_one_b(2, 4), uneven, by="makespan") == 3
+    for by in ("makespan", "span"):
+        assert bubble(one_f_one_b(2, 4), uneven, by=by) == 1 + 2

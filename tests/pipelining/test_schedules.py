@@ -4,6 +4,8 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from fsfunc.pipelining import schedules
@@ -11,30 +13,20 @@ from fsfunc.pipelining.actions import Action, listing, owners
 from fsfunc.pipelining.synchronous import rounds_of
 from fsfunc.pipelining.verification import verify
 
-SIZES = [(P, M) for P in (1, 2, 3, 4, 5, 8) for M in (1, 2, 3, 4, 7, 8, 12, 16)]
+SIZES = [(P, M) for P in (1, 2, 3, 4) for M in (1, 3, 4, 7, 8)]
 NAMED = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "looped_bfs", "zb_v"]
 
 GOLDEN = {
-    ("gpipe", 3, 2): "0: F0 F1 B0 B1\n1: F0 F1 B0 B1\n2: F0 F1 B0 B1",
     ("one_f_one_b", 3, 4): (
         "0: F0 F1 F2 B0 F3 B1 B2 B3\n"
         "1: F0 F1 B0 F2 B1 F3 B2 B3\n"
         "2: F0 B0 F1 B1 F2 B2 F3 B3"
     ),
-    ("one_f_one_b", 3, 1): "0: F0 B0\n1: F0 B0\n2: F0 B0",
     ("zb_h1", 3, 4): (
         "0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
         "1: F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
         "2: F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
     ),
-    ("zb_h1", 3, 1): "0: F0 I0 W0\n1: F0 I0 W0\n2: F0 I0 W0",
-    ("zb_v", 4, 3): (
-        "0: F0@0 F1@0 F2@0 F0@3 I0@3 W0@3 F1@3 I1@3 W1@3 I0@0 W0@0 F2@3 I2@3 W2@3 "
-        "I1@0 W1@0 I2@0 W2@0\n"
-        "1: F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 "
-        "I2@1 W1@1 W2@2 W2@1"
-    ),
-    ("looped_bfs", 4, 1): "0: F0@0 F0@2 B0@2 B0@0\n1: F0@1 F0@3 B0@3 B0@1",
     ("interleaved_1f1b", 4, 3): (
         "0: F0@0 F1@0 F2@0 F0@2 F1@2 F2@2 B0@2 B1@2 B2@2 B0@0 B1@0 B2@0\n"
         "1: F0@1 F1@1 F2@1 F0@3 B0@3 F1@3 B1@3 F2@3 B2@3 B0@1 B1@1 B2@1"
@@ -49,17 +41,11 @@ def test_as_written_down(name, stages, count):
 
 
 def their_order(schedule, ranks, count, chunks=1):
-    """Return torch's own list of actions, made without processes or stages."""
+    """Torch's own list of actions, made without processes or stages."""
+    alike = dict(num_stages=ranks * chunks, group_size=ranks, group_rank=0)
     stages = [
-        SimpleNamespace(
-            num_stages=ranks * chunks,
-            group_size=ranks,
-            group_rank=0,
-            stage_index=chunk * ranks,
-            is_last=False,
-            submod=None,
-        )
-        for chunk in range(chunks)
+        SimpleNamespace(stage_index=k * ranks, is_last=False, submod=None, **alike)
+        for k in range(chunks)
     ]
     single = issubclass(schedule, theirs.PipelineScheduleSingle)
     made = schedule(stages[0] if single else stages, count)
@@ -80,38 +66,30 @@ def their_order(schedule, ranks, count, chunks=1):
 
 @pytest.mark.parametrize("ranks, count", SIZES)
 def test_equal_to_torch(ranks, count):
-    assert schedules.gpipe(ranks, count) == their_order(
-        theirs.ScheduleGPipe, ranks, count
-    )
-    for chunks in (1, 2, 3, 4):
-        assert schedules.looped_bfs(
-            ranks * chunks, count, chunks=chunks
-        ) == their_order(theirs.ScheduleLoopedBFS, ranks, count, chunks)
-    assert schedules.zb_v(2 * ranks, count) == their_order(
-        theirs.ScheduleZBVZeroBubble, ranks, count, 2
-    )
+    def equal(ours, name, chunks=1):
+        other = their_order(getattr(theirs, f"Schedule{name}"), ranks, count, chunks)
+        assert ours == other
+
+    equal(schedules.gpipe(ranks, count), "GPipe")
+    equal(schedules.zb_v(2 * ranks, count), "ZBVZeroBubble", 2)
+    for k in (1, 2, 3):
+        equal(schedules.looped_bfs(ranks * k, count, chunks=k), "LoopedBFS", k)
     if count % max(1, count // ranks):
         with pytest.raises(ValueError, match="multiple of the number of rounds"):
             their_order(theirs.ScheduleInterleaved1F1B, ranks, count)
         return
-    assert schedules.zb_h1(ranks, count) == their_order(
-        theirs.ScheduleInterleavedZeroBubble, ranks, count
-    )
-    for chunks in (1, 2, 3, 4):
-        assert schedules.interleaved_1f1b(
-            ranks * chunks, count, chunks=chunks
-        ) == their_order(theirs.ScheduleInterleaved1F1B, ranks, count, chunks)
-
-
-@pytest.mark.parametrize("ranks, count", [s for s in SIZES if s[1] >= s[0]])
-def test_1f1b_equal_to_torch(ranks, count):
+    equal(schedules.zb_h1(ranks, count), "InterleavedZeroBubble")
+    for k in (1, 2, 3):
+        ours = schedules.interleaved_1f1b(ranks * k, count, chunks=k)
+        equal(ours, "Interleaved1F1B", k)
+    if count < ranks:
+        return
     # Their list of the last rank (which nothing runs) counts its forwards from 1, and
     # for fewer microbatches than ranks it has forwards of microbatches there are none.
     *ours, last = schedules.one_f_one_b(ranks, count)
     *other, their_last = their_order(theirs.Schedule1F1B, ranks, count)
     assert ours == other
-    shift = {"F": 1, "B": 0}
-    assert [(a.kind, a.microbatch + shift[a.kind]) for a in last] == [
+    assert [(a.kind, a.microbatch + (a.kind == "F")) for a in last] == [
         (a.kind, a.microbatch) for a in their_last
     ]
 
@@ -128,25 +106,20 @@ def test_every_count_is_right(name, ranks, count):
     turn = [*range(ranks), *reversed(range(ranks))]
     around = [*range(ranks)] * chunks
     assert owners(made) == tuple(turn if name == "zb_v" else around)
+    stages = ranks * chunks  # an evaluation keeps the placement
+    for forward in (
+        schedules.forward_only(made),
+        schedules.forwards(stages, count, owners(made)),
+    ):
+        verify(forward, n_stages=stages, n_microbatches=count)
+        assert owners(forward) == owners(made)
+        assert {a.kind for row in forward for a in row} == {"F"}
 
 
-@pytest.mark.parametrize("count", range(1, 40))
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_rounds_are_as_even_as_can_be(ranks, count):
+@given(st.integers(1, 40), st.integers(1, 5))
+def test_rounds_are_as_even_as_can_be(count, ranks):
     rounds = rounds_of(count, ranks)
     assert [m for group in rounds for m in group] == list(range(count))
     sizes = [len(group) for group in rounds]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
     assert min(sizes) >= min(ranks, count)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_an_evaluation_keeps_the_placement(name):
-    made = getattr(schedules, name)(6, 5)
-    for forward in (
-        schedules.forward_only(made),
-        schedules.forwards(6, 5, owners(made)),
-    ):
-        verify(forward, n_stages=6, n_microbatches=5)
-        assert owners(forward) == owners(made)
-        assert {a.kind for row in forward for a in row} == {"F"}

@@ -1,10 +1,8 @@
 """What stages take, get and send; and cuts that cannot be made."""
 
-import re
-
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -49,38 +47,19 @@ def shown():
     return ff.program(loss, model(), torch.ones(2))
 
 
-def block_leaves(*numbers):
-    return {f"blocks/{k}/{name}" for k in numbers for name in "wb"}
+def block_leaves(k):
+    return frozenset({f"blocks/{k}/w", f"blocks/{k}/b"})
 
 
 def test_a_stage_knows_what_it_takes_gets_and_sends():
     h, mask = Value(0, 0), Value(0, 1)
     found = cut(shown(), [2, 1, 2])
+    first, second, third = map(block_leaves, range(3))
+    glue, sent = frozenset({"gain", "extra"}), (h, mask, Value(2, 0))
     assert found.stages == (
-        StagePlan(
-            number=0,
-            calls=range(0, 2),
-            receives=(),
-            leaves=frozenset({"embed"} | block_leaves(0)),
-            reads=frozenset(),
-            makes_loss=False,
-        ),
-        StagePlan(
-            number=1,
-            calls=range(2, 3),
-            receives=(Value(1, 0),),
-            leaves=frozenset(block_leaves(1)),
-            reads=frozenset(),
-            makes_loss=False,
-        ),
-        StagePlan(
-            number=2,
-            calls=range(3, 5),
-            receives=(h, mask, Value(2, 0)),
-            leaves=frozenset({"embed"} | block_leaves(2)),
-            reads=frozenset({"gain", "extra"}),
-            makes_loss=True,
-        ),
+        StagePlan(0, range(0, 2), (), {"embed"} | first, frozenset(), False),
+        StagePlan(1, range(2, 3), (Value(1, 0),), second, frozenset(), False),
+        StagePlan(2, range(3, 5), sent, {"embed"} | third, glue, True),
     )
     assert found.messages == {
         (0, 1): (Value(1, 0),),
@@ -121,6 +100,7 @@ class Elsewhere(Stage):
             return loss(params, batch)
 
 
+@settings(max_examples=12)
 @given(losses(), st.data())
 def test_a_stage_computes_what_the_whole_does_from_what_it_has(drawn, data):
     params, batch = params_of(), batch_of()
@@ -183,27 +163,3 @@ def test_stages_are_balanced_by_flops():
     program = ff.program(chain, torch.ones(8, 8), torch.ones(2, 8))
     assert [len(plan.calls) for plan in cut(program, n=2).stages] == [2, 4]
     assert [len(plan.calls) for plan in cut(program, n=4).stages] == [1, 1, 2, 2]
-
-
-def noisy(p, x):
-    noise = torch.rand(2)
-    h = head(p, x * noise)
-    return head(p, h + noise).sum()
-
-
-def test_draws_that_two_stages_use_are_refused():
-    program = ff.program(noisy, torch.ones(2), torch.ones(2))
-    assert len(cut(program, [2]).stages) == 1
-    line = re.escape(__file__) + r":\d+"
-    told = rf"noisy draws .* by rand at {line}, which stages 0 and 1 use.* in a unit"
-    with pytest.raises(ValueError, match=told):
-        cut(program, [1, 1])
-
-
-def test_draws_that_one_stage_uses_are_fine():
-    def loss(p, x):
-        h = head(p, x)
-        return head(p, torch.nn.functional.dropout(h)).sum()
-
-    program = ff.program(loss, torch.ones(2), torch.ones(2))
-    assert len(cut(program, [1, 1]).stages) == 2

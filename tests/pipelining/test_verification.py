@@ -10,12 +10,21 @@ from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held, verify
 from fsfunc.testing.strategies import valid_schedules
-from tests.pipelining.drawing import any_edges
+from tests.pipelining.models import any_edges
 
 
 def refused(schedule, words, **options):
     with pytest.raises(ScheduleError, match=words):
         verify(schedule, **options)
+
+
+@st.composite
+def picked(draw):
+    """A schedule, with transfers or without, and a rank and an entry of it."""
+    schedule = draw(valid_schedules())
+    schedule = with_transfers(schedule) if draw(st.booleans()) else schedule
+    rank = draw(st.sampled_from([r for r, row in enumerate(schedule) if row]))
+    return schedule, rank, draw(st.integers(0, len(schedule[rank]) - 1))
 
 
 @given(valid_schedules(), st.data())
@@ -25,10 +34,9 @@ def test_what_a_chain_allows_is_right(schedule, data):
     verify(forward_only(schedule))
 
 
-@given(valid_schedules(), st.booleans(), st.data())
-def test_a_dropped_action_is_missed(schedule, explicit, data):
-    schedule = with_transfers(schedule) if explicit else schedule
-    rank, at = pick(schedule, data)
+@given(picked())
+def test_a_dropped_action_is_missed(drawn):
+    schedule, rank, at = drawn
     action = schedule[rank][at]
     assume(not only_one(schedule, action))
     row = schedule[rank][:at] + schedule[rank][at + 1 :]
@@ -40,20 +48,9 @@ def test_a_dropped_action_is_missed(schedule, explicit, data):
     refused(with_row(schedule, rank, row), words)
 
 
-@given(valid_schedules(), st.booleans(), st.data())
-def test_a_repeated_action_is_seen(schedule, explicit, data):
-    schedule = with_transfers(schedule) if explicit else schedule
-    rank, at = pick(schedule, data)
-    action = schedule[rank][at]
-    to = data.draw(st.integers(0, len(schedule[rank])))
-    row = (*schedule[rank][:to], action, *schedule[rank][to:])
-    refused(with_row(schedule, rank, row), f"rank {rank}: {action} comes 2 times")
-
-
-@given(valid_schedules(), st.booleans(), st.data())
-def test_what_stands_before_its_need_is_refused(schedule, explicit, data):
-    schedule = with_transfers(schedule) if explicit else schedule
-    rank, at = pick(schedule, data)
+@given(picked())
+def test_what_stands_before_its_need_is_refused(drawn):
+    schedule, rank, at = drawn
     row = schedule[rank]
     action = row[at]
     needs = set(Dependencies(schedule).needs(action))
@@ -77,11 +74,6 @@ def test_a_shuffled_schedule_is_right_or_refused_and_never_hangs(schedule, rando
         assert "comes before" in str(error) or "deadlock" in str(error)
     else:
         verify(with_transfers(tuple(rows)))
-
-
-def pick(schedule, data):
-    rank = data.draw(st.sampled_from([r for r, row in enumerate(schedule) if row]))
-    return rank, data.draw(st.integers(0, len(schedule[rank]) - 1))
 
 
 def only_one(schedule, action):
@@ -122,6 +114,7 @@ def with_row(schedule, rank, row):
         (["F0", "RF0<0 F0"], "rank 0 has no SF0@0>1"),
         (["SF0>1 F0", "RF0<0 F0"], "rank 0: SF0@0>1 comes before F0@0"),
         (["F0 SF0>1", "F0 RF0<0"], "rank 1: F0@1 comes before RF0@1<0"),
+        (["F0 F1", "F0 F1 B0"], "rank 0: microbatch 0 of stage 0 needs F, and"),
     ],
 )
 def test_a_wrong_schedule_is_refused(rows, words):
@@ -153,35 +146,31 @@ def test_edges_decide_what_is_needed():
     refused(chain, "rank 1: RB0@1<2 has no place", edges={(0, 1)})
 
 
-def test_a_schedule_of_forwards_alone_may_not_lack_some_backwards():
-    verify(forward_only(gpipe(2, 3)))
-    refused(
-        parse(["F0 F1", "F0 F1 B0"]), "rank 0: microbatch 0 of stage 0 needs F, and"
-    )
+def deadlock(rows, table, **options):
+    with pytest.raises(ScheduleError) as error:
+        verify(parse(rows), **options)
+    head, *lines = str(error.value).splitlines()
+    assert head == "deadlock: no rank can go on"
+    assert [line.strip() for line in lines] == [
+        f"rank {rank}: {words}" for rank, words in enumerate(table)
+    ]
 
 
 def test_a_cycle_between_ranks_is_a_deadlock_with_a_table():
-    rows = parse(["F1 F0 B0 B1", "F0 B0 F1 B1", "F0 F1 B1 B0"])
-    with pytest.raises(ScheduleError) as error:
-        verify(rows)
-    assert str(error.value) == (
-        "deadlock: no rank can go on\n"
-        "  rank 0: B0@0 (entry 2) waits for I0@1 of rank 1\n"
-        "  rank 1: B0@1 (entry 1) waits for I0@2 of rank 2\n"
-        "  rank 2: F1@2 (entry 1) waits for F1@1 of rank 1"
+    deadlock(
+        ["F1 F0 B0 B1", "F0 B0 F1 B1", "F0 F1 B1 B0"],
+        [
+            "B0@0 (entry 2) waits for I0@1 of rank 1",
+            "B0@1 (entry 1) waits for I0@2 of rank 2",
+            "F1@2 (entry 1) waits for F1@1 of rank 1",
+        ],
     )
-
-
-def test_sends_that_wait_for_each_other_are_a_deadlock():
-    rows = parse(
-        ["F0 SF0>1 F1 SF1>1 RB0<1 B0 RB1<1 B1", "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0"]
-    )
-    with pytest.raises(ScheduleError) as error:
-        verify(rows)
-    assert str(error.value) == (
-        "deadlock: no rank can go on\n"
-        "  rank 0: SF1@0>1 (entry 3) waits for RF1@1<0 of rank 1\n"
-        "  rank 1: SB0@1>0 (entry 3) waits for RB0@0<1 of rank 0"
+    deadlock(  # sends that wait for each other
+        ["F0 SF0>1 F1 SF1>1 RB0<1 B0 RB1<1 B1", "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0"],
+        [
+            "SF1@0>1 (entry 3) waits for RF1@1<0 of rank 1",
+            "SB0@1>0 (entry 3) waits for RB0@0<1 of rank 0",
+        ],
     )
     verify(
         parse(
@@ -191,26 +180,18 @@ def test_sends_that_wait_for_each_other_are_a_deadlock():
             ]
         )
     )
-
-
-def test_a_compute_action_that_waits_for_a_message_names_the_sender():
-    rows = parse(
-        ["F0 SF0>1 RB0<1 B0 F1 SF1>1 RB1<1 B1", "RF0<0 F0 RF1<0 F1 B0 SB0>0 B1 SB1>0"]
+    deadlock(
+        ["F0@0", "F0@4 F0@1", "F0@3 F0@2"],
+        [
+            "has ended",
+            "F0@4 (entry 0) waits for F0@2 of rank 2",
+            "F0@3 (entry 0) waits for F0@1 of rank 1",
+        ],
+        edges={(0, 1), (2, 4), (1, 3)},
     )
-    words = r"rank 1: F1@1 \(entry 3\) waits for RF1@1<0 of rank 0"
-    refused(rows, words)
-
-
-def test_a_rank_that_has_ended_is_in_the_table():
-    rows = parse(["F0@0", "F0@4 F0@1", "F0@3 F0@2"])
-    with pytest.raises(ScheduleError) as error:
-        verify(rows, edges={(0, 1), (2, 4), (1, 3)})
-    assert str(error.value) == (
-        "deadlock: no rank can go on\n"
-        "  rank 0: has ended\n"
-        "  rank 1: F0@4 (entry 0) waits for F0@2 of rank 2\n"
-        "  rank 2: F0@3 (entry 0) waits for F0@1 of rank 1"
-    )
+    rows = ["F0 SF0>1 RB0<1 B0 F1 SF1>1 RB1<1 B1"]  # a computation names the sender
+    rows = parse([*rows, "RF0<0 F0 RF1<0 F1 B0 SB0>0 B1 SB1>0"])
+    refused(rows, r"rank 1: F1@1 \(entry 3\) waits for RF1@1<0 of rank 0")
 
 
 def test_messages_are_received_in_the_order_in_which_they_are_sent():
@@ -234,21 +215,26 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent():
 
 def test_the_bound_of_what_is_held():
     verify(gpipe(2, 4), in_flight=4)
-    refused(
-        gpipe(2, 4),
-        "rank 0 holds 4 microbatches at F3@0; in_flight allows 3",
-        in_flight=3,
-    )
+    told = "rank 0 holds 4 microbatches at F3@0; in_flight allows 3"
+    refused(gpipe(2, 4), told, in_flight=3)
     verify(one_f_one_b(2, 4), in_flight=[2, 1])
     refused(one_f_one_b(2, 4), "rank 0 holds 2 .* allows 1", in_flight=[1, 2])
-    refused(
-        zb_v(4, 4), "rank 0 holds 2 microbatches at F0@3; .* allows 1.5", in_flight=1.5
-    )
+    told = "rank 0 holds 2 microbatches at F0@3; .* allows 1.5"
+    refused(zb_v(4, 4), told, in_flight=1.5)
     refused(gpipe(2, 4), "in_flight has 1 bounds for 2 ranks", in_flight=[4])
 
 
-def test_what_a_rank_holds_is_given_back_once():
-    """By B, or by W; the second of two peaks is the higher one."""
-    assert held(parse(["F0 B0 F1 F2 B1 B2"])) == (2,)
-    assert held(parse(["F0 I0 W0 F1 F2 I1 W1 I2 W2"])) == (2,)
-    assert held(parse(["F0 I0 F1 W0 F2 I1 I2 W1 W2"])) == (2,)
+@pytest.mark.parametrize(
+    ("row", "most"),
+    [
+        ("F0 B0 F1 F2 B1 B2", 2),
+        ("F0 I0 W0 F1 F2 I1 W1 I2 W2", 2),
+        ("F0 I0 F1 W0 F2 I1 I2 W1 W2", 2),
+        ("F0 I0 F1 I1 W0 W1", 2),
+        ("F0 I0 W0 F1 I1 W1", 1),
+        ("F0@0 F0@1 B0@1 B0@0", 1),
+    ],
+)
+def test_what_a_rank_holds_is_given_back_once(row, most):
+    """By B, or by W; the second of two peaks may be the higher one."""
+    assert held(parse([row])) == (most,)

@@ -1,6 +1,5 @@
 """A step planned and run, and what the two show."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.checks import unchanged
 
 
 def facts(records):
@@ -51,12 +51,16 @@ def totals(rank_plan):
 
 
 def planned_and_run(step, *args):
-    """:class:`Both` of ``step(*args)`` on this rank, called from one line of source."""
+    """:class:`Both` of ``step(*args)`` on this rank, called from one line of source.
 
+    A plan sends nothing, and leaves what it is given as it was.
+    """
     planned, found = partial(ff.plan, step), []
-    for call, counted in (planned, nullcontext()), (step, ff.testing.live_bytes(*args)):
-        with ff.ledger() as log, counted as seen:
+    held = ff.testing.live_bytes(*args)
+    for call, around in (planned, unchanged(args)), (step, held):
+        with ff.ledger() as log, around as seen:
             found.append(called(call, args))
+        assert call is step or log.records == []
     return Both(found[0], log.records, seen.peak_bytes, found[1])
 
 

@@ -1,20 +1,19 @@
 """Planned memory is what a real run holds, byte for byte, and says what it is for."""
 
-import functools
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc import tree
 from fsfunc.runtime.memory_kinds import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
 pytestmark = pytest.mark.usefixtures("uncollected")
 
 S = ff.schedules
-DIM, SEQ, BATCH, VOCAB, LAYERS = 32, 16, 8, 64, 3
+DIM, SEQ, BATCH, VOCAB, LAYERS = 32, 16, 8, 64, 2
 
 
 @ff.unit
@@ -88,18 +87,56 @@ LINE = ff.make_mesh({"data": 2}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
 
 
-@pytest.mark.parametrize("donated", [False, True], ids=["", "donated"])
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_planned_peak_is_the_measured_one(zero, remat, donated):
-    def transform(f):
-        f = ff.remat(f) if remat else f
-        f = ff.shard(f, LINE, "data", zero=zero)
-        return ff.donate(f) if donated else f
+def sharded(f, zero=3, **options):
+    return ff.shard(f, LINE, "data", zero=zero, **options)
 
-    for found in runs(LINE, transform):
+
+def half(f):
+    return ff.precision(f, torch.bfloat16)
+
+
+EXACT = {  # to the byte
+    "zero=0": lambda f: sharded(f, 0),
+    "zero=1, remat": lambda f: sharded(ff.remat(f), 1),
+    "zero=2, donated": lambda f: ff.donate(sharded(f, 2)),
+    "zero=3": sharded,
+    "zero=3, remat, donated": lambda f: ff.donate(sharded(ff.remat(f))),
+}
+NEARLY = {
+    "accumulate(shard)": lambda f: ff.accumulate(sharded(f), 2),
+    "shard(accumulate)": lambda f: sharded(ff.accumulate(f, 4), 2),
+    "remat(shard), kept": lambda f: ff.remat(sharded(f, reshard_after_forward=False)),
+    "merged": lambda f: sharded(f, min_bytes=10**6),
+    "bf16, zero=1, donated": lambda f: ff.donate(sharded(half(f), 1)),
+    "HSDP": lambda f: ff.shard(f, GRID, "data", replicate="node"),
+}
+
+
+@pytest.mark.parametrize("name", EXACT | NEARLY)
+def test_the_planned_peak_is_the_measured_one(name):
+    transform = (EXACT | NEARLY)[name]
+    for found in runs(GRID if name == "HSDP" else LINE, transform):
         for both in found:
-            both.check()
+            both.check(memory=0.02 * (name in NEARLY))
+
+
+@pytest.mark.parametrize("schedule, zero", [(S.interleaved_1f1b, None), (S.zb_v, 1)])
+def test_pipelines(schedule, zero):
+    """When a message leaves is the other rank's to say: one more may be in flight."""
+    axes = {"pipe": 2} if zero is None else {"data": 2, "pipe": 2}
+    mesh = ff.make_mesh(axes, "simulated")
+
+    def transform(f):
+        f = ff.pipeline(f, mesh, "pipe", n_microbatches=4, schedule=schedule)
+        return f if zero is None else ff.shard(f, mesh, "data", zero=zero)
+
+    message = BATCH // 4 * SEQ * DIM * 4
+    for found in runs(mesh, transform):
+        for both in found[1:]:
+            mine = both.plan.ranks[0]
+            assert facts(mine.records) == facts(both.sent)
+            room = max(2 * message, 0.02 * both.peak)
+            assert abs(mine.peak_bytes - both.peak) <= room
 
 
 def linked(text):
@@ -118,7 +155,7 @@ LINKS = {  # by what the backward reads, and when it is done with it
 }
 
 
-@settings(max_examples=14)
+@settings(max_examples=8)
 @given(
     st.lists(st.sampled_from(sorted(LINKS)), min_size=2, max_size=5),
     st.sampled_from([0, 2, 3]),
@@ -150,60 +187,6 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
         both.check()
 
 
-OTHERS = {
-    "accumulate(shard)": lambda f: ff.accumulate(ff.shard(f, LINE, "data"), 2),
-    "shard(accumulate)": lambda f: ff.shard(ff.accumulate(f, 4), LINE, "data", zero=2),
-    "remat(shard)": lambda f: ff.remat(ff.shard(f, LINE, "data")),
-    "kept": lambda f: ff.shard(f, LINE, "data", reshard_after_forward=False),
-    "merged": lambda f: ff.shard(f, LINE, "data", min_bytes=10**6),
-    "bf16": lambda f: ff.shard(ff.precision(f, torch.bfloat16), LINE, "data"),
-    "bf16, zero=1, donated": lambda f: ff.donate(
-        ff.shard(ff.precision(f, torch.bfloat16), LINE, "data", zero=1)
-    ),
-    "HSDP": lambda f: ff.shard(f, GRID, "data", replicate="node"),
-    "two axes": lambda f: ff.shard(f, GRID, ("node", "data"), zero=1),
-    "one device": lambda f: f,
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_under_other_transforms(name):
-    mesh = GRID if name in ("HSDP", "two axes") else LINE
-    for found in runs(mesh, OTHERS[name]):
-        for both in found:
-            both.check(memory=0.02)
-
-
-PIPES = {
-    "gpipe": S.gpipe,
-    "1f1b": S.one_f_one_b,
-    "interleaved": S.interleaved_1f1b,
-    "zb_h1": S.zb_h1,
-    "zb_v": S.zb_v,
-}
-
-
-@pytest.mark.parametrize(
-    "name, zero", [*((name, None) for name in PIPES), ("1f1b", 3), ("zb_v", 1)]
-)
-def test_pipelines(name, zero):
-    """When a message leaves is the other rank's to say: one more may be in flight."""
-    axes = {"pipe": 2} if zero is None else {"data": 2, "pipe": 2}
-    mesh = ff.make_mesh(axes, "simulated")
-
-    def transform(f):
-        f = ff.pipeline(f, mesh, "pipe", n_microbatches=4, schedule=PIPES[name])
-        return f if zero is None else ff.shard(f, mesh, "data", zero=zero)
-
-    message = BATCH // 4 * SEQ * DIM * 4
-    for found in runs(mesh, transform):
-        for both in found[1:]:
-            mine = both.plan.ranks[0]
-            assert facts(mine.records) == facts(both.sent)
-            room = max(2 * message, 0.02 * both.peak)
-            assert abs(mine.peak_bytes - both.peak) <= room
-
-
 def test_each_rank_of_a_pipeline_is_planned():
     mesh = ff.make_mesh({"data": 4, "pipe": 2}, "abstract")
     optimizer = ff.sharded_adam(1e-3)
@@ -230,39 +213,24 @@ def planned(transform):
     return ff.plan(step, init, optimizer, batch_of()).ranks[0]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_kinds_at_the_end(zero):
-    """ZeRO's accounting: parameters and moments, whole or cut in parts."""
-    transform = functools.partial(ff.shard, mesh=LINE, axis="data", zero=zero)
-    found = planned(lambda f: ff.donate(transform(f)))
-    count = sum(x.numel() for x in torch.utils._pytree.tree_leaves(init()))
-    whole = 4 * count
-    last = dict(zip(KINDS, found.memory[-1][1], strict=True))
-    moments = 2 * whole // (1 if zero == 0 else 2)
-    assert last["moments"] == moments
-    expected = whole // 2 if zero == 3 else whole
-    assert last["parameters"] == expected
-    assert last["gradients"] == last["gathered"] == 0
-
-
 BLOCK = 4 * DIM * DIM * (3 + 1 + 4 + 4)  # bytes of a block's parameters
+WHOLE = 4 * sum(x.numel() for x in tree.leaves(init()))
 
 
-@pytest.mark.parametrize("zero, share", [(0, 1), (2, 2), (3, 2)])
-def test_gradients_are_what_is_reduced_and_one_unit_s(zero, share):
-    """A unit's gradients, the buffer that they are sent in, and what comes of it."""
-    found = planned(lambda f: ff.shard(f, LINE, "data", zero=zero))
-    at = KINDS.index("gradients")
-    whole = 4 * sum(x.numel() for x in torch.utils._pytree.tree_leaves(init()))
-    top = max(held[at] for _, held in found.memory)
-    assert whole // share <= top <= whole // share + 2 * BLOCK
-
-
-def test_gathered_memory_is_two_units_at_most():
-    found = planned(lambda f: ff.shard(f, LINE, "data", zero=3))
-    at = KINDS.index("gathered")
-    top = max(held[at] for _, held in found.memory)
-    assert BLOCK <= top <= 2 * BLOCK
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_memory_is_for(zero):
+    """ZeRO's accounting: what is whole, and what is cut in parts."""
+    found = planned(lambda f: ff.donate(sharded(f, zero)))
+    last = dict(zip(KINDS, found.memory[-1][1], strict=True))
+    assert last["moments"] == 2 * WHOLE // (1 if zero == 0 else 2)
+    assert last["parameters"] == (WHOLE // 2 if zero == 3 else WHOLE)
+    assert last["gradients"] == last["gathered"] == 0
+    top = {k: max(held[n] for _, held in found.memory) for n, k in enumerate(KINDS)}
+    # A unit's gradients, the buffer that they are sent in, and what comes of it.
+    reduced = WHOLE // (2 if zero > 1 else 1)
+    assert reduced <= top["gradients"] <= reduced + 2 * BLOCK or zero == 1
+    if zero == 3:  # of two units at most
+        assert BLOCK <= top["gathered"] <= 2 * BLOCK
 
 
 def test_what_is_alive_adds_up():
@@ -281,26 +249,14 @@ def test_what_is_alive_adds_up():
     assert [a.bytes for a in rows] == sorted((a.bytes for a in rows), reverse=True)
 
 
-def test_nothing_is_given_back_twice_or_never_taken():
-    found = planned(lambda f: ff.shard(f, LINE, "data"))
-    taken = set()
-    for event in found.events:
-        if type(event).__name__ == "Took":
-            assert event.key not in taken and event.bytes >= 0
-            taken.add(event.key)
-        elif type(event).__name__ == "Gave":
-            taken.remove(event.key)
-
-
-@pytest.mark.parametrize("cut", ["rows", "columns"])
-def test_a_batch_that_is_a_part_of_something_larger(cut):
+def test_a_batch_that_is_a_part_of_something_larger():
     """A view holds all that lies under it, once."""
     whole = torch.zeros(2 * BATCH, SEQ + 1, dtype=torch.long)
 
     def main():
         optimizer = ff.sharded_adam(1e-3)
         step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), LINE, "data")
-        rows = ff.local_batch(whole, LINE, "data") if cut == "rows" else whole
+        rows = ff.local_batch(whole, LINE, "data")
         batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         state = ff.init_state(step, init, optimizer, batch)
         return planned_and_run(step, state, batch)

@@ -119,25 +119,6 @@ def test_the_fairscale_case(sizes, k):
     assert len(found.splits) < k
 
 
-def test_chens_square_root():
-    found = recompute_points([1] * 64, [1] * 64, segments=8)
-    assert found.peak <= 2 * 8 and len(found.runs) <= 8
-
-
-def test_a_long_chain_of_equal_calls():
-    n = 200
-    found = recompute_points([12] * n, [1] * n, bound=12 * n / 2, longest=1)
-    kept = n - len(found.calls)
-    assert 12 * kept + len(found.calls) <= 12 * n / 2 < 12 * (kept + 1) + 200
-    assert found.seconds == len(found.calls)
-
-
-def test_nothing_is_recomputed_where_all_fits():
-    assert recompute_points([3, 4], [1, 1], bound=7).runs == ()
-    assert recompute_points([], bound=0).runs == ()
-    assert recompute_points([], segments=1).runs == ()
-
-
 @pytest.mark.parametrize(
     ("args", "keywords", "says"),
     [
@@ -179,7 +160,7 @@ def loss_fn(params, x):
     return head(params["head"], x)
 
 
-def model(layers=6):
+def model(layers=5):
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
     blocks = [[make(WIDTH, 4 * WIDTH), make(4 * WIDTH, WIDTH)] for _ in range(layers)]
@@ -193,12 +174,11 @@ def activations_of(f, params, batch):
     return max(held[column] for _, held in found.memory)
 
 
-@pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
-def test_the_promise_is_what_a_plan_says(share):
+def test_the_promise_is_what_a_plan_says():
     params, batch = model()
     program = ff.program(loss_fn, params, batch)
     all_kept = sum(call.activations for call in program.calls)
-    bound = share * all_kept
+    bound = 0.5 * all_kept
     found = recompute_points(program, bound=bound, longest=1)
     gradient = ff.value_and_grad(loss_fn)
     before = activations_of(gradient, params, batch)
@@ -215,26 +195,9 @@ def test_remat_calls_is_the_loss_and_runs_again_what_was_chosen():
     same(some(params, batch), plain(params, batch))
     work = ff.plan(some, params, batch).ranks[0].work
     assert work["block", "recompute"].calls == 2
-    assert work["block", "forward"].calls == 6
+    assert work["block", "forward"].calls == 5
     every = ff.plan(ff.remat(plain), params, batch).ranks[0].work
-    assert every["block", "recompute"].calls == 6
-
-
-def test_a_run_as_one_unit_is_recomputed_once():
-    params, batch = model()
-    pair = ff.unit(lambda ps, x: block(ps[1], block(ps[0], x)))
-
-    def grouped(params, x):
-        blocks = params["blocks"]
-        for i in range(0, len(blocks), 2):
-            x = pair(blocks[i : i + 2], x)
-        return head(params["head"], x)
-
-    grad = remat_calls(ff.value_and_grad(grouped), [0, 1, 2])
-    own = ff.plan(grad, params, batch).ranks[0]
-    once = own.flops("<lambda>/block", "forward")
-    assert own.flops("<lambda>/block", "recompute") == once > 0
-    assert torch.equal(grad(params, batch)[0], loss_fn(params, batch))
+    assert every["block", "recompute"].calls == 5
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -252,10 +215,3 @@ def test_remat_calls_under_shard(zero):
     _, wanted = ff.value_and_grad(loss_fn)(params, batch)
     for _, grads in ff.spmd(main, mesh)():
         close(grads, wanted)
-
-
-def test_numbers_of_calls_are_checked():
-    with pytest.raises(ValueError, match="calls has -1"):
-        remat_calls(loss_fn, [-1])
-    with pytest.raises(TypeError, match="policy="):
-        remat_calls(loss_fn, [0], "sometimes")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -16,7 +18,7 @@ from fsfunc.planning.stack_search import _climb, search
 from fsfunc.planning.stacks import Stack
 from tests.models import chain, floats, layer, layers
 
-WIDTH, ROWS, LAYERS = 32, 64, 4
+WIDTH, ROWS, LAYERS = 32, 8, 4
 PARAMETERS = LAYERS * WIDTH * WIDTH * 4  # bytes; the moments are twice that
 
 
@@ -40,7 +42,7 @@ ALL = found()
 
 def test_figures_are_those_of_plan_and_estimate():
     part = lambda: torch.zeros(ROWS // 2, WIDTH)  # noqa: E731
-    for choice in ALL.tried[::5]:
+    for choice in ALL.tried[::7]:
         mesh = ff.make_mesh(choice.axes, "abstract")
         step = choice.build(train_step, mesh)
         planned = ff.plan(step, init, OPTIMIZER, part, mesh=mesh)
@@ -57,21 +59,13 @@ def test_the_whole_space_is_tried():
         (zero, policy, n)
         for zero in range(4)
         for policy in (None, "always")
-        for n in (1, 2, 4, 8, 16, 32)
+        for n in (1, 2, 4)
     }
     assert stacks | skipped == every and not stacks & skipped
     assert all("saves no memory" in s.why for s in ALL.skipped)
-
-
-def test_the_front_is_the_best_of_all_that_was_tried():
-    assert list(ALL) == front_of(ALL.tried)
-    for choice in ALL.tried:
-        assert any(
-            c.seconds <= choice.seconds and c.peak_bytes <= choice.peak_bytes
-            for c in ALL
-        )
-    assert ALL.best is ALL[0] is ALL.ranked[0]
-    assert len(ALL.ranked) == len(ALL.tried)
+    assert list(ALL) == front_of(ALL.tried) and ALL.best is ALL[0] is ALL.ranked[0]
+    assert len(ALL.ranked) == len(ALL.tried) and len(ALL.rows()) == len(ALL)
+    assert f"{len(ALL.tried)} stacks planned" in ALL.table()
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1))
@@ -92,32 +86,29 @@ def test_front_against_its_definition(points):
     [
         ((100, 110, 85, 70, 69.9, 60), 5),  # the sum of gradients comes at 2
         ((100, 60, 60, 60, 60, 60), 3),
-        ((100, 80, 60, 40, 20, 10), 6),
     ],
 )
 def test_more_accumulation_is_tried_while_it_pays(peaks, tried):
     ladder = [Stack((("data", 2),), zero=0, accumulate=2**i) for i in range(6)]
     seen, left = [], []
 
-    class Trials:
-        def try_one(self, stack):
-            seen.append(stack)
-            return Choice(stack, len(seen), peaks[len(seen) - 1], True)
+    def try_one(stack):
+        seen.append(stack)
+        return Choice(stack, len(seen), peaks[len(seen) - 1], True)
 
-        def skip(self, stacks, why):
-            left.extend(stacks)
-
-    _climb(Trials(), ladder)  # type: ignore[arg-type]
+    skip = lambda stacks, why: left.extend(stacks)  # noqa: E731
+    _climb(SimpleNamespace(try_one=try_one, skip=skip), ladder)
     assert len(seen) == tried and seen + left == ladder
 
 
 def test_what_does_not_fit_one_rank_fits_another_stack():
-    whole = found({"data": 1}).ranked
+    few = {"accumulate": (1, 2)}
+    whole = found({"data": 1}, **few).ranked
     least = min(c.peak_bytes for c in whole)
     bound = 0.7 * least
     with pytest.raises(ValueError, match="none of .* fits"):
-        found({"data": 1}, memory=bound)
-    fits = found({"data": 4}, memory=bound)
+        found({"data": 1}, memory=bound, **few)
+    fits = found({"data": 4}, memory=bound, **few)
     assert fits.best.peak_bytes <= bound and fits.best.stack.zero in (1, 2, 3)
     assert all(c.fits == (c.peak_bytes <= bound) for c in fits.tried)
     assert not any(s.stack.zero == 3 for s in fits.skipped if s.least)
@@ -224,6 +215,7 @@ def test_what_cannot_be_split_is_told(given, says):
         split_search(**{"sizes": 2, **given})
 
 
+@settings(max_examples=6)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
 def test_the_least_is_below_every_peak(data, pipe, zero):
     axes = {"data": data} if data > 1 or pipe == 1 else {}
@@ -246,24 +238,8 @@ def test_the_least_is_below_every_peak(data, pipe, zero):
     assert least <= planned.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("axes", "zero", "least"),
-    [
-        ({"data": 4}, 0, 1200),
-        ({"data": 4}, 1, 600),
-        ({"data": 4}, 2, 600),
-        ({"data": 4}, 3, 300),
-        ({"node": 2, "data": 2}, 3, 600),
-        ({"data": 2, "pipe": 2}, 2, 400),
-        ({"pipe": 2}, None, 600),
-    ],
-)
-def test_the_least_of_each_zero(axes, zero, least):
-    assert lowered(Stack(tuple(axes.items()), zero=zero), 400, 800) == least
-
-
 def test_heavy_stacks_are_not_planned():
-    one = found({"data": 4}, memory=2.9 * PARAMETERS, zero=(0, 3), accumulate=(8,))
+    one = found({"data": 4}, memory=2.9 * PARAMETERS, zero=(0, 3), accumulate=(2,))
     assert {c.stack.zero for c in one.tried} == {3}
     heavy = [s for s in one.skipped if s.least]
     assert {s.stack.zero for s in heavy} == {0}
@@ -282,7 +258,7 @@ def test_pipelines_are_chosen_too():
     }
     pipelines = [c for c in both.tried if c.stack.schedule]
     assert {c.stack.schedule for c in pipelines} == {"one_f_one_b", "gpipe"}
-    assert {c.stack.microbatches for c in pipelines} == {2, 4, 8, 16}
+    assert {c.stack.microbatches for c in pipelines} == {2, 4, 8}
     assert {c.stack.zero for c in pipelines} == {None, 0, 1, 2, 3}
     worse = [s for s in both.skipped if "worse at another zero" in s.why]
     first = [c for c in pipelines if c.stack.zero == 0]
@@ -290,27 +266,29 @@ def test_pipelines_are_chosen_too():
 
 
 def test_cuts_that_cannot_be_are_told():
-    some = found([{"pipe": 8}, {"data": 3}, {"data": 2}], zero=(3,))
+    one = {"zero": (3,), "accumulate": (1,), "remat": (None,)}
+    some = found([{"pipe": 8}, {"data": 3}, {"data": 2}], **one)
     whys = {s.stack.axes: s.why for s in some.skipped if s.stack.axes[0] != ("data", 2)}
     assert whys == {
         (("pipe", 8),): "16 stages are more than 4 unit calls",
-        (("data", 3),): "the batch of 64 rows cannot be cut into 3 parts",
+        (("data", 3),): "the batch of 8 rows cannot be cut into 3 parts",
     }
     with pytest.raises(ValueError, match=r"no stack could be tried: .*8 stages are m"):
-        found({"pipe": 8}, schedules=("gpipe",))
+        found({"pipe": 8}, schedules=("gpipe",), **one)
 
 
 def test_nothing_fits():
+    few = {"zero": (2, 3), "accumulate": (1,), "remat": (None,)}
     with pytest.raises(ValueError) as told:
-        found(memory=2 * PARAMETERS)
-    closest = min(ALL.tried, key=lambda c: c.peak_bytes)
+        found(memory=2 * PARAMETERS, **few)
+    closest = min(found(**few).tried, key=lambda c: c.peak_bytes)
     miss = (closest.peak_bytes - 2 * PARAMETERS) / 1000
     assert f"{miss:.3g} kB too much" in str(told.value)
     assert str(closest.stack) in str(told.value)
     with pytest.raises(
         ValueError, match=r"alone are 24.6 kB, 23.6 kB too much: data=2"
     ):
-        found(memory=1000)
+        found(memory=1000, **few)
 
 
 @pytest.mark.slow
@@ -327,28 +305,6 @@ def test_shapes_are_all_that_is_read():
     assert huge.best.peak_bytes > 2**42 and asked
     trees = found(params=init())
     assert [c.peak_bytes for c in trees] == [c.peak_bytes for c in ALL]
-
-
-def test_precision_and_policies_are_tried_when_asked():
-    half = found(zero=(3,), accumulate=(1,), remat=("never",), compute=torch.bfloat16,
-                 hardware=H100, donate=False)  # fmt: skip
-    (choice,) = half.tried
-    assert choice.stack == Stack(
-        (("data", 2),), zero=3, remat="never", compute=torch.bfloat16, donate=False
-    )
-
-
-def test_meshes_of_nodes():
-    found = [dict(axes) for axes in meshes(16, H100)]
-    assert found[:4] == [
-        {"data": 16},
-        {"node": 2, "data": 8},
-        {"data": 8, "pipe": 2},
-        {"pipe": 2, "data": 8},
-    ]
-    assert {"node": 2, "data": 4, "pipe": 2} in found and {"pipe": 16} in found
-    assert {"node": 2, "data": 1, "pipe": 8} not in found
-    assert not any("node" in dict(axes) for axes in meshes(12, H100))
 
 
 @given(st.integers(1, 64))
@@ -380,7 +336,7 @@ def test_meshes_have_all_ranks(n):
         ({"remat": ("all",)}, "remat has 'all'"),
         ({"schedules": ("1f1b",)}, "schedules has '1f1b'"),
         ({"accumulate": (0,)}, "accumulate has 0"),
-        ({"batch": (BATCH, BATCH[:2])}, r"agree; it has the shapes {'0': \(64, 32\)"),
+        ({"batch": (BATCH, BATCH[:2])}, r"agree; it has the shapes {'0': \(8, 32\)"),
         ({"batch": torch.tensor(1.0)}, r"has the shapes {'': \(\)}"),
     ],
 )
@@ -395,16 +351,3 @@ def test_a_loss_that_reads_values_is_named():
 
     with pytest.raises(RuntimeError, match="test_stack_search.py"):
         search(reads, OPTIMIZER, init, BATCH, 1, CPU)
-
-
-def test_a_search_is_a_table():
-    text = ALL.table()
-    assert text.splitlines()[0].split() == [
-        "step", "exposed", "bubble", "peak", "mesh", "transforms",
-    ]  # fmt: skip
-    assert len(ALL.rows()) == len(ALL)
-    assert f"{len(ALL.tried)} stacks planned" in text
-    from rich.console import Console
-
-    console = Console(width=200, record=True, quiet=True)
-    console.print(ALL)

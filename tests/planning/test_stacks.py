@@ -78,7 +78,7 @@ def seen(step, mesh, parts):
     ]
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(stacks())
 def test_code_and_build_are_one_step(stack):
     mesh, written = executed(stack.code)
@@ -93,24 +93,6 @@ def test_code_and_build_are_one_step(stack):
 def test_a_policy_is_written_as_it_is(policy):
     _, written = executed(Stack((("data", 2),), zero=3, remat=policy).code)
     assert written.__wrapped__.__wrapped__.interpretations[0].policy == policy
-
-
-def test_every_field_changes_the_code():
-    plain = Stack((("data", 2), ("pipe", 2)), zero=1, schedule="gpipe", microbatches=2)
-    others = {
-        "axes": (("pipe", 2), ("data", 2)),
-        "zero": 2,
-        "remat": "always",
-        "accumulate": 2,
-        "schedule": "zb_h1",
-        "microbatches": 4,
-        "compute": torch.bfloat16,
-        "donate": False,
-    }
-    codes = {plain.code}
-    for name, value in others.items():
-        codes.add(Stack(**{**vars(plain), name: value}).code)
-    assert len(codes) == 1 + len(others)
 
 
 def test_the_order_is_that_of_the_example():
@@ -138,27 +120,7 @@ def test_the_order_is_that_of_the_example():
     assert stack.ranks == 16 and stack.parts == 8
 
 
-def test_long_calls_are_broken():
-    stack = Stack((("pipe", 2),), schedule="interleaved_1f1b", microbatches=16)
-    assert max(map(len, stack.code.splitlines())) <= 88
-    assert "interleaved_1f1b" in stack.code
-
-
 def test_a_mesh_of_other_axes_is_refused():
     with pytest.raises(ValueError, match="for the axes {'data': 2}, not"):
         mesh = ff.make_mesh({"data": 4}, "abstract")
         Stack((("data", 2),), zero=1).apply(train_step, mesh)
-
-
-def test_one_line():
-    stack = Stack(
-        (("data", 2), ("pipe", 2)),
-        zero=1,
-        remat="always",
-        schedule="zb_v",
-        microbatches=4,
-        donate=False,
-    )
-    pipelined = "pipeline(remat, n_microbatches=4, schedule=zb_v)"
-    assert str(stack) == f"data=2, pipe=2: shard({pipelined}, zero=1)"
-    assert str(Stack((("data", 1),), donate=False)) == "data=1: no transform"

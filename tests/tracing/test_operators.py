@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsfunc.tracing.operators import class_of, class_of_call
+from fsfunc.tracing.operators import class_of
 
 N, PART = 12, slice(4, 8)
 DTYPES = [torch.float64, torch.int64, torch.bool, torch.complex128, torch.float32]
@@ -143,20 +143,6 @@ def test_all_that_are_claimed_to_be_are_elementwise():
     assert [name for name, kept in found.items() if kept is False] == []
     # It takes a device; what is run in its place is tried.
     assert [name for name, kept in found.items() if kept is None] == ["aten.to.device"]
-
-
-@pytest.mark.parametrize("name", ["mse_loss", "huber_loss", "smooth_l1_loss"])
-def test_a_loss_is_elementwise_where_it_is_not_reduced(name):
-    x, loss = torch.ones(3), getattr(aten, name).default
-    for reduction in (NONE, MEAN, SUM):
-        said = class_of_call(loss, (x, x, reduction), {})
-        assert said.elementwise is (reduction == NONE)
-    assert not class_of_call(loss, (x, x), {}).elementwise
-    backward = getattr(aten, f"{name}_backward").default
-    more = () if name == "mse_loss" else (1.0,)
-    for reduction in (NONE, MEAN):
-        said = class_of_call(backward, (x, x, x, reduction, *more), {})
-        assert said.elementwise is (reduction == NONE)
 
 
 def test_what_gives_python_a_value_is_not_elementwise():

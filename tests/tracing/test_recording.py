@@ -60,21 +60,7 @@ def stack(p, x):
     return x.sum()
 
 
-def test_the_leaves_of_a_unit_go_together_in_the_order_of_calls():
-    def loss(p, x):
-        return layer(p["b"], embed(p["z"], layer(p["a"], x))).sum()
-
-    one = {"w": torch.ones(2, 2), "s": torch.ones(())}
-    groups, order, _ = recorded(loss, {"a": one, "b": one, "z": torch.ones(2)})
-    assert paths(groups) == [["a/s", "a/w"], ["z"], ["b/s", "b/w"]]
-    assert [g.buffer for g in groups] == ["<lambda>:a/s", "embed:z", "<lambda>:b/s"]
-    assert order == [(g.buffer,) for g in groups]
-
-
 def test_dtypes_and_untrained_leaves_lie_apart():
-    def loss(p, frozen, x):
-        return layer({**p, "w": frozen["w"] + p["wide"].float()}, x).sum()
-
     p = {"w": torch.ones(2, 2), "s": torch.ones(()), "n": torch.ones(3).long()}
     wide = {**p, "wide": torch.ones(2, 2, dtype=torch.float64), "none": None}
     unit = ff.unit(lambda p, x: x @ p["w"] * p["s"] + p["wide"].sum() + p["n"].sum())
@@ -140,23 +126,6 @@ def test_small_neighbours_merge_until_they_are_large_enough():
     assert order == [(groups[k // 2].buffer,) for k in range(5)]
 
 
-def test_a_large_unit_between_small_ones_keeps_its_own_buffer():
-    params = layers(3)
-    params["layers"][1] = {
-        "w": torch.ones(2, 2).repeat(1, 1),
-        "s": torch.ones(9, 2)[:, 0],
-    }
-    unit = ff.unit(lambda p, x: (x @ p["w"]) * p["s"].sum())
-
-    def loss(p, x):
-        for q in p["layers"]:
-            x = unit(q, x)
-        return x.sum()
-
-    groups, _, _ = recorded(loss, params, min_bytes=30)
-    assert [len(g) for g in paths(groups)] == [2, 2, 2]
-
-
 def test_a_leaf_read_outside_every_unit_stays_whole():
     """Its gradient is the mean over the ranks all the same."""
 
@@ -195,18 +164,6 @@ def run(loss, params, **how):
     """The gradients of a sharded loss, whole again; ``how`` it is placed."""
     step = ff.shard(ff.value_and_grad(loss), MESH, "data")
     return ff.unshard(step(ff.place(step, params, X, **how), X)[1])
-
-
-def test_an_input_passed_through_to_an_inner_unit_is_that_ones():
-    through = ff.unit(lambda p, x, q: layer(q, x @ p["w"]))
-
-    def loss(p, x):
-        return through({"w": p["first"]}, x, p["layers"][0]).sum()
-
-    params = layers(1, first=torch.ones(2, 2))
-    assert recorded(loss, params)[2].whole() == set()
-    expected = ff.value_and_grad(loss)(params, X)[1]
-    close(ff.spmd(lambda: run(loss, params), MESH)()[0], expected)
 
 
 def test_a_unit_may_return_its_parameter():
@@ -260,45 +217,6 @@ def test_a_step_that_asks_for_a_value_is_told_where(kind):
     close(ff.spmd(main, MESH)()[0], expected)
 
 
-@pytest.mark.parametrize("how, times", [("fake", 0), ("real", MESH.size)])
-def test_a_backward_runs_only_where_values_are_asked_for(how, times):
-    """Who takes which leaf, and in which order, a forward pass shows."""
-    ran = []
-
-    class Seen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            ran.append(g.sum().item())
-            return g
-
-    params = layers(2)
-    groups, order, recorder = recorded(
-        lambda p, x: Seen.apply(stack(p, x)), params, how=how
-    )
-    assert len(ran) == times and recorder.differentiated
-    assert order == [(g.buffer,) for g in groups] and len(groups) == 2
-
-
-def test_what_a_backward_leaves_behind_is_there_for_a_step_that_wants_it():
-    def step(p, x):
-        seen = []
-
-        def loss(p, x):
-            y = stack(p, x)
-            y.register_hook(seen.append)
-            return y * 2
-
-        value, grads = ff.value_and_grad(loss)(p, x)
-        return value, grads, seen[0].norm()
-
-    groups, order, _ = recorded(step, layers(2), plain=True)
-    assert len(groups) == 2 and order == [(g.buffer,) for g in groups]
-
-
 def test_recording_leaves_no_trace():
     """Nothing is sent, drawn or written, also where it fails."""
     unit = ff.unit(lambda p, x: torch.dropout(x * p, 0.5, True))
@@ -322,8 +240,3 @@ def test_recording_leaves_no_trace():
         assert torch.equal(w, torch.ones(2)) and not w.requires_grad
 
     ff.spmd(main, MESH)()
-
-
-def test_how_is_fake_or_real():
-    with pytest.raises(ValueError, match='"fake" or "real"'):
-        record(lambda p: p, torch.ones(1), (), "both")

@@ -42,7 +42,12 @@ class LibraryTrainer(Trainer):
         return optimizer.apply(g, optimizer.init(w), w)[0]
 
 
-def trained(kind, guarded, placed=True):
+KINDS = pytest.mark.parametrize(
+    "kind, placed", [(Trainer, True), (Trainer, False), (LibraryTrainer, True)]
+)
+
+
+def trained(kind, guarded, placed):
     """The parameters after three steps, and how many the trainer counts."""
 
     def main():
@@ -56,16 +61,14 @@ def trained(kind, guarded, placed=True):
     return ff.spmd(main, MESH)()
 
 
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("kind", [Trainer, LibraryTrainer])
+@KINDS
 def test_a_count_that_recordings_raise_is_refused(kind, placed):
     text = r"is given -?0\.1 when .* and -?0\.05 when .*Python state.*ff.recording"
     with pytest.raises(Unsteady, match=text):
         trained(kind, False, placed)
 
 
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("kind", [Trainer, LibraryTrainer])
+@KINDS
 def test_the_way_out_is_right(kind, placed):
     t, w = kind(True), W
     for _ in range(3):
@@ -92,20 +95,6 @@ def test_a_schedule_of_the_state_is_steady():
     state = ff.TrainState(W)
     right = step(step(state, X), X).params
     assert all(torch.equal(found, right) for found in ff.spmd(main, MESH)())
-
-
-def test_what_is_made_once_and_kept_is_steady():
-    made = []
-
-    def step(w, x):
-        made.append(x) if made else torch.arange(7).sum()  # the first time alone
-        return ff.value_and_grad(unit)(w, x * 0.5)[1]
-
-    def main():
-        f = ff.shard(step, MESH, "data")
-        f(ff.place(f, W, X), X)
-
-    ff.spmd(main, MESH)()
 
 
 def test_numbers_of_python_and_numpy_are_as_if_nothing_had_run():
