@@ -151,6 +151,8 @@ class MemorySpace:
         self, x: Tensor, dtype: torch.dtype | None = None, scratch: bool = False
     ) -> Tensor:
         """Memory of the shape of ``x`` here; ``scratch`` is handed out again later."""
+        if x.is_contiguous():  # to the type check a new value, and no part like `x`
+            return x.new_empty(x.shape, dtype=dtype)
         return torch.empty_like(x, dtype=dtype)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
