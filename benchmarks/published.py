@@ -33,7 +33,7 @@ from fsfunc.planning.events import Ran
 from fsfunc.planning.hardware import A100_40, replace
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
 
 VOCABULARY = 50257  # GPT-2's, not padded; the announcement says "50K"
 GPT_175B = Size(VOCABULARY, 12288, layers=96, heads=96, length=512, sequences=20)

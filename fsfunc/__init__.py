@@ -137,9 +137,8 @@ from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.local import graphs
-from fsfunc.transforms.local.averaging import consensus
+from fsfunc.transforms.local.averaging import LocalState, consensus
 from fsfunc.transforms.local.gossiping import gossip
-from fsfunc.transforms.local.local_copies import LocalState
 from fsfunc.transforms.local.local_updates import local_sgd
 from fsfunc.transforms.local.slow_momentum import slowmo
 from fsfunc.transforms.messages.encodings import (

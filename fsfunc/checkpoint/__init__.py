@@ -12,7 +12,8 @@ parts, `blocks` reads and proves them. ``latest`` is in `newest`.
 saving.py tasks.py  save, save_async; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written
 replicas.py         leaves of which several ranks hold a copy, compared
-status.py agreement.py advice.py   reports of ranks; errors raised on all ranks
+agreement.py        errors raised on all ranks, and the way out
+status.py   reports of ranks; errors raised on all ranks
 folders.py save_lock.py newest.py   folders that appear atomically; their locks; latest
 stored.py parsing.py   metadata of a checkpoint; parsing and validation
 manifest.py headers.py opening.py   fsfunc.json; headers of files; regular files

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsfunc.checkpoint.headers import check_headers
 from fsfunc.checkpoint.opening import open_regular
 from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored
-from fsfunc.runtime.prefault import populate
+from fsfunc.runtime.memory import populate
 
 __all__ = ["Blocks", "Threads", "bytes_of", "check_files", "copy", "prove"]
 

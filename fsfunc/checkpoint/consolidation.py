@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.advice import way_out
+from fsfunc.checkpoint.agreement import way_out
 from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.folders import begin_file, check_absent, sync

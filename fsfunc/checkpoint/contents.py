@@ -24,8 +24,8 @@ from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
+from fsfunc.sharded.rank_local import stacked
 from fsfunc.sharded.slices import Box, boxes
-from fsfunc.sharded.stacks import stacked
 
 __all__ = [
     "Contents",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fsfunc.checkpoint.advice import way_out
+from fsfunc.checkpoint.agreement import way_out
 from fsfunc.checkpoint.headers import Header, header_at
 from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
 from fsfunc.checkpoint.opening import is_pickle, read_regular, refuse_pickle, stays
@@ -25,7 +25,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
 )
-from fsfunc.runtime.collector import uncollected
+from fsfunc.runtime.scopes import uncollected
 
 __all__ = ["metadata"]
 

@@ -29,7 +29,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
 )
-from fsfunc.runtime.collector import uncollected
+from fsfunc.runtime.scopes import uncollected
 
 __all__ = [
     "PART_OF",

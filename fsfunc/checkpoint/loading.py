@@ -28,8 +28,8 @@ from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
+from fsfunc.runtime.memory import is_held
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
-from fsfunc.runtime.save_guard import is_held
 from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers

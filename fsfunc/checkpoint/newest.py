@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from fsfunc.checkpoint.advice import way_out
+from fsfunc.checkpoint.agreement import way_out
 from fsfunc.checkpoint.blocks import check_files, prove
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.folders import (

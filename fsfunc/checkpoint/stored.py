@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsfunc.printing.amounts import of_axes
-from fsfunc.printing.tables import visible, visible_lines
+from fsfunc.printing.tables import of_axes, visible, visible_lines
 from fsfunc.sharded.placements import describe
 
 __all__ = [

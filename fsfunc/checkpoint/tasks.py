@@ -14,8 +14,7 @@ from threading import Thread
 from typing import Any
 
 from fsfunc.checkpoint import folders, newest, status
-from fsfunc.checkpoint.advice import advised
-from fsfunc.checkpoint.agreement import attempt, everywhere
+from fsfunc.checkpoint.agreement import advised, attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
 from fsfunc.checkpoint.manifest import VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
@@ -29,7 +28,7 @@ from fsfunc.checkpoint.stored import (
     StoredTensor,
 )
 from fsfunc.comm.mesh import Here
-from fsfunc.runtime.save_guard import hold
+from fsfunc.runtime.memory import hold
 from fsfunc.transforms.donation import version
 
 __all__ = ["SaveTask", "in_flight"]

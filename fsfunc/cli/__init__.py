@@ -1,7 +1,7 @@
 """The commands of ``python -m fsfunc``.
 
 plan_command.py hardware_command.py checkpoint_commands.py names_command.py
-build_scripts.py output.py   scripts with build(mesh); what is printed, written
+build_scripts.py    scripts with build(mesh); what is printed, written
 """
 
 from __future__ import annotations

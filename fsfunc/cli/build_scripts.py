@@ -1,4 +1,4 @@
-"""Scripts that define ``build(mesh)``: importing them, and what is wrong with them.
+"""Scripts that define build(mesh), and what commands print and write.
 
 Whatever a user can mend at once is a :class:`Refused`, to be shown without a
 traceback; errors of the script's own code come through as they are.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +22,46 @@ from typing import Any
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan
+from fsfunc.printing.tables import Printed
 
-__all__ = ["Refused", "build_of", "plan_of", "refusing", "started"]
+__all__ = [
+    "Refused",
+    "build_of",
+    "plan_of",
+    "put",
+    "refusing",
+    "started",
+    "write_json",
+    "writing",
+]
+
+
+def put(shown: Printed) -> None:
+    """Print in colours on a terminal; elsewhere as text of any width."""
+    if sys.stdout.isatty():
+        import rich
+
+        rich.print(shown)
+    else:
+        print(shown)
+    print()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Refuses what cannot be written, and says what was."""
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        raise Refused(f"cannot write {path}: {error}") from None
+    print(f"{path} is written")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes what JSON can hold, and says that it did."""
+    with writing(path):
+        path.write_text(json.dumps(value, indent=1) + "\n")
+
 
 RETURNS = "(step, init, optimizer, batch), or with the layouts of parameters behind"
 FSFUNC = Path(__file__).parents[1]

@@ -10,10 +10,9 @@ from typing import Any
 
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import CheckpointError
-from fsfunc.cli.build_scripts import Refused
-from fsfunc.cli.output import put
-from fsfunc.printing.amounts import of_bytes
-from fsfunc.show.checkpoints import checkpoint
+from fsfunc.cli.build_scripts import Refused, put
+from fsfunc.printing.tables import of_bytes
+from fsfunc.show.shardings import checkpoint
 
 __all__ = ["add_to"]
 

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsfunc.cli.build_scripts import Refused
-from fsfunc.cli.output import put, write_json
+from fsfunc.cli.build_scripts import Refused, put, write_json
 from fsfunc.comm.launch import make_mesh, spmd
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.hardware import to_json

@@ -15,10 +15,12 @@ from fsfunc.cli.build_scripts import (
     Refused,
     build_of,
     plan_of,
+    put,
     refusing,
     started,
+    write_json,
+    writing,
 )
-from fsfunc.cli.output import put, write_json, writing
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Mesh

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "INTERNAL",

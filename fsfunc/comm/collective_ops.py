@@ -21,7 +21,7 @@ from fsfunc.comm.attribution import current_label, label
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "Dense",

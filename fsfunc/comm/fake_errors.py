@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import traceback_line
-from fsfunc.runtime.compiled import plainly
+from fsfunc.runtime.scopes import plainly
 
 __all__ = ["asks_for_a_value", "told_where"]
 

@@ -217,7 +217,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
                     mesh.link.raised(error)
                     raise
         if mesh.backend == "vmap":
-            from fsfunc.comm.backends.vmapped import run_vmapped
+            from fsfunc.comm.backends.abstract import run_vmapped
 
             return PerRank(run_vmapped(mesh, fn, by_rank))
         from fsfunc.comm.backends.simulated import run_simulated

@@ -30,7 +30,7 @@ import torch
 
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.mesh import Axis, axis_names
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "Ledger",

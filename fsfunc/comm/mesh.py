@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "Axis",
@@ -72,7 +72,7 @@ class Mesh:
         self.backend = backend
         self.size = math.prod(self.axes.values())
         self.link = link
-        # Gradients still to compare, by rank, loss and axis: see `gradient_agreement`.
+        # Gradients still to compare, by rank, loss and axis: see `gradient_checks`.
         self.uncompared: dict[Any, set[str]] = {}
         self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
 

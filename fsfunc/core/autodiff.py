@@ -20,13 +20,18 @@ from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.execution_context import Running, Thread, run_as
 from fsfunc.core.frames import Counter, frame, inside
-from fsfunc.core.gradient_agreement import check_agreement, collective_axes
-from fsfunc.core.gradient_inputs import check_differentiable, check_gathered, check_rows
+from fsfunc.core.gradient_checks import (
+    check_agreement,
+    check_differentiable,
+    check_gathered,
+    check_rows,
+    collective_axes,
+)
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
-from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
-from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.memory import count_as
+from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
 

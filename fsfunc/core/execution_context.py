@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = ["Running", "Thread", "run_as", "running"]
 

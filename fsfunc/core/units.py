@@ -23,8 +23,8 @@ from fsfunc.core.casts import Casts, cast
 from fsfunc.core.differentiated import is_newborn
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside
-from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
+from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 

@@ -7,5 +7,5 @@ call_tensors.py attributes.py   changes to tensors and attributes
 layer_plans.py plan_words.py   plans of split layers; their words, and transformers' own
 split_shapes.py     shape rules of split features
 split_layers.py split_flow.py   torch's layers as they run split; casts and gathers
-split_experts.py split_values.py   experts spread over ranks; split logits, sequences
+split_values.py     split logits, sequences; experts spread over ranks
 """

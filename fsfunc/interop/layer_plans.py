@@ -13,8 +13,8 @@ from torch import nn
 
 from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.plan_words import words_of
-from fsfunc.interop.split_experts import kind_of
 from fsfunc.interop.split_layers import KINDS, SplitModule
+from fsfunc.interop.split_values import kind_of
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 

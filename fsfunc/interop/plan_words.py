@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from torch import nn
 
 from fsfunc import _torch
-from fsfunc.interop.split_experts import check_experts
 from fsfunc.interop.split_layers import KINDS
+from fsfunc.interop.split_values import check_experts
 from fsfunc.tree.structure import matches
 
 __all__ = ["own_plan", "words_of"]

@@ -3,12 +3,13 @@
 tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
 logit_tiles.py tiled_cross_entropy.py   the last layer and its loss, tile by tile
-gating.py routing.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
-experts.py expert_buffers.py   experts spread over ranks, and the all-to-alls to them
+routing.py          capacity, dropped choices, padding; the all-to-alls to experts
+gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
+experts.py   experts spread over ranks, and the all-to-alls to them
 context_parallel.py ring.py   attention over a split sequence; the ring's schedule
 sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
 statistics.py synchronized.py   batch norms, of one rank's batch or of all; statistics
-normalization.py moments.py   norms of split features; mean and variance over ranks
+normalization.py    norms of split features; mean and variance over ranks
 draws.py dtypes.py   each rank's own random numbers, dropout; dtypes of sums, autocast
 """
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
-from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
-from fsfunc.nn.routing import Routing
+from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
 from fsfunc.nn.tensor_parallel import part_of
 from fsfunc.sharded.leaf import is_sharded
 

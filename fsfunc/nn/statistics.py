@@ -23,7 +23,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.losses import Summed
 from fsfunc.nn.dtypes import wide
-from fsfunc.nn.moments import shifted_sums
+from fsfunc.nn.normalization import shifted_sums
 
 __all__ = [
     "Moments",

@@ -11,7 +11,7 @@ from fsfunc.comm.collectives import pcast
 from fsfunc.comm.groups import axis_size, group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.core.losses import Summed
-from fsfunc.nn.moments import normalized, normalizer, shifted_sums, summed
+from fsfunc.nn.normalization import normalized, normalizer, shifted_sums, summed
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,

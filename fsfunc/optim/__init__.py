@@ -1,24 +1,24 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
 optimizer.py        the interface, and the mark `elementwise`
-arguments.py        checks of arguments
+arguments.py        checks of arguments; values of schedules and masks
 element_rules.py    an optimizer of one equation, with a codec and a fused kernel
 adam.py descent.py  sharded_adam; sgd and lion
 scaled_moments.py coded_moments.py   codecs: float16 with a scale; 8 bits
-code_groups.py coded_steps.py   the layout of 8-bit codes, and a step by chunks
+coded_steps.py      the layout of 8-bit codes, and a step by chunks
 transformations.py masking.py schedules.py   clipping, chain; by leaf; rates
 trust.py layerwise.py   steps at the scale of each leaf: LAMB and LARS
 factored.py square_sums.py   Adafactor: moments by row and column; of any part
 averaging.py iterates.py   ema, swa and eval_params; schedule_free
 adaptive_scale.py   adascale: rates that grow with the batch
-widening.py rounding.py   master_weights, stochastic_rounding
-finite.py           apply_if_finite, and steps that are skipped on all ranks
-loss_scaling.py layerwise_scaling.py unit_scaling.py   one scale; one for each unit
-backward_steps.py mirrored_state.py   step_in_backward; pieces of a state
+widening.py         master_weights, stochastic_rounding
+loss_scaling.py     apply_if_finite; one scale of the loss
+layerwise_scaling.py   a loss scale for each unit
+matching.py         leaves of a state by those of parameters
+backward_steps.py   step_in_backward
 torch_optimizers.py torch_classes.py   from_torch; the table of torch's own classes
-function_answers.py values of schedules and masks, which ranks compare
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
-leaves.py matching.py in_place.py   leaves as few flat tensors, updated in place
+leaves.py in_place.py   leaves as few flat tensors, updated in place
 matrix/             Muon and Shampoo: whole matrices, each on one rank
 """
 
@@ -28,19 +28,21 @@ from fsfunc.optim.averaging import AverageState, ema, eval_params, swa
 from fsfunc.optim.backward_steps import step_in_backward
 from fsfunc.optim.descent import LionState, SgdState, lion, sgd
 from fsfunc.optim.factored import AdafactorState, adafactor
-from fsfunc.optim.finite import ApplyIfFiniteState, apply_if_finite
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
 from fsfunc.optim.layerwise import lamb, lars
 from fsfunc.optim.layerwise_scaling import LayerwiseLossScaleState, layerwise_loss_scale
-from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
+from fsfunc.optim.loss_scaling import (
+    ApplyIfFiniteState,
+    LossScaleState,
+    apply_if_finite,
+    loss_scale,
+)
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.matrix.orthogonal_momentum import MuonState, muon
-from fsfunc.optim.matrix.preconditioners import Preconditioners
-from fsfunc.optim.matrix.preconditioning import ShampooState, shampoo
+from fsfunc.optim.matrix.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum
-from fsfunc.optim.rounding import RoundingState, stochastic_rounding
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -58,4 +60,9 @@ from fsfunc.optim.transformations import (
     scale,
 )
 from fsfunc.optim.trust import scale_by_trust_ratio
-from fsfunc.optim.widening import MasterState, master_weights
+from fsfunc.optim.widening import (
+    MasterState,
+    RoundingState,
+    master_weights,
+    stochastic_rounding,
+)

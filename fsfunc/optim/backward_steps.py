@@ -17,7 +17,7 @@ from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
-from fsfunc.optim.mirrored_state import MirroredState
+from fsfunc.optim.matching import MirroredState
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import composable
-from fsfunc.optim.code_groups import groups_of, zero_codes
-from fsfunc.optim.coded_steps import MEAN, SQUARE, Scratch, stretches, write_codes
+from fsfunc.optim.coded_steps import (
+    MEAN,
+    SQUARE,
+    Scratch,
+    groups_of,
+    stretches,
+    write_codes,
+    zero_codes,
+)
 from fsfunc.optim.element_rules import Codec, Commit, ElementRule
 from fsfunc.optim.in_place import count_write, donation_of, target, targets
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable

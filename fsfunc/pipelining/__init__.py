@@ -9,7 +9,7 @@ to `handler`: the batch is cut (`microbatches`), the loss is seen once for each 
 microbatch and cut too (`cut_programs`, `stage_plans`), and `runtime` does this rank's
 actions in turn. A forward action calls the user's own loss with a `stages.StageRun`
 outermost in the frame, which lets the stage's own unit calls run, answers others by
-what was received or a stand-in, and ends the loss after the last. `stage_vjp` keeps the
+what was received or a stand-in, and ends the loss after the last. `stages` keeps the
 graph, and pulls back whole or in halves (`backward_split`). With updates in between it
 is `stage_updates` in place of `handler`.
 
@@ -21,7 +21,7 @@ verification.py player.py   the proof that one runs
 transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter
 stages.py           the user's own loss, of which one stage's unit calls run
-stage_vjp.py backward_split.py fused_gradients.py   its backward, or halves
+backward_split.py fused_gradients.py   its backward, or halves
 microbatches.py     a batch in parts, and what they returned as one
 stage_updates.py    stages that update in between
 """

@@ -13,7 +13,7 @@ from fsfunc import tree
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.leaves import plain
+from fsfunc.tracing.groups import plain
 from fsfunc.tracing.tracer import trace
 
 __all__ = ["Cuts"]

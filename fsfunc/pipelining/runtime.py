@@ -22,12 +22,11 @@ from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Microbatch
-from fsfunc.pipelining.stage_vjp import StageVjp
-from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, abstractly
+from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import States, generators_kept, mix
+from fsfunc.runtime.scopes import plainly
 from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Worker"]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.stacks import Stack
-from fsfunc.printing.amounts import of_bytes, of_seconds
-from fsfunc.printing.tables import Printed, Table
+from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 
 __all__ = ["Choice", "Search", "Skipped", "front_of"]
 

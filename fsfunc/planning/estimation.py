@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.simulation import RankTimes, Span, play_through
-from fsfunc.printing.amounts import of_count, of_flops, of_seconds
+from fsfunc.printing.tables import of_count, of_flops, of_seconds
 
 __all__ = ["Estimate", "estimate"]
 

@@ -25,12 +25,12 @@ from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
-from fsfunc.runtime.memory_kinds import OFFLOADED
+from fsfunc.runtime.memory import OFFLOADED
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.knowledge import flat
 from fsfunc.tracing.operators import OperatorMode
-from fsfunc.tracing.storages import StorageTable
+from fsfunc.tracing.runs import StorageTable
 
 __all__ = ["Book", "Observer"]
 

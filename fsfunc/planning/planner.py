@@ -21,8 +21,8 @@ from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.runtime.collector import uncollected
-from fsfunc.runtime.memory_kinds import counting
+from fsfunc.runtime.memory import counting
+from fsfunc.runtime.scopes import uncollected
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -31,7 +31,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
-from fsfunc.transforms.local.local_copies import LocalState
+from fsfunc.transforms.local.averaging import LocalState
 
 __all__ = ["PlannedLink", "plan"]
 

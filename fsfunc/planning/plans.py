@@ -13,7 +13,7 @@ import torch
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.planning.events import Event, Gave, Ran, Took
-from fsfunc.runtime.memory_kinds import KINDS, OFFLOADED
+from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
 __all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]

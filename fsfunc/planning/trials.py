@@ -19,7 +19,7 @@ from fsfunc.planning.estimation import estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
 from fsfunc.planning.stacks import PIPE, Stack
-from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.tables import of_bytes
 from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
 

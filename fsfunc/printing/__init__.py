@@ -1,4 +1,5 @@
 """Printing for people: amounts in words, tables on rich, repeats folded.
 
-amounts.py tables.py folding.py
+tables.py           amounts in words, tables on rich
+folding.py
 """

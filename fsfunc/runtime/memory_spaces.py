@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.memory_kinds import OFFLOADED, count_as
-from fsfunc.runtime.prefault import advise
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.memory import OFFLOADED, advise, count_as
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "MemorySpace",

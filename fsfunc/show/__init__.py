@@ -1,18 +1,18 @@
 """Tables and pictures for people.
 
-plans.py estimates.py shardings.py layouts.py checkpoints.py   tables
-lanes.py            the model of charts over time: rows of spans
-timelines.py timeline_text.py stream_plot.py   schedules and estimates as lanes
+shardings.py        tables of states, of checkpoints
+plans.py estimates.py layouts.py   tables
+lanes.py            charts over time: rows of spans; as text
+timelines.py stream_plot.py   schedules and estimates as lanes
 memory_curve.py memory_plot.py   memory over a step: the model, and its chart
-figures.py palette.py   pictures by matplotlib, in one set of colours
+figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
 """
 
 from fsfunc.printing.tables import Report
-from fsfunc.show.checkpoints import checkpoint
 from fsfunc.show.memory_plot import MemoryChart, memory
 from fsfunc.show.plans import plan
-from fsfunc.show.shardings import LeafPicture, sharding
+from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
 from fsfunc.show.stream_plot import StreamChart, streams
 from fsfunc.show.timelines import Timeline, timeline
 from fsfunc.show.traces import trace

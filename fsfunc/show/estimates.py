@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
-from fsfunc.printing.amounts import (
+from fsfunc.printing.tables import (
+    Report,
+    Table,
     of_axes,
     of_bytes,
     of_count,
@@ -15,7 +17,6 @@ from fsfunc.printing.amounts import (
     of_seconds,
     of_share,
 )
-from fsfunc.printing.tables import Report, Table
 from fsfunc.show.memory_plot import check_plan
 
 __all__ = ["comparison", "description", "estimate", "room"]

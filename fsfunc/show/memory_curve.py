@@ -11,9 +11,9 @@ from itertools import pairwise
 from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import RankPlan
 from fsfunc.planning.simulation import Span
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
+from fsfunc.show.figures import COMPUTE
 from fsfunc.show.lanes import Lane
-from fsfunc.show.palette import COMPUTE
 
 __all__ = ["Curve", "clock_of", "curve_of"]
 

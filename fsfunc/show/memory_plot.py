@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.folding import alike, together
-from fsfunc.printing.tables import Table, painted
-from fsfunc.runtime.memory_kinds import KINDS
-from fsfunc.show.figures import FAINT, INK, Drawn, sheet
+from fsfunc.printing.tables import Table, of_bytes, of_share, painted
+from fsfunc.runtime.memory import KINDS
+from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, sheet
 from fsfunc.show.memory_curve import Curve, curve_of
-from fsfunc.show.palette import MEMORY, Look
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

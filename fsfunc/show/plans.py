@@ -11,9 +11,8 @@ from pathlib import Path
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import PHASES
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
 from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import Report, Table
+from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, of_flops
 from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import in_words
 from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table

@@ -1,9 +1,10 @@
-"""``sharding``: which rank holds which elements, of one leaf or of a whole tree."""
+"""Tables of states and of checkpoints: where each leaf lies."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,19 +13,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.checkpoint.finding import metadata
+from fsfunc.checkpoint.stored import Stored
 from fsfunc.comm.mesh import Mesh, maybe_here
-from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import Printed, Report, Table, painted
+from fsfunc.printing.tables import Printed, Report, Table, of_axes, of_bytes, painted
 from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
+__all__ = [
+    "LeafPicture",
+    "checkpoint",
+    "sharding",
+]
+
+
 if TYPE_CHECKING:
     from rich.text import Text
-
-__all__ = ["LeafPicture", "sharding"]
 
 MOST = 20  # rows of the table of one leaf
 LOOKED_AT = 10_000  # sets of ranks, for it
@@ -242,3 +249,50 @@ def _where(
 
 def _shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
+
+
+_LONGEST = 2000  # letters of a value
+
+
+def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
+    """The tensors, values and files of a checkpoint, to print.
+
+    Args:
+        found: what ``metadata(path)`` returned, or a path.
+        at: the path of the subtree to show.
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ff.save(f"{folder}/a", {"w": torch.ones(2, 3), "step": 7})
+    ...     print(ff.show.checkpoint(f"{folder}/a").tables["values"].rows)
+    [('step', '7')]
+    """
+    stored = (found if isinstance(found, Stored) else metadata(found)).below(at)
+    mesh = of_axes(stored.mesh)
+    by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
+    head = (
+        f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "
+        f"and {len(stored.files)} files, by {by}" + (f" on {mesh}" if mesh else "")
+    )
+    tensors = [
+        (path, str(leaf), of_bytes(leaf.nbytes), str(len(leaf.chunks)))
+        for path, leaf in stored.tensors.items()
+    ]
+    values = [(path, _short(value)) for path, value in stored.values.items()]
+    said = [(key, _short(value)) for key, value in stored.metadata.items()]
+    parts: list[Table | str] = [head]
+    if tensors:
+        columns = ("<path", "<tensor", ">bytes", ">boxes")
+        parts.append(Table("tensors", columns, tensors))
+    if values:
+        parts.append(Table("values", ("<path", "<value"), values))
+    if said:
+        parts.append(Table("metadata", ("<key", "<value"), said))
+    return Report(tuple(parts))
+
+
+def _short(value: Any) -> str:
+    """A value as Python writes it; of a long text the beginning."""
+    text = repr(value)
+    more = len(text) - _LONGEST
+    return text if more <= 0 else f"{text[:_LONGEST]}... and {more} letters more"

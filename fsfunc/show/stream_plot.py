@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.amounts import of_seconds, of_share
-from fsfunc.printing.tables import Table, painted
+from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.show.figures import COMPUTE, GAPS, SENDING, STALL, legend
 from fsfunc.show.lanes import Lane, LaneChart, check_spans
-from fsfunc.show.palette import COMPUTE, GAPS, SENDING, STALL, legend
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,21 +12,20 @@ from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.amounts import of_share
-from fsfunc.printing.tables import Table, painted
-from fsfunc.show.figures import Bar, Row
-from fsfunc.show.lanes import NOISE, Lane, LaneChart, check_events
-from fsfunc.show.palette import (
+from fsfunc.printing.tables import Table, of_share, painted
+from fsfunc.show.figures import (
     COMPUTE,
     COMPUTING,
     GAPS,
     WAITS,
+    Bar,
+    Row,
     by_sign,
     legend,
     lighter,
     look_of,
 )
-from fsfunc.show.timeline_text import bands, number
+from fsfunc.show.lanes import NOISE, Lane, LaneChart, bands, check_events, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,11 +15,11 @@ from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Span
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
+from fsfunc.show.figures import COMPUTE, TRANSFERS, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curve import clock_of, curve_of
 from fsfunc.show.memory_plot import check_plan
-from fsfunc.show.palette import COMPUTE, TRANSFERS, Look, by_sign, look_of
 
 __all__ = ["trace"]
 

@@ -37,7 +37,7 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.slices import assemble
-from fsfunc.tracing.leaves import plain
+from fsfunc.tracing.groups import plain
 
 __all__ = ["lay_like", "reduce_like", "unshard"]
 

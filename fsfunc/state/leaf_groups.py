@@ -19,8 +19,7 @@ from fsfunc.sharded.packing import chunk_here
 from fsfunc.sharded.slices import take
 from fsfunc.state.leaf_sources import GivenLeaves
 from fsfunc.state.train_state import Applied
-from fsfunc.tracing.groups import LeafGroup
-from fsfunc.tracing.leaves import Recorded
+from fsfunc.tracing.groups import LeafGroup, Recorded
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.sharding import Sharding

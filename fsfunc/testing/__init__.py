@@ -23,25 +23,27 @@ tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``
 one_device.py       law 1 of any transform
 mistakes.py         the ten commonest mistakes, as explanations of a difference
 comparing.py        comparison of trees; data whose sums are exact
-costs.py            assert_cost: what a step sends
+costs.py            assert_cost: what a step sends; live_bytes
 transposes.py       check_collective, by typed dot products
-type_checking.py    check_types
-rank_checks.py      check_replicated; check_batch: NaN and empty rows, by rank
+rank_checks.py      check_replicated; check_batch; check_types
 nan_checks.py       finite: where NaN came from; poison: NaN in unwritten memory
-strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
-live_memory.py      live_bytes
+drawn_models.py     what hypothesis draws
+strategies.py   what hypothesis draws
 """
 
 from typing import Any
 
 from fsfunc.testing.comparing import assert_equal, integers
-from fsfunc.testing.costs import assert_cost
-from fsfunc.testing.live_memory import Living, live_bytes
+from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
-from fsfunc.testing.rank_checks import OddBatch, check_batch, check_replicated
+from fsfunc.testing.rank_checks import (
+    OddBatch,
+    check_batch,
+    check_replicated,
+    check_types,
+)
 from fsfunc.testing.transposes import check_collective
-from fsfunc.testing.type_checking import check_types
 
 __all__ = [
     "Living",

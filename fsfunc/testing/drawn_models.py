@@ -1,4 +1,4 @@
-"""Models to test transforms on: units that nest, share, repeat and freeze parameters.
+"""Models and stacks of transforms, as hypothesis draws them.
 
 They compute on integers, so that a sharded step must give the very bits of one device.
 """
@@ -13,12 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.units import unit
 from fsfunc.optim.descent import sgd
+from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.state.train_state import TrainState
+from fsfunc.transforms.accumulation import accumulate
+from fsfunc.transforms.donation import donate
+from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.sharding import shard
 
-__all__ = ["EXTRAS", "WIDTH", "DrawnModel", "DrawnStep", "embed", "layer", "rows"]
+__all__ = [
+    "DrawnModel",
+    "DrawnStack",
+    "DrawnStep",
+    "EXTRAS",
+    "WIDTH",
+    "embed",
+    "layer",
+    "rows",
+]
+
 
 WIDTH = 3
 EXTRAS = {  # leaves that a layer may have besides w: shape and dtype
@@ -217,3 +233,73 @@ def _loss(model: DrawnModel, params: Any, batch: Any) -> Tensor:
 def _step(model: DrawnModel, state: TrainState, batch: Any) -> tuple[Any, Tensor]:
     loss, grads = value_and_grad(model.loss)(state.params, state.extra, batch)
     return state.apply_gradients(grads, _DESCENT), loss
+
+
+@dataclass(frozen=True)
+class DrawnStack:
+    """Transforms in an order: ``stack(step)`` is the step under them.
+
+    Args:
+        order: of "shard", "remat", "accumulate", "pipeline" and "donate", the innermost
+            first.
+        axis, options: what ``shard`` is given.
+        microbatches: what ``accumulate`` and ``pipeline`` are given.
+        pipe: the axis of ``pipeline``, along which the batch is whole.
+
+    >>> import fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> DrawnStack(mesh, ("remat", "shard"), "data", {"zero": 2})
+    shard(remat(step), mesh, 'data', zero=2)  # of Mesh({'data': 2}, 'simulated')
+    """
+
+    mesh: Mesh
+    order: tuple[str, ...] = ("shard",)
+    axis: Axis = "data"
+    options: Any = None
+    microbatches: int = 2
+    pipe: str = ""
+
+    def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        for name in self.order:
+            args, options = self._given(name)
+            step = _TRANSFORMS[name](step, *args, **options)
+        return step
+
+    def _given(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a transform beside the step."""
+        if name == "shard":
+            return (self.mesh, self.axis), dict(self.options or {})
+        if name == "pipeline":
+            return (self.mesh, self.pipe), {"n_microbatches": self.microbatches}
+        return (self.microbatches,) * (name == "accumulate"), {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the batch is cut."""
+        copies = (self.options or {}).get("replicate")
+        names = (self.axis,) if isinstance(self.axis, str) else self.axis
+        return names if copies is None else (copies, *names)
+
+    @property
+    def rows(self) -> int:
+        """The smallest batch that every rank, and microbatch, has a row of."""
+        times = sum(name in ("accumulate", "pipeline") for name in self.order)
+        return self.mesh.axis_size(self.axes) * self.microbatches**times
+
+    def __repr__(self) -> str:
+        said = "step"
+        for name in self.order:
+            args, options = self._given(name)
+            each = ["mesh" if x is self.mesh else repr(x) for x in args]
+            each += [f"{k}={v!r}" for k, v in options.items()]
+            said = f"{name}({', '.join([said, *each])})"
+        return f"{said}  # of {self.mesh}"
+
+
+_TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "shard": shard,
+    "remat": remat,
+    "accumulate": accumulate,
+    "pipeline": pipeline,
+    "donate": donate,
+}

@@ -1,7 +1,8 @@
-"""Checks that all ranks make together: of their batches, of replicated values."""
+"""Checks of what ranks hold: replicated values, batches, types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +11,24 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.comparison import checksums, unlike
 from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
-from fsfunc.comm.mesh import Axis
+from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.state.layout_rules import LayoutRules
+from fsfunc.state.placing import place
 from fsfunc.testing.comparing import place_of
+from fsfunc.testing.one_device import batch_axes
+from fsfunc.tracing.type_check import check
 
-__all__ = ["OddBatch", "check_batch", "check_replicated"]
+__all__ = [
+    "OddBatch",
+    "check_batch",
+    "check_replicated",
+    "check_types",
+]
+
 
 _SHOWN = 8  # ranks of a message, or leaves
 
@@ -188,3 +200,50 @@ def _message(name: str, x: Any, where: RankGroup) -> str:
     more = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []
     advice = "sum or average it over the axis, or send one rank's by ff.pbroadcast"
     return "\n".join([f"{opening}: {advice}", *lines[:_SHOWN], *more])
+
+
+def check_types(
+    step: Callable[..., Any],
+    mesh: Mesh,
+    state: Any,
+    *batch: Any,
+    axis: Axis | tuple[()] | None = None,
+    layouts: LayoutRules | None = None,
+) -> None:
+    """Raises unless ``step``, transformed, has one meaning on all ranks of a mesh.
+
+    The step is run on tensors without data, at the first coordinate and the last. What
+    is one value on all ranks (I), a rank's own (V), or a part of one value is followed
+    through every operator; where they meet in a way that means nothing, it is refused.
+    A sharded step asks this of itself in its first call.
+
+    Args:
+        step, mesh, state, batch, axis, layouts: as for `assert_equals_one_device`.
+
+    Raises:
+        LawError, NotATensor: names the line, the leaf, and the way out.
+        Exception: what the step raises itself.
+
+    Cost: no memory, and nothing is sent but what ranks compare.
+
+    >>> import torch, fsfunc as ff
+    >>> unit = ff.unit(lambda w, x: x @ w)
+    >>> def noisy(w, x):
+    ...     g = ff.value_and_grad(lambda w, x: unit(w, x).sum())(w, x)[1]
+    ...     return ff.tree.map(lambda g: g + torch.randn_like(g), g)
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> step = ff.shard(noisy, mesh, "data")
+    >>> check_types(step, mesh, torch.ones(3), torch.ones(4, 3))
+    Traceback (most recent call last):
+        ...
+    fsfunc.comm.shard_linear_maps.LawError: ...
+    """
+    check_mesh(mesh, "check_types")
+    axes = batch_axes(step, mesh) if axis is None else axis_names(axis)
+
+    def main() -> None:
+        mine = local_batch(batch, mesh, axes) if axes else batch
+        placed = place(step, state, *mine, layouts=layouts)
+        check(step, (placed, *mine), {}, here(mesh), axes)
+
+    spmd(main, mesh)()

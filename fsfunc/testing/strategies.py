@@ -17,8 +17,7 @@ from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.pipelining.actions import Action, Schedule
 from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
-from fsfunc.testing.drawn_models import EXTRAS, DrawnModel, DrawnStep, rows
-from fsfunc.testing.drawn_stacks import DrawnStack
+from fsfunc.testing.drawn_models import EXTRAS, DrawnModel, DrawnStack, DrawnStep, rows
 
 try:
     from hypothesis import strategies as st

@@ -3,7 +3,7 @@
 All runs begin alike (`runs.without_data`); each adds its own observer:
 
 - ``place`` and ``init_state`` record the step: a `recorder.Recorder` notes which leaves
-  units take (they are `leaves.Recorded`), and `groups` says which of them share a
+  units take (they are `groups.Recorded`), and `groups` says which of them share a
   buffer.
 - A sharded call is type checked once for each set of shapes, at ``init_state`` or
   before it first runs, unless the record shows that no types are at stake:
@@ -22,13 +22,13 @@ unit calls, as a `frames.Stage` does. Operators are seen in a dispatch mode of
 (``planning.observer``), and ``init_state`` an init function, whose operators it keeps
 to run them again in part (``state.init_tape``).
 
-runs.py operators.py storages.py   shared: the harness, operators, facts by storage
+runs.py operators.py   shared: the harness, operators, facts by storage
 tracer.py programs.py   ff.program: the unit calls of a loss, which pipelines cut
 dataflow.py names.py    dependencies and FLOPs; names in the listing
-recorder.py leaves.py groups.py   leaves that units take, and their buffers
+recorder.py groups.py   leaves that units take, and their buffers
 type_check.py checker.py typed_operators.py asked.py   the type check of a sharded step
 types.py knowledge.py   the types, and the facts about tensors
 provenance.py own_rows.py results.py   gradients of rows that are averaged too early
-stand_ins.py steadiness.py   placeholders for values; steps that differ from run to run
+steadiness.py       placeholders for values; steps that differ from run to run
 refusals.py         the messages
 """

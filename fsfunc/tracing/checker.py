@@ -25,15 +25,14 @@ from fsfunc.comm.shard_linear_maps import GATHER, OWN
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.function_answers import answers
+from fsfunc.optim.arguments import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.rank_local import is_rank_local
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Provenance, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
 from fsfunc.tracing.results import together
-from fsfunc.tracing.stand_ins import StandIns
-from fsfunc.tracing.steadiness import NumbersGiven
+from fsfunc.tracing.steadiness import NumbersGiven, StandIns
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 

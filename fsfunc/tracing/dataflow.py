@@ -20,8 +20,7 @@ from fsfunc.core.units import Call
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
-from fsfunc.tracing.runs import with_data
-from fsfunc.tracing.storages import StorageTable
+from fsfunc.tracing.runs import StorageTable, with_data
 
 __all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
 

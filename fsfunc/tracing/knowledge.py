@@ -16,7 +16,7 @@ from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.own_rows import OwnTensors
 from fsfunc.tracing.provenance import NOTHING, Provenance, Rows
-from fsfunc.tracing.storages import StorageTable
+from fsfunc.tracing.runs import StorageTable
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.sharded.placements import describe
-from fsfunc.tracing.storages import StorageTable
+from fsfunc.tracing.runs import StorageTable
 
 __all__ = ["Names", "below", "nested"]
 

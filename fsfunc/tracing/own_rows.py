@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.tracing.provenance import Gradient, Rows
-from fsfunc.tracing.storages import StorageTable
+from fsfunc.tracing.runs import StorageTable
 
 __all__ = ["OwnTensors"]
 

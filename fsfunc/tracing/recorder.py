@@ -30,12 +30,11 @@ from fsfunc.comm.mesh import asks, maybe_here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.function_answers import answers
+from fsfunc.optim.arguments import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.groups import Findings, Taken
-from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
+from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
 from fsfunc.tracing.steadiness import NumbersGiven, check_steady, said

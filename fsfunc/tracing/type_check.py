@@ -14,16 +14,15 @@ from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
-from fsfunc.core.first_calls import FirstCalls
 from fsfunc.core.frames import frame, inside
+from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.rank_local import is_rank_local, mark_rank_local
 from fsfunc.tracing.asked import Asked
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.runs import shadows, without_data
-from fsfunc.tracing.stand_ins import StandIns
-from fsfunc.tracing.steadiness import check_data, check_steady
+from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
 from fsfunc.tracing.typed_operators import SharedOp
 
 __all__ = ["TypeCheck", "check"]

@@ -42,7 +42,7 @@ from fsfunc.tracing.operators import (
 from fsfunc.tracing.provenance import NOTHING, Provenance
 from fsfunc.tracing.refusals import LawError, refusal
 from fsfunc.tracing.results import made_of, value_of
-from fsfunc.tracing.stand_ins import StandIns
+from fsfunc.tracing.steadiness import StandIns
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
 
 __all__ = ["Operators", "SharedOp"]

@@ -12,12 +12,12 @@ collects the gradients of a buffer and reduces them by `wire`. A gradient call m
 such a runtime, and `gradients` returns its sums.
 
 transforming.py     applying a transform to a unit, a loss or a step
-sharding.py shard_options.py   shard, and its options
+shard_options.py    options of shard; process groups of a packed buffer
+sharding.py         shard, with the type check it is handed
 sharded_calls.py    its interpretation: of unit calls and of gradient calls
 unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
-buffer_groups.py    process groups of a packed buffer
 gathers.py          gathered buffers: in flight, arrived, held, dropped
 gradient_sums.py    gradients: collected, reduced, summed, kept
 gathered_calls.py   one unit call's hold on a buffer

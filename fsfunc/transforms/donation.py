@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.runtime.save_guard import is_held
+from fsfunc.runtime.memory import is_held
 from fsfunc.sharded.donated import (
     Donation,
     any_spent,

@@ -14,13 +14,12 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
 from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import Gather, KeptGather, check_decoded
-from fsfunc.transforms.shard_options import ShardOptions
+from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 __all__ = ["Gathers"]
 

@@ -16,12 +16,11 @@ from fsfunc.core.frames import frame
 from fsfunc.core.observation import Observation
 from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
 from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
-from fsfunc.transforms.shard_options import ShardOptions
+from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 __all__ = ["GradientSums"]
 

@@ -15,7 +15,7 @@ from fsfunc import _torch
 from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "MODES",

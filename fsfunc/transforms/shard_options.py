@@ -1,17 +1,22 @@
-"""Options of ``shard``: one value that its runtime and its unit calls read."""
+"""Options of shard, and the process groups of packed buffers that follow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Mesh, check_mesh
 from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
 from fsfunc.transforms.messages.wire import Gather, Reduction
 
-__all__ = ["ShardOptions"]
+__all__ = [
+    "BufferGroups",
+    "GroupTable",
+    "ShardOptions",
+]
 
 
 @dataclass(frozen=True)
@@ -83,3 +88,48 @@ class ShardOptions:
     def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
         """The axes but for those, over which leaves are split already."""
         return tuple(axis for axis in self.axis if axis not in split_axes)
+
+
+class BufferGroups(NamedTuple):
+    """The groups that a buffer is gathered from and its gradient reduced over.
+
+    Args:
+        where: the ranks over which it is cut.
+        replicas: those that have a copy of this rank's range.
+        blocks: those of the mean that have other blocks of its leaves.
+    """
+
+    where: RankGroup | None
+    replicas: RankGroup | None
+    blocks: RankGroup | None = None
+
+
+class GroupTable(dict[tuple[str, ...], BufferGroups]):
+    """The groups of a buffer, by the axes over which its leaves are split.
+
+    Where these are among the axes of ``shard``, as those of experts are, it is the
+    ranks that have the same block. Made in the forward pass: a backward has no mesh in
+    reach.
+    """
+
+    def __init__(self, where: RankGroup, replicas: RankGroup | None):
+        self.where, self.replicas = where, replicas
+        self[()] = BufferGroups(where, replicas)
+
+    def __missing__(self, split_axes: tuple[str, ...]) -> BufferGroups:
+        copies = () if self.replicas is None else self.replicas.axis
+        blocks = [a for a in (*copies, *self.where.axis) if a in split_axes]
+        found = self[split_axes] = BufferGroups(
+            _without(self.where, split_axes),
+            _without(self.replicas, split_axes),
+            group(tuple(blocks)) if blocks else None,
+        )
+        return found
+
+
+def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
+    """The ranks of a group that differ along none of these axes."""
+    if where is None or not set(where.axis) & set(axes):
+        return where
+    rest = tuple(axis for axis in where.axis if axis not in axes)
+    return group(rest) if rest else None

@@ -24,12 +24,11 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.leaf import FlatShard, Parts
-from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.gathers import Gathers
 from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.shard_options import ShardOptions
+from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 __all__ = ["ShardRuntime"]
 

@@ -13,11 +13,11 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.core.first_calls import FirstCalls, signature
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
+from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
@@ -25,7 +25,6 @@ from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.sharded.rank_local import mark_rank_local
-from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
@@ -34,7 +33,7 @@ from fsfunc.transforms.gradients import (
     shown,
 )
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.shard_options import ShardOptions
+from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
 
@@ -62,7 +61,7 @@ class Sharding(Interpretation):
         self.min_bytes = options.min_bytes
         self.compared_whole: frozenset[Any] = frozenset()
         self.new = True  # nothing was returned as yet
-        self.uncompared: dict[Any, set[str]] = {}  # see `gradient_agreement`
+        self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

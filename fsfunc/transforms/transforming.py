@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsfunc.core.frames import Interpretation, frame
-from fsfunc.runtime.compiled import refuse_compiled
+from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 
 __all__ = ["transformed"]

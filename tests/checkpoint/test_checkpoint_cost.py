@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.runtime.collector import uncollected
+from fsfunc.runtime.scopes import uncollected
 from tests.checkpoint.forging import text_of
 from tests.checkpoint.stacks import STACKS, abstract, made
 from tests.checkpoint.trees import on

@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.save_guard import hold
+from fsfunc.runtime.memory import hold
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import on
 from tests.checks import same

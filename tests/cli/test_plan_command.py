@@ -14,7 +14,7 @@ from fsfunc.__main__ import main
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.plans import Plan
-from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
+from fsfunc.printing.tables import of_bytes, of_flops, of_seconds
 from tests.programs import ROOT, forked
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
 from tests.checks import refused, simulated
 from tests.optim.trees import assert_bits
 from tests.planning.comparing import planned_and_run

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.pipelining.fused_gradients import _alone
-from fsfunc.pipelining.stage_vjp import StageVjp
+from fsfunc.pipelining.stages import StageVjp
 from fsfunc.runtime.buffer_pool import BufferPool
 from tests.checks import same
 from tests.probes import LiveBytes

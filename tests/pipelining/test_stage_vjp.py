@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsfunc.pipelining.stage_vjp import StageVjp
+from fsfunc.pipelining.stages import StageVjp
 from tests.checks import same
 from tests.probes import LiveBytes
 

@@ -8,7 +8,7 @@ import torch
 import fsfunc as ff
 from fsfunc.core.execution_context import Running, Thread, run_as
 from fsfunc.core.frames import Stage, frame, inside
-from fsfunc.pipelining.stage_vjp import StageVjp
+from fsfunc.pipelining.stages import StageVjp
 from tests.checks import same
 from tests.pipelining.test_stage_vjp import flops, run
 

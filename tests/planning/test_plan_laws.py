@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.testing import strategies as draw
-from fsfunc.testing.drawn_models import DrawnModel, rows
-from fsfunc.testing.drawn_stacks import DrawnStack
+from fsfunc.testing.drawn_models import DrawnModel, DrawnStack, rows
 from tests.pipelining import test_pipeline_laws as piped
 from tests.pipelining.models import batch_of as rows_of
 from tests.planning.comparing import facts, own, planned_and_run

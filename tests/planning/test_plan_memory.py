@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
 pytestmark = pytest.mark.usefixtures("uncollected")

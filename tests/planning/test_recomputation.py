@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
 from fsfunc.transforms.selecting import remat_calls
 from tests.checks import close, same
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fsfunc.runtime.prefault import populate
+from fsfunc.runtime.memory import populate
 
 
 def faults():

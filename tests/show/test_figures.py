@@ -13,14 +13,14 @@ from fsfunc.pipelining.schedules import (
 )
 from fsfunc.pipelining.timing import Costs
 from fsfunc.show import memory, plan, streams, timeline
-from fsfunc.show.figures import WIDEST
-from fsfunc.show.palette import (
+from fsfunc.show.figures import (
     COMPUTING,
     GAPS,
     MEMORY,
     OUTSIDE,
     SENDING,
     WAITS,
+    WIDEST,
     by_sign,
     lighter,
 )

@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.planning.events import Gave, Took
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
+from fsfunc.show.figures import MEMORY
 from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack
-from fsfunc.show.palette import MEMORY
 from tests.show.planned import body, golden, lone, ran, small, stages
 
 

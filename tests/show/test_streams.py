@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import streams
-from fsfunc.show.palette import COMPUTING
+from fsfunc.show.figures import COMPUTING
 from tests.show.planned import STEP, golden, small, span
 
 PHASES = [look.title for look in COMPUTING.values()]

@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.save_guard import hold
+from fsfunc.runtime.memory import hold
 from tests.checks import same, simulated
 from tests.models import WIDTH, chain, floats, layer, layers, train_step
 from tests.probes import LiveBytes

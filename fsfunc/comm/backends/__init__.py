@@ -1,7 +1,7 @@
 """Backends: what runs a rank's collectives with the other ranks.
 
 link.py    the interface of all backends
-abstract.py vmapped.py   nothing moves; one level of vmap
+abstract.py         nothing moves; one level of vmap
 simulated.py baton.py   threads of one process, one at a time
 processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py

@@ -1,7 +1,7 @@
 """Optimizers of whole matrices: each is computed by one rank, its owner.
 
 orthogonal_momentum.py   muon
-preconditioning.py preconditioners.py   shampoo; its covariances and roots
+preconditioning.py  shampoo; its covariances and roots
 matrix_owners.py matrix_exchange.py   each matrix on one rank, back in parts
 matrices.py matrix_functions.py   what is asked of them; orthogonal ones, roots
 """

@@ -1,6 +1,7 @@
 """Ranks that train copies of their own, and meet now and then.
 
 local_updates.py slow_momentum.py gossiping.py   local_sgd, slowmo, gossip
-local_copies.py averaging.py graphs.py   a state that differs by rank; means of it,
+averaging.py        a state that differs by rank; means of it, consensus
+graphs.py   a state that differs by rank; means of it,
                     consensus; who gossips with whom, as data
 """

@@ -14,9 +14,14 @@ from torch import Tensor
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh, asks
 from fsfunc.optim.leaves import map_flat
-from fsfunc.transforms.local.averaging import assign, buckets, in_one, written
+from fsfunc.transforms.local.averaging import (
+    LocalState,
+    assign,
+    buckets,
+    in_one,
+    written,
+)
 from fsfunc.transforms.local.graphs import Graph
-from fsfunc.transforms.local.local_copies import LocalState
 from fsfunc.transforms.local.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 

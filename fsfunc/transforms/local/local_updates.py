@@ -21,11 +21,16 @@ from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside
-from fsfunc.optim.function_answers import answers
+from fsfunc.optim.arguments import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.transforms.local.averaging import assign, averages, written
-from fsfunc.transforms.local.local_copies import LocalState, Relabeled
+from fsfunc.transforms.local.averaging import (
+    LocalState,
+    Relabeled,
+    assign,
+    averages,
+    written,
+)
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["LocalUpdates", "local_sgd"]

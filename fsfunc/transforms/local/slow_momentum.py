@@ -19,8 +19,7 @@ from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, room
-from fsfunc.transforms.local.averaging import assign, averages, written
-from fsfunc.transforms.local.local_copies import LocalState
+from fsfunc.transforms.local.averaging import LocalState, assign, averages, written
 from fsfunc.transforms.local.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 

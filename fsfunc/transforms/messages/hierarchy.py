@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.memory import count_as
 from fsfunc.transforms.messages.wire import Gather, KeptGather, Reduction
 
 __all__ = ["HierarchicalGather", "HierarchicalReduction"]

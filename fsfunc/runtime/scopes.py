@@ -1,4 +1,4 @@
-"""Compiled functions inside of steps: units compile, what is around them does not.
+"""Blocks: a context variable, no garbage collector, no compiled functions.
 
 A unit's function may be compiled. What is around units may not: which unit is called
 when is for Python to say, and for transforms to see.
@@ -6,15 +6,64 @@ when is for Python to say, and for transforms to see.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from fsfunc import _torch
 
-__all__ = ["plainly", "refuse_compiled", "standing"]
+__all__ = [
+    "Scoped",
+    "plainly",
+    "refuse_compiled",
+    "standing",
+    "uncollected",
+]
+
+
+class Scoped:
+    """``with Scoped(var, value)``: a class, since each unit call opens several.
+
+    >>> var = ContextVar("var", default=0)
+    >>> with Scoped(var, 1):
+    ...     var.get()
+    1
+    >>> var.get()
+    0
+    """
+
+    __slots__ = ("var", "value", "token")
+
+    def __init__(self, var: ContextVar[Any], value: Any):
+        self.var, self.value = var, value
+
+    def __enter__(self) -> Any:
+        self.token = self.var.set(self.value)
+        return self.value
+
+    def __exit__(self, *_: Any) -> None:
+        self.var.reset(self.token)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The collector waits: of thousands of new values it would find none to free.
+
+    >>> with uncollected():
+    ...     gc.isenabled()
+    False
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 @contextmanager

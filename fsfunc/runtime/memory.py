@@ -1,0 +1,109 @@
+"""Memory: its purposes, its pages taken in time, and what is being saved."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.runtime.scopes import Scoped
+
+__all__ = [
+    "KINDS",
+    "OFFLOADED",
+    "advise",
+    "count_as",
+    "counting",
+    "hold",
+    "is_held",
+    "populate",
+]
+
+
+KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
+OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
+
+_COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
+
+
+def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
+    """Tells a counter the kind of the memory of ``tensors``, if there is one."""
+    counter = _COUNTER.get()
+    if counter is not None:
+        counter.count_as(kind, tensors)
+
+
+def counting(counter: Any) -> Scoped:
+    """Inside, ``counter.count_as(kind, tensors)`` hears what memory is for."""
+    return Scoped(_COUNTER, counter)
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+
+
+@functools.cache
+def _madvise() -> Any:
+    try:
+        return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+    except (OSError, AttributeError):
+        return None
+
+
+def populate(x: Tensor) -> None:
+    """Takes the pages of ``x``, which will be written next, at once.
+
+    A fault for each page of 4 KiB is a third of the time in which fresh memory is
+    filled with random numbers; taken together they cost a fifth less. Nothing happens
+    where the system does not know how, or ``x`` is not on the CPU.
+    """
+    advise(x, _POPULATE_WRITE)
+
+
+def advise(x: Tensor, how: int) -> None:
+    """Tells the system ``how`` the pages that ``x`` fills will be used."""
+    madvise = _madvise()
+    if madvise is None or x.device.type != "cpu" or not x.is_contiguous():
+        return
+    first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), how)
+
+
+_held: Counter[int] = Counter()
+_lock = Lock()
+
+
+def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Holds the memory of ``tensors`` until the function returned is called.
+
+    A donated step leaves held memory as it is and makes a new state, as the pure step
+    does. The caller keeps the tensors alive.
+    """
+    keys = {_torch.storage_key(x) for x in tensors}
+    with _lock:
+        _held.update(keys)
+
+    def release() -> None:
+        with _lock:
+            _held.subtract(keys)
+            for key in keys:
+                if not _held[key]:
+                    del _held[key]
+            keys.clear()
+
+    return release
+
+
+def is_held(tensors: Iterable[Tensor]) -> bool:
+    """True if any of ``tensors`` lies in held memory."""
+    return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)
