@@ -124,7 +124,7 @@ class Gathers:
         elif self.rounds:  # indices and masks have no rounding
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
-            like = shard.flat if source is None else source
+            like = shard.flat.detach() if source is None else source
             like = space_of(like).on_device(like) if self.offloads else like
             kind = dtype if source is None else source.dtype
             full = self.pool.get(where.size * like.numel(), kind, like)
