@@ -221,11 +221,12 @@ al. of the same month: minGPT, fp16 with SGD, 128 A100-40GB in nodes of 8, 400 G
 node, blocks recomputed, FLOPs by Narayanan et al. (2021), eq. 3. Ours: the same model
 and optimizer in bfloat16, attention in plain operators as minGPT has it, no dropout, a
 block gathered at a time; nothing is offloaded.
-Where it stops being right: at 175B the estimate is a fifth above what was measured, which
-lies where nothing is hidden; its allocator's retries are not in it. At 1T it is no model of that run: planned with a block at a time and nothing
-offloaded the step does not fit the card. Theirs gathered single linear layers, kept
-parameters and the blocks' inputs on the CPU, and ran at the edge of the memory, where,
-by their own traces, one cudaMalloc and one collective each took up to hundreds of ms.""",
+Where it stops being right: at 175B the estimate is a fifth above what was measured,
+which lies where nothing is hidden; its allocator's retries are not in it. At 1T it is
+no model of that run: planned with a block at a time and nothing offloaded the step does
+not fit the card. Theirs gathered single linear layers, kept parameters and the blocks'
+inputs on the CPU, and ran at the edge of the memory, where, by their own traces, one
+cudaMalloc and one collective each took up to hundreds of ms.""",
     "ZeRO": """\
 Claim: Rajbhandari et al. (2020), figure 1: 7.5B parameters, 64 ranks, 2 bytes of
 parameters, 2 of gradients and 12 of optimizer state each. Plans: a GPT of 36 layers of

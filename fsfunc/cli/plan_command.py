@@ -23,6 +23,7 @@ from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning import hardware as machines
+from fsfunc.planning.allocation import needed_bytes
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
@@ -204,15 +205,18 @@ def facts(
         "mesh": dict(plan.mesh.axes),
         "flops": plan.flops,
         "peak_bytes": plan.peak_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
         "derived": plan.derived,
         "programs": [_program(own) for own in plan.ranks],
     }
     if estimate is not None:
         times = asdict(replace(estimate, spans=[]))
         found["estimate"] = {name: x for name, x in times.items() if name != "spans"}
+        found["estimate"] |= {"low": estimate.low, "high": estimate.high}
     if hardware is not None:
         found["memory"] = hardware.memory
-        found["fits"] = plan.peak_bytes <= hardware.memory
+        found["needed_bytes"] = needed_bytes(plan, hardware)
+        found["fits"] = found["needed_bytes"] <= hardware.memory
     return found
 
 

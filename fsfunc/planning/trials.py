@@ -13,9 +13,11 @@ from fsfunc import tree
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
+from fsfunc.planning.allocation import needed_bytes
 from fsfunc.planning.candidates import Axes, Space, lowered, stages_of
 from fsfunc.planning.choices import Choice, Search, Skipped, front_of
 from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
 from fsfunc.planning.stacks import PIPE, Stack
@@ -41,6 +43,7 @@ class Trials:
     ):
         self.space, self.optimizer = space, optimizer
         self.hardware, self.memory = hardware, memory
+        self.bounded = replace(hardware, memory=memory)
         self.loss_fn, self.batch = loss_fn, batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
@@ -105,7 +108,7 @@ class Trials:
             stack=stack,
             seconds=timed.seconds,
             peak_bytes=found.peak_bytes,
-            fits=found.peak_bytes <= self.memory,
+            fits=needed_bytes(found, self.bounded) <= self.memory,
             compute=timed.compute,
             exposed=timed.exposed,
             bubble=timed.bubble,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsfunc.planning.allocation import needed_bytes
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
@@ -114,10 +115,14 @@ def room(plan: Plan, hardware: Hardware) -> str:
     'does not fit A100-40: rank 0 holds 50.0 GB, 9.32 GB more than its 40.7 GB'
     """
     most = max(plan.ranks, key=lambda own: own.peak_bytes)
-    size, memory = most.peak_bytes, hardware.memory
+    size, memory = needed_bytes(plan, hardware), hardware.memory
     if size <= memory:
-        share = of_share(size, memory)
-        return f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
+        share, held = of_share(size, memory), most.peak_bytes
+        reserved = f", reserved for {of_bytes(held)}" if size > held else ""
+        return (
+            f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
+            f"{reserved}"
+        )
     return (
         f"does not fit {hardware.name}: rank {most.rank} holds {of_bytes(size)}, "
         f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
