@@ -276,18 +276,24 @@ class _Step:
             yield from ((h, h + 2 * kv), (h, h), (h, run.ffn), (run.ffn, h))
 
     def _layer(self, phase: str) -> None:
-        kind = FP8 if self.run.compute == "fp8" else BF16
-        for k, n in self._shapes():
-            self._products(phase, k, n, kind)
+        """All kernels of a layer in one phase.
+
+        A recompute stops where all that the backward reads is there: before the last
+        product (torch.utils.checkpoint's ``early_stop``, on by default since 2.1).
+        """
+        shapes = list(self._shapes())
+        self._all(phase, shapes[:-1] if phase == "recompute" else shapes)
         self._attention(phase)
-        self._pointwise(phase)
 
     def _selective(self) -> None:
         """All but the attention and every second product, as torchtitan's policy."""
+        self._all("recompute", list(self._shapes())[1::2])
+
+    def _all(self, phase: str, shapes: Sequence[tuple[int, int]]) -> None:
         kind = FP8 if self.run.compute == "fp8" else BF16
-        for k, n in list(self._shapes())[1::2]:
-            self._products("recompute", k, n, kind)
-        self._pointwise("recompute")
+        for k, n in shapes:
+            self._products(phase, k, n, kind)
+        self._pointwise(phase)
 
     def _pointwise(self, phase: str) -> None:
         run, back = self.run, phase == "backward"

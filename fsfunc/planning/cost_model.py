@@ -50,7 +50,7 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     >>> from fsfunc.planning.hardware import A100_40
     >>> mm = Op("aten.mm", 2 * 4096**3, 6 * 4096**2, torch.bfloat16, (1, *[4096] * 3))
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
-    '592 us'
+    '629 us'
     """
     rate = hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate

@@ -105,7 +105,7 @@ def _plain(name: str) -> str:
 # share of the peak that large products reach, one for each family, which is what a
 # card under load keeps of its clock. The others are measurements that others published.
 
-_PRODUCTS = {"ampere": 0.78, "hopper": 0.559, "blackwell": 0.559}
+_PRODUCTS = {"ampere": 0.756, "hopper": 0.559, "blackwell": 0.559}
 # Products lose the power that a limit takes, by about its 0.4th root: the clock falls
 # with the cube root of power (P ~ f V^2), and memory's part is kept.
 _POWER = 0.4

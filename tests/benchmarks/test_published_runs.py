@@ -31,8 +31,9 @@ def runs(pr):
 def test_the_ten_are_nearer_than_the_rule_of_thumb_says(pr, runs):
     rows = [pr.judged(run) for run in runs]
     assert len(rows) == 10
-    assert mean(abs(j.error) for j in rows) <= 0.06
-    assert mean(abs(j.error) for j in rows) < 0.7 * mean(abs(j.rough) for j in rows)
+    assert mean(abs(j.error) for j in rows) <= 0.04
+    for name, _, ours, rough, _ in pr.summary(rows):  # of all, each GPU and kind
+        assert ours < rough, name
     assert sum(j.inside for j in rows) >= 9
     assert max(j.found.high / j.found.low for j in rows) < 1.4
     right, pairs = pr.in_order(rows)
@@ -41,7 +42,7 @@ def test_the_ten_are_nearer_than_the_rule_of_thumb_says(pr, runs):
 
 @pytest.mark.slow  # the ten fitted ten times
 def test_a_run_that_was_left_out_is_nearly_as_near(pr, runs):
-    assert mean(map(abs, pr.left_out(runs))) <= 0.08
+    assert mean(map(abs, pr.left_out(runs))) <= 0.06
 
 
 @pytest.mark.slow
@@ -88,6 +89,11 @@ def test_remat_is_computed_again_and_costs_time(pr, runs):
     again = {k: p.ranks[0].flops(phase="recompute") for k, p in plans.items()}
     assert again["none"] == 0 < again["selective op"] < again["full"]
     assert 2 * again["every second layer"] == again["full"]
+    forward = plans["full"].ranks[0].flops(phase="forward")
+    head = 2 * run.vocab * run.hidden
+    last = 2 * run.layers * run.ffn * run.hidden  # which no derivative reads
+    tokens = run.batch_per_gpu * run.seq
+    assert again["full"] == forward - tokens * (head + last)
 
 
 def test_eight_bits_are_faster_and_not_twice(pr, runs):
