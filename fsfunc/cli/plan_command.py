@@ -68,6 +68,7 @@ def add_to(commands: Any) -> None:
         f'on "{THIS}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
+    add("--attention", metavar="NAME", help="the generation of its kernels: fa2, fa3")
     add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
@@ -102,7 +103,8 @@ def _run(options: argparse.Namespace) -> None:
             found, times = plan_of(build, mesh, options.script), None
             if machine is not None:
                 with refusing(options.script):
-                    times = estimate(found, machine, tokens=options.tokens)
+                    how = {"tokens": options.tokens, "attention": options.attention}
+                    times = estimate(found, machine, **how)
             seen.append((found, times))
             _show(found, times, machine, options)
     if len(seen) > 1:
@@ -115,7 +117,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
-    for name in ("streams", "trace", "tokens"):
+    for name in ("streams", "trace", "tokens", "attention"):
         if getattr(options, name) and not options.hardware:
             names = ", ".join(known.name for known in machines.GIVEN)
             raise Refused(

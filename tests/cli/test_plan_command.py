@@ -270,6 +270,7 @@ def test_scripts_that_cannot_be_planned(case: str, script, capsys) -> None:
         ("--mesh data=4 --streams", "--streams is of an estimate: say on what, by"),
         ("--mesh data=4 --trace t.json", "--trace is of an estimate"),
         ("--mesh data=4 --tokens 4", "--tokens is of an estimate"),
+        ("--mesh data=4 --attention fa2", "--attention is of an estimate"),
         ("--mesh data=4 --hardware h100 --tokens 0", "--tokens is above 0: 0"),
         ("--mesh data=4 --json no/such/folder/x.json", "cannot write no/such/folder/"),
         (
