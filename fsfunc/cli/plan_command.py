@@ -25,6 +25,7 @@ from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning import hardware as machines
+from fsfunc.planning.allocation import needed_bytes
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
@@ -69,6 +70,7 @@ def add_to(commands: Any) -> None:
         f'on "{THIS}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
+    add("--attention", metavar="NAME", help="the generation of its kernels: fa2, fa3")
     add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
@@ -103,7 +105,8 @@ def _run(options: argparse.Namespace) -> None:
             found, times = plan_of(build, mesh, options.script), None
             if machine is not None:
                 with refusing(options.script):
-                    times = estimate(found, machine, tokens=options.tokens)
+                    how = {"tokens": options.tokens, "attention": options.attention}
+                    times = estimate(found, machine, **how)
             seen.append((found, times))
             _show(found, times, machine, options)
     if len(seen) > 1:
@@ -116,7 +119,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
-    for name in ("streams", "trace", "tokens"):
+    for name in ("streams", "trace", "tokens", "attention"):
         if getattr(options, name) and not options.hardware:
             names = ", ".join(known.name for known in machines.GIVEN)
             raise Refused(
@@ -206,15 +209,18 @@ def facts(
         "mesh": dict(plan.mesh.axes),
         "flops": plan.flops,
         "peak_bytes": plan.peak_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
         "derived": plan.derived,
         "programs": [_program(own) for own in plan.ranks],
     }
     if estimate is not None:
         times = asdict(replace(estimate, spans=[]))
         found["estimate"] = {name: x for name, x in times.items() if name != "spans"}
+        found["estimate"] |= {"low": estimate.low, "high": estimate.high}
     if hardware is not None:
         found["memory"] = hardware.memory
-        found["fits"] = plan.peak_bytes <= hardware.memory
+        found["needed_bytes"] = needed_bytes(plan, hardware)
+        found["fits"] = found["needed_bytes"] <= hardware.memory
     return found
 
 

@@ -16,7 +16,7 @@ from fsfunc.sharded.placements import Split
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.transforms.policies import MODES, Policy
 
-__all__ = ["Axes", "Space", "lowered", "meshes", "stages_of"]
+__all__ = ["Axes", "Space", "lowered", "meshes", "stages_of", "whole_gradients"]
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -73,13 +73,20 @@ class Space:
         return tuple(dict.fromkeys((*self.dims, *axes_of(self.layouts))))
 
     def flat(self, axes: Axes, rows: int) -> Iterator[list[Stack]]:
-        """The stacks without a pipeline: lists that differ in ``accumulate`` alone."""
+        """The stacks without a pipeline: lists that differ in ``accumulate`` alone.
+
+        Where gradients are sharded, a second list has those that are reduced with each
+        part.
+        """
         rows //= self.on(axes).parts
         for zero in self._zeros(axes):
             for policy in self.remat:
                 plain = self._plain(axes, zero, policy)
-                ladder = self.accumulate or _halved(rows)
-                yield [replace(plain, accumulate=n) for n in sorted(ladder)]
+                ladder = sorted(self.accumulate or _halved(rows))
+                yield [replace(plain, accumulate=n) for n in ladder]
+                more = [n for n in ladder if n > 1]
+                if zero in (2, 3) and more:
+                    yield [replace(plain, accumulate=n, each=True) for n in more]
 
     def pipelined(self, axes: Axes, rows: int) -> list[Stack]:
         """The stacks with a pipeline, with the first ``zero`` there is."""
@@ -150,6 +157,24 @@ def lowered(stack: Stack, params: int, moments: int) -> int:
     parts = {*whole, *(a for a in stack.means if a != NODE)}
     params //= stack.parts_of(parts if stack.zero == 3 else whole)
     return params + moments // stack.parts_of(parts if stack.zero else whole)
+
+
+def whole_gradients(stack: Stack, params: int) -> int:
+    """Bytes of gradients that a rank holds beside :func:`lowered`, at least.
+
+    Parts that are summed before one reduction leave them whole, in 2 bytes at least
+    where parameters are cast.
+
+    >>> axes = (("data", 4),)
+    >>> whole_gradients(Stack(axes, zero=3, accumulate=8), 400)
+    400
+    >>> whole_gradients(Stack(axes, zero=3, accumulate=8, each=True), 400)
+    0
+    """
+    if stack.accumulate == 1 or stack.each or stack.zero not in (2, 3):
+        return 0
+    params //= stack.parts_of({PIPE, *axes_of(stack.layouts)})
+    return params if stack.compute is None else params // 2
 
 
 def _halved(rows: int) -> list[int]:

@@ -22,9 +22,9 @@ class Choice:
         stack: the transforms, as data.
         seconds: of a step; ``compute``, ``exposed`` and ``bubble`` add up to it, as in
             an ``Estimate``.
-        peak_bytes: the most that a rank holds, as the plan counts it: an allocator's
-            caches and what torch itself takes come on top.
-        fits: whether that is within the memory asked for.
+        peak_bytes: the most that a rank holds, as the plan counts it.
+        fits: whether what an allocator reserves for that is within the memory asked
+            for.
     """
 
     stack: Stack

@@ -6,53 +6,60 @@ its launch do, a collective what a ring over its ranks does.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import Op
-from fsfunc.planning.machines import Hardware
+from fsfunc.planning.machines import Hardware, nearest
 
 __all__ = [
+    "attention_share",
     "collective_seconds",
+    "fill",
     "message_seconds",
     "op_seconds",
     "taken_seconds",
 ]
 
 
-def op_seconds(op: Op, hardware: Hardware) -> float:
+def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> float:
     """The seconds that an operator takes, beside the first touch of what it makes.
 
     A product takes flops / (peak · efficiency), read from the curve at the size
     (b·m·k·n)**(1/3): the cube of equal work. A batch counts as more work of one
     product, as that is how it fills a chip; where its entries are too small to reuse
-    what they read, their bytes bound it. An attention takes flops / (peak · attention),
-    of half the flops under a causal mask. Neither is faster than its bytes over the
-    memory's bandwidth, which, or a rate of its own, is all that another operator takes.
-    To all of it comes the overhead of one operator.
+    what they read, their bytes bound it. Where the hardware gives its ``processors``,
+    the efficiency is multiplied by :func:`fill`. An attention takes flops / (peak ·
+    :func:`attention_share`), of half the flops under a causal mask. Neither is faster
+    than its bytes over the memory's bandwidth, which, or a rate of its own, is all that
+    another operator takes. To all of it comes the overhead of one operator, unless
+    there are ``processors``: then the host launches it meanwhile.
 
     Args:
         op: what ran.
         hardware: on what.
+        attention: the generation of its kernels; None: the likeliest.
 
     Raises:
-        ValueError: a product of a dtype whose peak the hardware does not give.
+        ValueError: a product of a dtype whose peak the hardware does not give; an
+            attention of a generation that it does not know.
 
     >>> import torch
     >>> from fsfunc.planning.hardware import A100_40
     >>> mm = Op("aten.mm", 2 * 4096**3, 6 * 4096**2, torch.bfloat16, (1, *[4096] * 3))
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
-    '563 us'
+    '629 us'
     """
     rate = hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate
     if op.flops:
-        seconds = max(seconds, _computing(op, hardware))
-    return seconds + hardware.overhead
+        seconds = max(seconds, _computing(op, hardware, attention))
+    return seconds if hardware.processors else seconds + hardware.overhead
 
 
-def _computing(op: Op, hardware: Hardware) -> float:
+def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
     name = str(op.dtype).removeprefix("torch.")
     peak = hardware.peak.get(name)
     if peak is None:
@@ -62,9 +69,77 @@ def _computing(op: Op, hardware: Hardware) -> float:
             f'replace(hardware, peak={{"{name}": FLOP/s, ...}})'
         )
     if "_attention" in op.name:
-        return op.flops * (0.5 if op.causal else 1.0) / (peak * hardware.attention)
+        share = attention_share(op, hardware, attention)
+        return op.flops * (0.5 if op.causal else 1.0) / (peak * share)
     size = (op.flops / 2) ** (1 / 3)  # of a product, (b·m·k·n)**(1/3)
-    return op.flops / (peak * hardware.efficiency_at(size))
+    share = hardware.efficiency_at(size)
+    if hardware.processors and len(op.dims) == 4:
+        share *= fill(*op.dims, hardware.processors)
+    return op.flops / (peak * share)
+
+
+# A processor computes a tile of the result at a time. Of cuBLAS's 16-bit kernels these
+# are what large products get; the deep is split where the tiles are too few
+# (NVIDIA, Matrix Multiplication Background, 2023: tile and wave quantisation).
+_TILES = ((128, 256), (256, 128), (128, 128))
+_SPLITS = (1, 2, 4, 8)
+# What filling and draining a tile's pipeline takes, in elements of k: cuBLAS on
+# [8192, k] @ [k, 8192] reaches half of its rate at about this depth (same source).
+_DEPTH = 96
+
+
+@functools.lru_cache(maxsize=4096)
+def fill(batch: int, m: int, k: int, n: int, processors: int) -> float:
+    """The share of a chip that [batch, m, k] @ [batch, k, n] keeps busy.
+
+    result / (waves · processors · tile) · k / (k + 96): tiles that reach over the edge
+    and a last wave that is not full are lost, and so is each tile's beginning. The best
+    of three tiles, with k cut into 1, 2, 4 or 8 parts that run side by side.
+
+    >>> f"{fill(1, 128, 4096, 256 * 108, 108):.3f}, {fill(1, 128, 4096, 257, 108):.3f}"
+    '0.977, 0.125'
+    """
+    best = 0.0
+    for rows, columns in _TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        for parts in _SPLITS if tiles < processors else (1,):
+            waves = math.ceil(tiles * parts / processors)
+            kept = batch * m * n * parts / (waves * processors * rows * columns)
+            depth = k / parts
+            best = max(best, kept * depth / (depth + _DEPTH))
+    return best
+
+
+# FlashAttention-2 (Dao 2023, fig. 5 to 7) and -3 (Shah et al. 2024, fig. 5 and 6):
+# half of the rate at 512 queries under a mask, and at heads of 64 about four fifths.
+_HALF_LENGTH, _SMALL_HEAD, _SMALL_SHARE = 512, 128, 0.8
+
+
+def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float:
+    """The share of peak that a fused attention reaches.
+
+    That of its kernels' generation, forward or backward, over 1 + 512 / length, and 0.8
+    of it where heads are smaller than 128; or the hardware's one share for all.
+
+    Raises:
+        ValueError: a generation that the hardware does not know; names those it does.
+    """
+    known = hardware.attention
+    if not isinstance(known, Mapping):
+        return known
+    if generation is not None and generation not in known:
+        raise ValueError(
+            f'{hardware.name} knows no attention "{generation}"'
+            f"{nearest(generation, list(known))}; it knows: {', '.join(known)}"
+        )
+    pair = known[generation or next(iter(known))]
+    share = pair["backward" in op.name]
+    if op.dims:
+        _, _, keys, head = op.dims
+        share *= (_SMALL_SHARE if head < _SMALL_HEAD else 1.0) / (
+            1 + _HALF_LENGTH / keys
+        )
+    return share
 
 
 def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
@@ -125,9 +200,9 @@ def collective_seconds(
     >>> from fsfunc.planning.hardware import A100_40
     >>> gather = Record("all_gather", ("data",), Fraction(10**9), torch.bfloat16)
     >>> f"{collective_seconds(gather, range(8), A100_40) * 1e3:.2f} ms"
-    '3.40 ms'
+    '4.19 ms'
     >>> f"{collective_seconds(gather, range(16), A100_40) * 1e3:.2f} ms"
-    '20.16 ms'
+    '25.06 ms'
     """
     n = len(ranks)
     if n < 2:
@@ -169,7 +244,7 @@ def message_seconds(size: float, source: int, to: int, hardware: Hardware) -> fl
 
     >>> from fsfunc.planning.hardware import H100
     >>> message_seconds(450e6, 0, 7, H100), message_seconds(50e6, 7, 8, H100)
-    (0.00101, 0.00102)
+    (0.0012534, 0.001264)
     """
     width = 1
     for level in hardware.levels:

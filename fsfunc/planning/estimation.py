@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.planning.simulation import RankTimes, Span, play_through
+from fsfunc.planning.plans import Plan
+from fsfunc.planning.simulation import Played, RankTimes, Span, play_through
 from fsfunc.printing.tables import of_count, of_flops, of_seconds
 
 __all__ = ["Estimate", "estimate"]
@@ -19,17 +22,26 @@ class Estimate:
 
     Args:
         hardware: its name.
-        seconds: from the start to the end of the last rank; ``compute``, ``exposed``
-            and ``bubble`` add up to it.
+        seconds: from the start to the end of the last rank, the likely time;
+            ``compute``, ``exposed`` and ``bubble`` add up to it.
         compute, exposed, bubble: of the rank that computes most, where it is idle at
-            the end as a bubble too; see :class:`RankTimes`.
+            the end as a bubble too; see :class:`RankTimes`. What a step waits for its
+            slowest node is exposed.
         ranks: the times of every planned rank.
         flops_per_second: a device and second, as the plan counts FLOPs (what is
             recomputed and what a causal mask spares are in it).
         share_of_peak: the time that those FLOPs take at the peak of their dtypes, of
-            the whole.
+            the whole: HFU, hardware FLOPs utilisation.
         tokens_per_second: of all ranks together, where ``tokens`` was given.
         spans: what every stream does when.
+        mfu: model FLOPs utilisation: the same of the FLOPs that the model asks for,
+            without what remat or the attention's backward computes again (Chowdhery et
+            al. 2022, appendix B).
+        devices: the number of ranks.
+        band: (what makes the time uncertain, by how much as a natural logarithm), the
+            widest first.
+        rule_of_thumb: seconds by 6ND over the hardware's usual utilisation, N being all
+            parameters; None where tokens or that utilisation are not known.
     """
 
     hardware: str
@@ -42,14 +54,35 @@ class Estimate:
     share_of_peak: float
     tokens_per_second: float | None = None
     spans: list[Span] = field(default_factory=list)
+    mfu: float = 0.0
+    devices: int = 1
+    band: tuple[tuple[str, float], ...] = ()
+    rule_of_thumb: float | None = None
+
+    @property
+    def width(self) -> float:
+        """The natural logarithm of ``high`` over ``seconds``: errors in quadrature."""
+        return math.hypot(*(size for _, size in self.band))
+
+    @property
+    def low(self) -> float:
+        """Seconds that the step hardly takes less than."""
+        return self.seconds * math.exp(-self.width)
+
+    @property
+    def high(self) -> float:
+        """Seconds that the step hardly takes more than."""
+        return self.seconds * math.exp(self.width)
 
     def __repr__(self) -> str:
         tokens = self.tokens_per_second
-        rate = "" if tokens is None else f", {of_count(tokens)} tokens/s"
+        rate = ""
+        if tokens is not None:
+            rate = f", {of_count(tokens / self.devices)} tokens/s a device"
         return (
             f"Estimate({of_seconds(self.seconds)} on {self.hardware}: "
             f"{self._parts(self)}; {of_flops(self.flops_per_second)}/s a device, "
-            f"{self.share_of_peak:.0%} of peak{rate})"
+            f"MFU {self.mfu:.0%}, HFU {self.share_of_peak:.0%}{rate})"
         )
 
     def __str__(self) -> str:
@@ -58,7 +91,18 @@ class Estimate:
             others = f" and {r.alike - 1} like it" if r.alike > 1 else ""
             parts = f"{self._parts(r)}, idle {of_seconds(r.idle)}"
             rows.append(f"  rank {r.rank}{others}: {parts}")
-        return "\n".join(rows)
+        return "\n".join([*rows, *(f"  {line}" for line in self.beside())])
+
+    def beside(self) -> list[str]:
+        """The band and what makes it wide, and the rule of thumb, a line each."""
+        found = []
+        if self.band:
+            why = ", ".join(f"{what} {size:.0%}" for what, size in self.band)
+            ends = f"{of_seconds(self.low)} to {of_seconds(self.high)}"
+            found.append(f"between {ends}: {why}")
+        if self.rule_of_thumb is not None:
+            found.append(f"by the rule of thumb (6ND) {of_seconds(self.rule_of_thumb)}")
+        return found
 
     @staticmethod
     def _parts(of: Estimate | RankTimes) -> str:
@@ -67,7 +111,11 @@ class Estimate:
 
 
 def estimate(
-    plan: Plan, hardware: Hardware, *, tokens: float | None = None
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    tokens: float | None = None,
+    attention: str | None = None,
 ) -> Estimate:
     """Estimate the time of a planned step on ``hardware``, by its parts.
 
@@ -82,14 +130,20 @@ def estimate(
     from the computing beside it; it is counted among ``exposed`` where the transfer is
     waited for (``planning.simulation.play_through`` has the equation).
 
-    What it leaves out: ranks of one program that are not equally fast, streams that
-    share a link, the allocator when memory runs out, and the host, which is taken to
-    run ahead of its device.
+    Over n nodes the whole takes 1 + ``hardware.straggling`` · log2(n) times that, as
+    the slowest of them is waited for. The band about it has what no part explains
+    (``hardware.uncertain``), and for each kind of work its share of the time, times
+    how far its rate is uncertain.
+
+    What it leaves out: streams that share a link, and the allocator when memory runs
+    out.
 
     Args:
         plan: of a step, by ``plan``.
         hardware: on what.
         tokens: of one step, of all ranks together.
+        attention: the generation of its kernels, such as "fa2"; None: the likeliest of
+            the hardware, and a wider band.
 
     Returns:
         an :class:`Estimate`.
@@ -122,9 +176,14 @@ def estimate(
         )
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens of one step are more than none, got {tokens!r}")
-    seconds, times, spans = play_through(plan, hardware)
+    played = play_through(plan, hardware, attention)
+    late = hardware.straggling * math.log2(_nodes(plan, hardware))
+    seconds = played.seconds * (1 + late)
+    lost = played.seconds * late
+    times = [dataclasses.replace(r, exposed=r.exposed + lost) for r in played.ranks]
     busiest = max(times, key=lambda r: (r.compute, -r.rank))
-    flops, at_peak = _work(plan, hardware)
+    work = _work(plan, hardware)
+    shares = [x / seconds if seconds else 0.0 for x in work]
     return Estimate(
         hardware=hardware.name,
         seconds=seconds,
@@ -132,28 +191,86 @@ def estimate(
         exposed=busiest.exposed,
         bubble=busiest.bubble + busiest.idle,
         ranks=tuple(times),
-        flops_per_second=flops / seconds if seconds else 0.0,
-        share_of_peak=at_peak / seconds if seconds else 0.0,
+        flops_per_second=shares[0],
+        share_of_peak=shares[1],
         tokens_per_second=None if tokens is None else tokens / seconds,
-        spans=sorted(spans, key=lambda s: (s.rank, s.start, s.end)),
+        spans=sorted(played.spans, key=lambda s: (s.rank, s.start, s.end)),
+        mfu=shares[2],
+        devices=plan.mesh.size,
+        band=_band(plan, hardware, attention, busiest, played),
+        rule_of_thumb=_rule_of_thumb(plan, hardware, tokens),
     )
 
 
-def _work(plan: Plan, hardware: Hardware) -> tuple[float, float]:
-    """FLOPs of a rank, and seconds that they take at peak: the mean over all ranks."""
+def _nodes(plan: Plan, hardware: Hardware) -> int:
+    """The number of groups of the innermost level that the mesh lies on."""
+    width = hardware.levels[0].ranks if hardware.levels else 0
+    return -(-plan.mesh.size // width) if width else 1
+
+
+def _work(plan: Plan, hardware: Hardware) -> tuple[float, float, float]:
+    """FLOPs of a rank, seconds of them at peak, and of those that the model asks for.
+
+    The mean over all ranks.
+    """
     ranks = sum(r.alike for r in plan.ranks)
-    flops = at_peak = 0.0
+    flops = at_peak = asked_for = 0.0
     for r in plan.ranks:
-        for dtype, count in _by_dtype(r).items():
-            flops += count * r.alike / ranks
-            at_peak += count * r.alike / ranks / hardware.peak[dtype]
-    return flops, at_peak
+        for (op, _, phase), n in r.ran.items():
+            if not op.flops:
+                continue
+            count = n * op.flops * r.alike / ranks
+            seconds = count / hardware.peak[str(op.dtype).removeprefix("torch.")]
+            flops, at_peak = flops + count, at_peak + seconds
+            if phase != "recompute":
+                again = "_attention" in op.name and "backward" in op.name
+                asked_for += seconds * (1 - _AGAIN * again)
+    return flops, at_peak, asked_for
 
 
-def _by_dtype(plan: RankPlan) -> Counter[str]:
-    """FLOPs of a rank by the dtype's name."""
-    found: Counter[str] = Counter()
-    for event, n in plan.ran.items():
-        if event.op.flops:
-            found[str(event.op.dtype).removeprefix("torch.")] += n * event.op.flops
-    return found
+_AGAIN = 1 / 5  # of an attention's backward: its scores, of five products
+
+
+# How far rates are uncertain, as natural logarithms: of what is bound by memory, by
+# whether chains are fused and which kernels there are; of transfers that are waited
+# for, by the network and what else is on it.
+_FUSED, _WIRE = 0.35, 0.4
+_LEAST = 0.005  # what moves the time by less is not listed
+
+
+def _band(
+    plan: Plan,
+    hardware: Hardware,
+    attention: str | None,
+    times: RankTimes,
+    played: Played,
+) -> tuple[tuple[str, float], ...]:
+    """What makes a rank's time uncertain, and by how much, the widest first."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for event, n in plan[times.rank].ran.items():
+        op = event.op
+        kind = "attention" if "_attention" in op.name else "other operators"
+        if not op.flops or kind == "attention":
+            spent[kind] += n * played.costs[op]
+    whole = sum((times.compute, times.exposed, times.bubble, times.idle)) or 1.0
+    found = {"the model": hardware.uncertain}
+    if attention is None and isinstance(hardware.attention, Mapping):
+        rates = [sum(pair) for pair in hardware.attention.values()]
+        apart = math.log(max(rates) / min(rates)) / 2
+        found["attention's generation"] = apart * spent["attention"] / whole
+    found["operators bound by memory"] = _FUSED * spent["other operators"] / whole
+    found["transfers"] = _WIRE * times.exposed / whole
+    rows = [row for row in found.items() if row[1] >= _LEAST]
+    return tuple(sorted(rows, key=lambda row: -row[1]))
+
+
+def _rule_of_thumb(
+    plan: Plan, hardware: Hardware, tokens: float | None
+) -> float | None:
+    """Seconds of 6ND FLOPs at the hardware's usual utilisation of its 16-bit peak."""
+    if tokens is None or hardware.utilisation is None:
+        return None
+    leaves = (leaf for r in plan.ranks for leaf in r.leaves)
+    sizes = {x.path: math.prod(x.shape) for x in leaves if x.kind == "parameters"}
+    rate = hardware.peak["bfloat16"] * hardware.utilisation * plan.mesh.size
+    return 6 * sum(sizes.values()) * tokens / rate

@@ -1,14 +1,15 @@
 """``ff.hardware``: known machines by name, and a `machines.Hardware` as JSON.
 
-Of a GPU they say what data sheets do, and what products of matrices are known to reach;
-no number was chosen to make a training run come out right. The machine at hand is
-described by ``measure_hardware``.
+Of a GPU they say what data sheets and published measurements of kernels do; one share
+a family, of large products, is fitted to published training runs. No such run was held
+against B200 and GB200. The machine at hand is described by ``measure_hardware``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fsfunc.planning.machines import Hardware, Level, nearest, refuse_unknown
@@ -16,8 +17,11 @@ from fsfunc.planning.machines import Hardware, Level, nearest, refuse_unknown
 __all__ = [
     "A100_40",
     "A100_80",
+    "B200",
     "CPU",
+    "GB200",
     "H100",
+    "H100_500W",
     "H200",
     "Hardware",
     "Level",
@@ -50,7 +54,7 @@ def to_json(hardware: Hardware) -> str:
     """
     found = {f.name: getattr(hardware, f.name) for f in dataclasses.fields(hardware)}
     found["levels"] = [dataclasses.asdict(level) for level in hardware.levels]
-    found |= {name: dict(found[name]) for name in ("peak", "rates")}
+    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
     return json.dumps(found, indent=1)
 
 
@@ -71,7 +75,7 @@ def from_json(text: str) -> Hardware:
 
 
 def named(name: str) -> Hardware:
-    """A given hardware: A100-40, A100-80, H100, H200 or CPU.
+    """A given hardware: A100-40, A100-80, H100, H100-500W, H200, B200, GB200 or CPU.
 
     Case, dashes, underscores and blanks do not matter, nor does "GB" at the end.
 
@@ -96,84 +100,125 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum()).removesuffix("gb")
 
 
-# What cuBLAS reaches of the dense 16-bit peak, square products, as published GEMM
-# sweeps agree on within a few percent: tiles that do not fill the chip below 1,024,
-# power and the tails of the last wave above.
-_AMPERE = (
-    (64.0, 0.001),
-    (128.0, 0.008),
-    (256.0, 0.05),
-    (512.0, 0.22),
-    (1024.0, 0.45),
-    (2048.0, 0.68),
-    (4096.0, 0.79),
-    (8192.0, 0.84),
-)
-# Three times the peak wants larger products for the same share.
-_HOPPER = (
-    (64.0, 0.0004),
-    (128.0, 0.003),
-    (256.0, 0.02),
-    (512.0, 0.11),
-    (1024.0, 0.34),
-    (2048.0, 0.60),
-    (4096.0, 0.75),
-    (8192.0, 0.79),
-)
+# What an estimate knows of GPUs, each with its source. Fitted, on the runs of
+# benchmarks/published_training.csv (`python benchmarks/published.py --fit`): the
+# share of the peak that large products reach, one for each family, which is what a
+# card under load keeps of its clock. The others are measurements that others published.
+
+_PRODUCTS = {"ampere": 0.756, "hopper": 0.559, "blackwell": 0.559}
+# Products lose the power that a limit takes, by about its 0.4th root: the clock falls
+# with the cube root of power (P ~ f V^2), and memory's part is kept.
+_POWER = 0.4
+# Streaming kernels: BabelStream on A100 0.86 to 0.90 and H100 0.80 to 0.90 of the data
+# sheet; PyTorch's with broadcasts and reductions less.
+_STREAMING = 0.75
+# A kernel's launch through PyTorch's dispatcher and autograd: torch's own instruction
+# counts and the overhead benchmarks of CUDA graphs (2021) say 5 to 10 us.
+_LAUNCH = {"ampere": 7e-6, "hopper": 6e-6, "blackwell": 6e-6}
+# Of a link's rate, nccl-tests' bus bandwidth of large rings: 230 to 250 of 300 GB/s
+# within a DGX A100, 360 of 450 within a DGX H100, 80% and more of InfiniBand's.
+_LINKS = 0.8
+# A ring's step and a message between nodes: NCCL's tuning.cc, hwLat, Simple.
+_STEP, _HOP = 3.4e-6, 14e-6
+# Share of computing's time that a transfer beside it takes: NCCL's channels hold 16
+# to 24 of 108 to 132 processors, and take from the memory's rate (Rashidi et al. 2021).
+_TAKES = 0.3
+# A step waits for its slowest rank: what the slowest of 2^n nodes is late by.
+_STRAGGLING = 0.01
+# (forward, backward): Dao (2023), FlashAttention-2, fig. 5 to 7, causal, heads of 128,
+# at 16,384; FlashAttention-1 there and on the H100; Shah et al. (2024), FlashAttention
+# 3, fig. 5 and 6.
+_ATTENTION: dict[str, dict[str, tuple[float, float]]] = {
+    "ampere": {"fa2": (0.62, 0.53), "fa1": (0.45, 0.38)},
+    "hopper": {"fa2": (0.37, 0.31), "fa3": (0.60, 0.48), "fa1": (0.20, 0.17)},
+}
+_ATTENTION["blackwell"] = {"fa3": (0.30, 0.24), "fa2": (0.17, 0.14)}
+# 6ND: the geometric mean of the same published runs.
+_UTILISATION = {"ampere": 0.50, "hopper": 0.363, "blackwell": 0.363}
+# CUDA's context, torch's own and NCCL's buffers: 0.5 and, over some communicators, 1.
+_TAKEN = int(1.5 * 2**30)
 
 
-def _eight(link: float, network: float) -> tuple[Level, Level]:
-    """Nodes of 8 GPUs, with NCCL's latencies."""
-    return (
-        Level(ranks=8, bandwidth=link, latency=10e-6),
-        Level(ranks=0, bandwidth=network, latency=20e-6),
+def _gpu(
+    name: str,
+    family: str,
+    tera: tuple[float, float, float],
+    processors: int,
+    gib: float,
+    bandwidth: float,
+    network: float,
+    *,
+    link: float,
+    node: int = 8,
+    power: float = 1.0,
+    uncertain: float = 0.11,
+) -> Hardware:
+    """A GPU of a data sheet, by what others have measured of its family.
+
+    Args:
+        tera: dense TFLOP/s in 16 bits, 8 bits (0: none) and float32.
+        gib: that CUDA reports of its memory.
+        bandwidth: bytes/s of its memory.
+        network: bytes/s that leave a node of ``node`` GPUs, in one direction.
+        link: bytes/s of its links within the node, in one direction.
+        power: of its rated watts.
+    """
+    half, eight, single = (x * 1e12 for x in tera)
+    eights = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eight) if eight else {}
+    slower = power**_POWER
+    shares = _ATTENTION[family].items()
+    return Hardware(
+        name=name,
+        peak={
+            "bfloat16": half,
+            "float16": half,
+            "float32": single,
+            "float64": single,
+            **eights,
+        },  # fmt: skip
+        efficiency=((1.0, _PRODUCTS[family] * slower),),
+        attention={name: (f * slower, b * slower) for name, (f, b) in shares},
+        bandwidth=bandwidth * _STREAMING,
+        overhead=_LAUNCH[family],
+        levels=(
+            Level(ranks=node, bandwidth=link * _LINKS, latency=_STEP),
+            Level(ranks=0, bandwidth=network * _LINKS, latency=_HOP),
+        ),
+        memory=int(gib * 2**30) - _TAKEN,
+        overlap=1 - _TAKES,
+        processors=processors,
+        straggling=_STRAGGLING,
+        utilisation=_UTILISATION[family],
+        uncertain=uncertain,
     )
 
 
-# Sources. Rates, memory and NVLink: NVIDIA's data sheets of the A100 (SXM4), H100 and
-# H200 (SXM5): dense, not sparse; NVLink is half of what they state, which counts both
-# directions. Attention: Dao (2023), FlashAttention-2, fig. 5 and 6, for the A100 and,
-# of the same kernels, the H100: forward and backward with a causal mask.
-# float32 runs on the plain cores, as torch does unless it is told to use TF32.
-
-A100_40 = Hardware(
-    name="A100-40",
-    peak={
-        "bfloat16": 312e12,
-        "float16": 312e12,
-        "float32": 19.5e12,
-        "float64": 19.5e12,
-    },
-    efficiency=_AMPERE,
-    attention=0.55,
-    bandwidth=1.555e12,
-    overhead=5e-6,  # a kernel's launch as PyTorch pays it
-    levels=_eight(300e9, 50e9),  # 400 Gb/s a node, as where PyTorch announced FSDP
-    memory=40 * 10**9,
-)
-A100_80 = replace(
-    A100_40,
-    name="A100-80",
-    bandwidth=2.039e12,
-    levels=_eight(300e9, 200e9),  # 8 x 200 Gb/s a node, as in NVIDIA's DGX A100
-    memory=80 * 10**9,
-)
-H100 = replace(
-    A100_40,
-    name="H100",
-    peak={
-        "bfloat16": 989e12,
-        "float16": 989e12,
-        "float32": 67e12,
-        "float64": 67e12,
-    },
-    efficiency=_HOPPER,
-    attention=0.32,
-    bandwidth=3.35e12,
-    levels=_eight(450e9, 400e9),  # 8 x 400 Gb/s: NVIDIA's DGX H100 and H200
-    memory=80 * 10**9,
-)
-H200 = replace(H100, name="H200", bandwidth=4.8e12, memory=141 * 10**9)
+# NVIDIA's data sheets of the A100 (SXM4), H100 and H200 (SXM5), B200 and GB200: dense,
+# not sparse; NVLink is half of what they state, which counts both directions. Memory
+# as CUDA reports it. float32 runs on the plain cores, as torch does unless told.
+A100_40 = _gpu(
+    "A100-40", "ampere", (312, 0, 19.5), 108, 39.39, 1.555e12, 50e9, link=300e9
+)  # 400 Gb/s a node, as where PyTorch announced FSDP
+A100_80 = _gpu(
+    "A100-80", "ampere", (312, 0, 19.5), 108, 79.15, 2.039e12, 200e9, link=300e9
+)  # 8 x 200 Gb/s a node, as in NVIDIA's DGX A100
+H100 = _gpu(
+    "H100", "hopper", (989, 1979, 67), 132, 79.65, 3.35e12, 400e9, link=450e9
+)  # 8 x 400 Gb/s: NVIDIA's DGX H100 and H200
+H100_500W = _gpu(
+    "H100-500W", "hopper", (989, 1979, 67), 132, 95.0, 2.4e12, 400e9, link=450e9,
+    power=500 / 700,
+)  # fmt: skip  # Meta's Grand Teton, HBM2e: torchtitan's docs/performance.md
+H200 = _gpu("H200", "hopper", (989, 1979, 67), 132, 139.81, 4.8e12, 400e9, link=450e9)
+# Nothing published was held against these two: their shares are Hopper's.
+B200 = _gpu(
+    "B200", "blackwell", (2250, 4500, 75), 148, 178.36, 7.7e12, 400e9, link=900e9,
+    uncertain=0.3,
+)  # fmt: skip
+GB200 = _gpu(
+    "GB200", "blackwell", (2450, 4900, 80), 152, 184.0, 8.0e12, 72 * 50e9, link=900e9,
+    node=72, uncertain=0.3,
+)  # fmt: skip
 # What measure_hardware saw of two processes over gloo, one core each of a server
 # processor (AVX-512, DDR5) in a virtual machine.
 CPU = Hardware(
@@ -197,4 +242,4 @@ CPU = Hardware(
     },
     fresh=2.8e9,
 )
-GIVEN = (A100_40, A100_80, H100, H200, CPU)
+GIVEN = (A100_40, A100_80, H100, H100_500W, H200, B200, GB200, CPU)

@@ -12,7 +12,9 @@ from typing import Any
 
 __all__ = ["Hardware", "Level", "nearest", "refuse_unknown"]
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = (
+    "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,14 @@ class Hardware:
         peak: FLOP/s of matrix products by the dtype's name, such as "bfloat16".
         efficiency: (size, share of peak) of products of growing size, which is
             (m·k·n)**(1/3) of [m, k] @ [k, n]; read between its points in log(size).
-        attention: the share of peak that fused attention reaches.
-        bandwidth: bytes/s of memory, read and written.
-        overhead: seconds that an operator costs beside its work.
+        attention: the share of peak that fused attention reaches; or, by the
+            generation of its kernels such as "fa2", that of (forward, backward) at
+            infinite length and heads of 128, the likeliest generation first.
+        bandwidth: bytes/s of memory, read and written, that operators reach.
+        overhead: seconds that an operator costs beside its work; where ``processors``
+            are given, that the host takes to launch it, ahead of the device.
         levels: of the network, the innermost first; () for one that sends nothing.
-        memory: bytes that a rank has.
+        memory: bytes that a rank has for tensors.
         overlap: the share of a transfer's time that goes on beside computing: 1 where
             copy engines move the data, less where the cores that compute do.
         rates: bytes/s of what memory or links alone do not bound: of operators by
@@ -75,6 +80,12 @@ class Hardware:
             what a rank sends.
         fresh: bytes/s at which memory that is taken from the system is written first
             and given back; None where a caching allocator makes that free.
+        processors: streaming multiprocessors, over which a product's tiles are dealt;
+            0 where the curve of ``efficiency`` says all.
+        straggling: the share of a step by which each doubling of the nodes delays it.
+        utilisation: the share of the 16-bit peak that 6ND assumes, the rule of thumb.
+        uncertain: how far an estimate may be off, as a natural logarithm, for what no
+            part of it explains; 0.1 is about 10%.
 
     Raises:
         TypeError: a field that it does not have.
@@ -89,7 +100,7 @@ class Hardware:
     name: str
     peak: Mapping[str, float]
     efficiency: tuple[tuple[float, float], ...]
-    attention: float
+    attention: float | Mapping[str, tuple[float, float]]
     bandwidth: float
     overhead: float
     levels: tuple[Level, ...]
@@ -97,6 +108,10 @@ class Hardware:
     overlap: float = 1.0
     rates: Mapping[str, float] = field(default_factory=dict)
     fresh: float | None = None
+    processors: int = 0
+    straggling: float = 0.0
+    utilisation: float | None = None
+    uncertain: float = 0.1
 
     def __new__(cls, *args: Any, **fields: Any) -> Hardware:
         refuse_unknown(cls, fields)
@@ -114,9 +129,12 @@ class Hardware:
         self._check_peak()
         self._check_curve()
         self._check_levels()
-        _share("attention", self.attention)
+        self._check_attention()
         _positive("bandwidth", self.bandwidth)
-        _not_negative("overhead", self.overhead)
+        for name in ("overhead", "processors", "straggling", "uncertain"):
+            _not_negative(name, getattr(self, name))
+        if self.utilisation is not None:
+            _share("utilisation", self.utilisation)
         _positive("memory", self.memory)
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap is a share, 0 to 1, got {self.overlap!r}")
@@ -148,6 +166,18 @@ class Hardware:
                     f"efficiency is sorted by size, each once: {size:g} after {last:g}"
                 )
             last = size
+
+    def _check_attention(self) -> None:
+        if not isinstance(self.attention, Mapping):
+            _share("attention", self.attention)
+            return
+        if not self.attention:
+            raise ValueError("attention names no generation of kernels, such as 'fa2'")
+        for name, (forward, backward) in self.attention.items():
+            _share(f'attention["{name}"], forward', forward)
+            _share(f'attention["{name}"], backward', backward)
+        pairs = {name: tuple(pair) for name, pair in self.attention.items()}
+        object.__setattr__(self, "attention", MappingProxyType(pairs))
 
     def _check_levels(self) -> None:
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):

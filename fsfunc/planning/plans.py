@@ -165,6 +165,19 @@ class RankPlan:
         """The most bytes held at once."""
         return sum(self.peak.values())
 
+    @cached_property
+    def offloaded_bytes(self) -> int:
+        """The most bytes held at once beside the device: on the host, or its disk."""
+        held, most, sizes = 0, 0, dict[int, int]()
+        for event in self.events:
+            if isinstance(event, Took) and self.kinds.get(event.key) == OFFLOADED:
+                sizes[event.key] = event.bytes
+                held += event.bytes
+                most = max(most, held)
+            elif isinstance(event, Gave):
+                held -= sizes.pop(event.key, 0)
+        return most
+
     def alive(self, at: int | None = None) -> list[Alive]:
         """Memory held after event number ``at`` (default: the peak), largest first."""
         at = self.peak_at if at is None else at
@@ -238,6 +251,11 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes that a rank holds at once."""
         return max(r.peak_bytes for r in self.ranks)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The most bytes that a rank holds at once beside its device."""
+        return max(r.offloaded_bytes for r in self.ranks)
 
     @property
     def derived(self) -> dict[str, int]:

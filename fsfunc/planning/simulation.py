@@ -17,7 +17,7 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.pipelining.player import Player
 from fsfunc.planning import cost_model
-from fsfunc.planning.events import Ran, Started, Took, Waited
+from fsfunc.planning.events import Op, Ran, Started, Took, Waited
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
@@ -66,11 +66,15 @@ class RankTimes:
 
 
 class Played(NamedTuple):
-    """A plan played through: seconds until all is over, and where they went."""
+    """A plan played through: seconds until all is over, and where they went.
+
+    ``costs``: seconds of each distinct operator.
+    """
 
     seconds: float
     ranks: list[RankTimes]
     spans: list[Span]
+    costs: dict[Op, float]
 
 
 Shown = tuple[str, str, str, str]  # a span without its rank and its times
@@ -137,6 +141,7 @@ class _RankRun:
     def __init__(self, plan: RankPlan):
         self.plan, self.at = plan, 0
         self.clock = self.compute = self.exposed = self.bubble = 0.0
+        self.host = 0.0  # when the host has launched the last operator
         self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
         self.over: set[int] = set()
         self.spans: list[Span] = []
@@ -151,6 +156,11 @@ class _RankRun:
             self.rest()
             self._unit, self._phase, self._start = unit, phase, start
         self._end = self.clock
+
+    def launch(self, seconds: float, overhead: float, unit: str, phase: str) -> None:
+        """Computes what the host launches ahead: it is over no sooner than launched."""
+        self.host += overhead
+        self.work(max(seconds, self.host - self.clock), unit, phase)
 
     def rest(self) -> None:
         """Ends the span of what was computed since the last rest."""
@@ -180,7 +190,9 @@ class _RankRun:
         self.exposed += self.clock - begun - bubble
 
 
-def play_through(plan: Plan, hardware: Hardware) -> Played:
+def play_through(
+    plan: Plan, hardware: Hardware, attention: str | None = None
+) -> Played:
     """The times of every planned rank, and the spans of all their streams.
 
     A collective starts when all planned ranks of its group have issued it and the one
@@ -193,6 +205,10 @@ def play_through(plan: Plan, hardware: Hardware) -> Played:
     at max(e, c + (1 - hardware.overlap) t): what it took from the computing beside it
     is added where it is waited for. With overlap 0 a rank never does both at once.
 
+    Where the hardware gives its ``processors``, its host launches an operator each
+    ``overhead`` seconds from the start, and none is over before it is launched.
+    Otherwise host and device are one, and the overhead is part of each cost.
+
     Raises:
         Deadlock: ranks that wait for each other, or for what is never issued.
         CollectiveMismatch: ranks that meet in different collectives.
@@ -201,20 +217,20 @@ def play_through(plan: Plan, hardware: Hardware) -> Played:
 
     Cost: some microseconds an event.
     """
-    return _PlanRun(plan, hardware).run()
+    return _PlanRun(plan, hardware, attention).run()
 
 
 class _PlanRun(Player):
     """One run of :func:`play_through`."""
 
-    def __init__(self, plan: Plan, hardware: Hardware):
+    def __init__(self, plan: Plan, hardware: Hardware, attention: str | None):
         super().__init__()
-        self.plan, self.hardware = plan, hardware
+        self.plan, self.hardware, self.attention = plan, hardware, attention
         self.ranks = [_RankRun(r) for r in plan.ranks]
         self.streams: dict[Any, Stream] = {}
         self.groups: dict[Any, Stream] = {}
         self.lengths: dict[Any, float] = {}
-        self.costs: dict[Any, float] = {}
+        self.costs: dict[Op, float] = {}
 
     def run(self) -> Played:
         self.play(map(self._rank, self.ranks))
@@ -233,7 +249,7 @@ class _PlanRun(Player):
                 between = (t.start, t.end or 0.0)
                 parties = t.arrived.items()
                 spans += [Span(p.rank, *shown, *between) for p, shown in parties]
-        return Played(whole, times, spans)
+        return Played(whole, times, spans, self.costs)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
         """Plays a rank's events; it waits for transfers alone."""
@@ -244,8 +260,11 @@ class _PlanRun(Player):
             if isinstance(event, Ran):
                 op = event.op
                 if op not in costs:
-                    costs[op] = cost_model.op_seconds(op, hardware)
-                run.work(costs[op], event.unit, event.phase)
+                    costs[op] = cost_model.op_seconds(op, hardware, self.attention)
+                if hardware.processors:
+                    run.launch(costs[op], hardware.overhead, event.unit, event.phase)
+                else:
+                    run.work(costs[op], event.unit, event.phase)
             elif isinstance(event, Waited):
                 if event.number in run.pending:
                     yield run.pending[event.number]

@@ -48,16 +48,19 @@ def search(
     ``build(train_step, mesh)`` makes the same step.
 
     What is not planned is named with the reason in ``skipped``: a stack whose
-    parameters and moments alone are too large; a mesh that the batch or the units
-    cannot be cut for; more accumulation where it saves less than 2% of the peak. With a
-    pipeline, schedule, microbatches and remat are chosen at one ``zero``, and those on
-    the front there are tried with the others: that is a shortcut, all else is not.
+    parameters and moments alone are too large, or whole gradients beside them, or the
+    activations that another plan had with no more rows; a mesh that the batch or the
+    units cannot be cut for; more accumulation where it saves less than 2% of the peak.
+    With a pipeline, schedule, microbatches and remat are chosen at one ``zero``, and
+    those on the front there are tried with the others: that is a shortcut, all else is
+    not.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, whose layers are units.
         optimizer: what will update the parameters.
         params: the whole parameters, or a function that returns them.
-        batch: of all ranks together, cut along dim 0; only shapes and dtypes are read.
+        batch: of all ranks together, cut along dim 0, or a function that returns it;
+            only shapes and dtypes are read.
         mesh_sizes: a number of ranks, whose every factorisation is tried: data x pipe
             and, where the hardware has nodes and there are several, node x data x pipe;
             or the axes of one mesh, or of several. "data" cuts the batch, parameters
@@ -67,7 +70,8 @@ def search(
         memory: bytes that a rank may hold; by default the hardware's.
         zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
         accumulate: numbers of parts; by default powers of two that divide the rows of
-            a rank. Not together with a pipeline, whose microbatches do the same.
+            a rank. Where gradients are sharded, reduced once a step and with each
+            part. Not together with a pipeline, whose microbatches do the same.
         schedules: names in ``ff.schedules``.
         microbatches: by default 1, 2 and 4 for each rank of the pipeline.
         compute, reduce: of ``ff.precision`` around every stack; by default none is.

@@ -49,13 +49,15 @@ class Stack:
 
     Their order is fixed, the innermost first: units are recomputed; stages run
     microbatches; whole passes are accumulated; all of it in ``compute``; gradients are
-    reduced around all that, once a step.
+    reduced around all that, once a step. Only accumulation may come last instead: then
+    gradients are reduced with ``each`` part, and a rank holds its shards of them alone.
 
     Args:
         axes: of the mesh: "data" and "node" cut the batch, "pipe" the model.
         zero: of ``shard`` over "data", which repeats along "node"; None: no ``shard``.
         remat: a policy of ``remat``, "always" for every unit; None: no ``remat``.
         accumulate: how many parts of the batch a rank takes one after another.
+        each: whether gradients are reduced with each of those, and not once a step.
         schedule: the name of one in ``ff.schedules``; None: no ``pipeline``.
         microbatches: of the pipeline.
         compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
@@ -79,6 +81,7 @@ class Stack:
     zero: int | None = None
     remat: Policy | str | None = None
     accumulate: int = 1
+    each: bool = False
     schedule: str | None = None
     microbatches: int = 1
     compute: torch.dtype | None = None
@@ -132,8 +135,8 @@ class Stack:
                 "schedule": getattr(schedules, self.schedule),
             }
             found.append(Layer("pipeline", (PIPE,), keywords))
-        if self.accumulate > 1:
-            found.append(Layer("accumulate", (self.accumulate,)))
+        parts = [Layer("accumulate", (self.accumulate,))] * (self.accumulate > 1)
+        found += [] if self.each else parts
         if self.compute is not None:
             reduce = {} if self.reduce is None else {"reduce": self.reduce}
             found.append(Layer("precision", (), {"compute": self.compute, **reduce}))
@@ -141,6 +144,7 @@ class Stack:
             copies = {"replicate": NODE} if NODE in self.means else {}
             over = tuple(a for a in self.means if a != NODE)
             found.append(Layer("shard", (over,), {"zero": self.zero, **copies}))
+        found += parts if self.each else []
         if self.donate:
             found.append(Layer("donate"))
         return found

@@ -13,13 +13,23 @@ from fsfunc import tree
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
-from fsfunc.planning.candidates import Axes, Space, lowered, stages_of
+from fsfunc.planning.allocation import needed_bytes
+from fsfunc.planning.candidates import (
+    Axes,
+    Space,
+    lowered,
+    stages_of,
+    whole_gradients,
+)
 from fsfunc.planning.choices import Choice, Search, Skipped, front_of
 from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
-from fsfunc.planning.stacks import PIPE, Stack
+from fsfunc.planning.plans import RankPlan
+from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.printing.tables import of_bytes
+from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
 
@@ -41,16 +51,21 @@ class Trials:
     ):
         self.space, self.optimizer = space, optimizer
         self.hardware, self.memory = hardware, memory
-        self.loss_fn, self.batch = loss_fn, batch
+        self.bounded = replace(hardware, memory=memory)
+        self.loss_fn = loss_fn
+        self.alone = Mesh(dict.fromkeys(space.named, 1), "abstract")
+        self.batch = batch = self._once(batch) if callable(batch) else batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
         for axis, dim in space.dims.items():
             if not self._lengths(dim):
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
-        self.alone = Mesh(dict.fromkeys(space.named, 1), "abstract")
         self.step = _train_step(loss_fn, optimizer)
         self.params, self.moments = self._once(self._sizes)
         self.units: int | None = None
+        # By what decides them: (rows of a part, bytes of activations) of each plan.
+        self.activations: dict[Any, list[tuple[int, int]]] = {}
+        self.large: list[tuple[int, Stack]] = []  # foreseen bytes of what is skipped
         self.tried: list[Choice] = []
         self.skipped: list[Skipped] = []
         self.errors: list[Exception] = []
@@ -72,11 +87,28 @@ class Trials:
         return True
 
     def least(self, stack: Stack) -> int:
-        """Bytes below which the stack cannot stay."""
+        """Bytes of parameters and moments, below which the stack cannot stay."""
         return lowered(stack, self.params, self.moments)
 
-    def try_one(self, stack: Stack) -> Choice | None:
-        """The stack's figures; None, and the reason noted, where it cannot be."""
+    def foreseen(self, stack: Stack) -> int:
+        """Bytes that the stack will hold at least, by those that were planned.
+
+        Whole gradients or activations, beside parameters and moments. A rank's
+        activations grow with the rows of a part, and depend on no ``zero``.
+        """
+        rows, planned = self._rows_of(stack), self.activations.get(_computes(stack), ())
+        most = max((a for n, a in planned if n <= rows), default=0)
+        return self.least(stack) + max(most, whole_gradients(stack, self.params))
+
+    def _rows_of(self, stack: Stack) -> int:
+        return self.rows // stack.parts // stack.accumulate
+
+    def try_one(self, stack: Stack, anyway: bool = False) -> Choice | None:
+        """The stack's figures; None, and the reason noted, where it cannot be.
+
+        Args:
+            anyway: whether it is planned though it is foreseen not to fit.
+        """
         stages = stages_of(stack)
         if stages > 1 and self.units is None:
             self.units = self._once(self._units)
@@ -87,6 +119,13 @@ class Trials:
         if least > self.memory:
             why = f"parameters and moments alone are {of_bytes(least)}"
             self.skipped.append(Skipped(stack, why, least))
+            return None
+        if not anyway and (foreseen := self.foreseen(stack)) > self.memory:
+            self.large.append((foreseen, stack))
+            self.skip(
+                [stack],
+                "too large with whole gradients, or activations as in another plan",
+            )
             return None
         mesh = Mesh(dict(stack.axes), "abstract")
         part, layouts = self._local(stack.parts_by_dim), stack.layouts
@@ -100,12 +139,14 @@ class Trials:
             self.errors.append(error)
             self.skip([stack], str(error))
             return None
+        held = self.activations.setdefault(_computes(stack), [])
+        held.append((self._rows_of(stack), max(map(_activations, found.ranks))))
         timed = estimate(found, self.hardware)
         choice = Choice(
             stack=stack,
             seconds=timed.seconds,
             peak_bytes=found.peak_bytes,
-            fits=found.peak_bytes <= self.memory,
+            fits=needed_bytes(found, self.bounded) <= self.memory,
             compute=timed.compute,
             exposed=timed.exposed,
             bubble=timed.bubble,
@@ -121,10 +162,19 @@ class Trials:
         """
         fitting = [choice for choice in self.tried if choice.fits]
         if not fitting:
+            self._find_closest()
             cause = self.errors[0] if self.errors and not self.tried else None
             raise ValueError(self._nothing()) from cause
         front = tuple(front_of(fitting))
         return Search(front, tuple(self.tried), tuple(self.skipped), self.memory)
+
+    def _find_closest(self) -> None:
+        """Plans what was skipped, until all others are foreseen to be larger."""
+        for foreseen, stack in sorted(self.large, key=lambda pair: pair[0]):
+            if foreseen >= min(c.peak_bytes for c in self.tried):
+                return
+            self.skipped = [s for s in self.skipped if s.stack != stack]
+            self.try_one(stack, anyway=True)
 
     def _nothing(self) -> str:
         """Why there is no stack to give."""
@@ -172,6 +222,18 @@ class Trials:
     def _local(self, parts: Mapping[int, int]) -> Callable[[], Any]:
         """Makes a rank's batch: a fake one, where it is called."""
         return lambda: _alike(self.batch, parts)
+
+
+def _computes(stack: Stack) -> Any:
+    """What a part's activations depend on, beside its rows."""
+    others = tuple((a, n) for a, n in stack.axes if a not in (DATA, NODE))
+    return others, stack.remat, stack.schedule, stack.microbatches
+
+
+def _activations(own: RankPlan) -> int:
+    """The most bytes of activations that a rank holds at once."""
+    at = KINDS.index("activations")
+    return max((row[at] for _, row in own.memory), default=0)
 
 
 def _train_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:

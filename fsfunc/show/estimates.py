@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from fsfunc.planning.allocation import needed_bytes
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
@@ -41,7 +42,7 @@ def estimate(
     >>> from fsfunc.planning.simulation import RankTimes
     >>> times = RankTimes(0, 8, 0.75, 0.25, 0.0, 0.0)
     >>> print(estimate(Estimate("A100-80", 1.0, 0.75, 0.25, 0.0, (times,), 9e13, 0.29)))
-    1.00 s a step on A100-80: 90.0 TFLOP/s a device, 29 % of its peak
+    1.00 s a step on A100-80: 90.0 TFLOP/s a device, MFU 0 %, HFU 29 %
     <BLANKLINE>
     time of a step              seconds  share
     computing                    750 ms   75 %
@@ -62,6 +63,7 @@ def estimate(
     rows = [(name, of_seconds(t), of_share(t, whole)) for name, t in parts]
     shown: list[Table | str] = [
         _rates(estimate),
+        *estimate.beside(),
         "",
         Table("", ("<time of a step", ">seconds", ">share"), rows),
     ]
@@ -74,11 +76,14 @@ def estimate(
 
 def _rates(estimate: Estimate) -> str:
     rate = f"{of_flops(estimate.flops_per_second)}/s a device"
-    peak = of_share(estimate.share_of_peak, 1)
+    used = f"MFU {of_share(estimate.mfu, 1)}, HFU {of_share(estimate.share_of_peak, 1)}"
     tokens = estimate.tokens_per_second
-    said = "" if tokens is None else f", {of_count(tokens)} tokens/s"
+    said = ""
+    if tokens is not None:
+        each = of_count(tokens / estimate.devices)
+        said = f", {of_count(tokens)} tokens/s, {each} a device"
     step = f"{of_seconds(estimate.seconds)} a step on {estimate.hardware}"
-    return f"{step}: {rate}, {peak} of its peak{said}"
+    return f"{step}: {rate}, {used}{said}"
 
 
 def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
@@ -108,13 +113,17 @@ def room(plan: Plan, hardware: Hardware) -> str:
     >>> events = [Took(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
     >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
-    'does not fit A100-40: rank 0 holds 50.0 GB, 10.0 GB more than its 40.0 GB'
+    'does not fit A100-40: rank 0 holds 50.0 GB, 9.32 GB more than its 40.7 GB'
     """
     most = max(plan.ranks, key=lambda own: own.peak_bytes)
-    size, memory = most.peak_bytes, hardware.memory
+    size, memory = needed_bytes(plan, hardware), hardware.memory
     if size <= memory:
-        share = of_share(size, memory)
-        return f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
+        share, held = of_share(size, memory), most.peak_bytes
+        reserved = f", reserved for {of_bytes(held)}" if size > held else ""
+        return (
+            f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
+            f"{reserved}"
+        )
     return (
         f"does not fit {hardware.name}: rank {most.rank} holds {of_bytes(size)}, "
         f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
@@ -148,6 +157,16 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     return Report((Table("", head, rows),))
 
 
+def _attention(hardware: Hardware) -> list[tuple[str, str]]:
+    known = hardware.attention
+    if not isinstance(known, Mapping):
+        return [("of peak, attention", of_share(known, 1))]
+    return [
+        (f"of peak, attention {name}", f"{of_share(f, 1)}, backward {of_share(b, 1)}")
+        for name, (f, b) in known.items()
+    ]
+
+
 def description(hardware: Hardware) -> Report:
     """The table of all that a hardware says of itself.
 
@@ -161,7 +180,7 @@ def description(hardware: Hardware) -> Report:
         for size, share in hardware.efficiency
     ]
     rows += [
-        ("of peak, attention", of_share(hardware.attention, 1)),
+        *_attention(hardware),
         ("memory", of_bytes(hardware.memory)),
         ("memory's bandwidth", f"{of_bytes(hardware.bandwidth)}/s"),
         ("overhead of an operator", of_seconds(hardware.overhead)),

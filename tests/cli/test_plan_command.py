@@ -104,11 +104,15 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
     assert times["seconds"] == pytest.approx(parts)
     assert times["tokens_per_second"] == pytest.approx(1024 / times["seconds"])
     assert found["fits"] and found["memory"] == machines.A100_80.memory
+    assert (
+        found["needed_bytes"] >= found["peak_bytes"] and found["offloaded_bytes"] == 0
+    )
+    assert times["low"] < times["seconds"] < times["high"]
     for said in (
         f"{of_flops(found['flops'])} (forward",
         f"at most {of_bytes(found['peak_bytes'])} held",
         f"{of_seconds(times['seconds'])} a step on A100-80",
-        f"fits A100-80: {of_bytes(found['peak_bytes'])} of 80.0 GB",
+        f"fits A100-80: {of_bytes(found['needed_bytes'])} of 83.4 GB",
         "memory of rank 0: at most",
         "rank 0 data    │",
     ):
@@ -232,12 +236,16 @@ def counted(program: dict, what: str) -> dict[str, int]:
         ("--mesh data=4,model=2", "has no use for the axis model of"),
         ("--mesh data=4 --rank 4", "--rank 4: the ranks of --mesh data=4 are 0 to 3"),
         ("--mesh data=4 --rank -1", "--rank -1: the ranks of --mesh"),
-        ("--mesh data=4 --hardware b100", "there are: A100-40, A100-80, H100, H200"),
+        (
+            "--mesh data=4 --hardware b100",
+            "there are: A100-40, A100-80, H100, H100-500W",
+        ),
         ("--mesh data=4 --hardware no.json", "no.json: No such file or directory"),
         ("--mesh data=4 --hardware this", "which has no links: measure them by"),
         ("--mesh data=4 --streams", "--streams is of an estimate: say on what, by"),
         ("--mesh data=4 --trace t.json", "--trace is of an estimate"),
         ("--mesh data=4 --tokens 4", "--tokens is of an estimate"),
+        ("--mesh data=4 --attention fa2", "--attention is of an estimate"),
         ("--mesh data=4 --hardware h100 --tokens 0", "--tokens is above 0: 0"),
         ("--mesh data=4 --json no/such/folder/x.json", "cannot write no/such/folder/"),
         (

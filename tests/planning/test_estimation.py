@@ -156,9 +156,9 @@ def test_an_estimate_prints_in_a_line_and_with_its_ranks():
     found = run(started(0, 7), ran(5, flops=5), Waited(0), tokens=14e3)
     assert repr(found) == (
         "Estimate(7.00 s on clock: compute 5.00 s, exposed 2.00 s, bubble 0 s; "
-        "0.714 FLOP/s a device, 71% of peak, 2.00 k tokens/s)"
+        "0.714 FLOP/s a device, MFU 71%, HFU 71%, 500 tokens/s a device)"
     )
-    assert str(found).splitlines()[1:] == [
+    assert str(found).splitlines()[1:2] == [
         "  rank 0 and 3 like it: compute 5.00 s, exposed 2.00 s, bubble 0 s, idle 0 s"
     ]
 
