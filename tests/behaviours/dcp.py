@@ -55,7 +55,7 @@ e2e/test_e2e_save_and_load.py
   has     | async save, and a second while the first is under way | checkpoint/test_save_async.py::test_a_second_save_waits_for_the_first
   has     | random states | checkpoint/test_folders.py::test_random_states_are_restored_or_not
 e2e/test_fine_tuning.py
-  has     | a base is loaded, and adapters are trained beside it | test_readme.py::test_adapters_and_a_state_of_one_s_own
+  has     | a base is loaded, and adapters are trained beside it | examples/test_recipes.py::test_adapters_and_a_state_of_one_s_own
 e2e/test_fsdp_ep.py
   has     | experts on an axis of their own | transforms/test_split_leaves.py::test_a_state_with_split_leaves_goes_on_on_other_meshes
 e2e/test_pipeline.py

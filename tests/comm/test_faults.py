@@ -15,7 +15,7 @@ EARLY = {
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def outcomes(tmp_path_factory):
     """What became of one fault of each kind."""
     path = tmp_path_factory.mktemp("faults") / "json"
