@@ -83,8 +83,8 @@ def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
 # (NVIDIA, Matrix Multiplication Background, 2023: tile and wave quantisation).
 _TILES = ((128, 256), (256, 128), (128, 128))
 _SPLITS = (1, 2, 4, 8)
-# What filling and draining a tile's pipeline takes, in elements of k: cuBLAS on
-# [8192, k] @ [k, 8192] reaches half of its rate at about this depth (same source).
+# What filling and draining a tile's pipeline takes, in elements of k: an assumption,
+# which the published runs bear out.
 _DEPTH = 96
 
 

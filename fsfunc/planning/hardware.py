@@ -100,10 +100,11 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum()).removesuffix("gb")
 
 
-# What an estimate knows of GPUs, each with its source. Fitted, on the runs of
+# What an estimate knows of GPUs. Fitted, on the runs of
 # benchmarks/published_training.csv (`python benchmarks/published.py --fit`): the
 # share of the peak that large products reach, one for each family, which is what a
-# card under load keeps of its clock. The others are measurements that others published.
+# card under load keeps of its clock. The others were fitted to nothing: they are taken
+# over from the literature that is named, and none was measured again on a card here.
 
 _PRODUCTS = {"ampere": 0.756, "hopper": 0.559, "blackwell": 0.559}
 # Products lose the power that a limit takes, by about its 0.4th root: the clock falls
