@@ -95,6 +95,7 @@ class Case:
                 GLOO_SOCKET_IFNAME="lo",
                 FSFUNC_FLIGHT=self.folder,
             )
+            self._meet(rank)
             work(self.side, self.fault, rank, self.path(rank, "notes"))
             code = 0
         except BaseException as error:
@@ -103,6 +104,16 @@ class Case:
             atexit._run_exitfuncs()
             sys.stderr.flush()
             os._exit(code)
+
+    def _meet(self, rank: int) -> None:
+        """Waits till all ranks run: how long they take to start is no fault."""
+        Path(self.path(rank, "here")).touch()
+        while not all(Path(self.path(r, "here")).exists() for r in self.ranks):
+            time.sleep(0.01)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.fault.ranks)
 
     def path(self, rank: int, what: str) -> str:
         return str(Path(self.folder, f"{what}{rank}"))

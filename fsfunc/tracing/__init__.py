@@ -25,7 +25,7 @@ to run them again in part (``state.init_tape``).
 runs.py operators.py   shared: the harness, operators, facts by storage
 tracer.py programs.py   ff.program: the unit calls of a loss, which pipelines cut
 dataflow.py names.py    dependencies and FLOPs; names in the listing
-recorder.py groups.py   leaves that units take, and their buffers
+recorder.py reads.py groups.py   leaves that units take, and their buffers
 type_check.py checker.py typed_operators.py asked.py   the type check of a sharded step
 types.py knowledge.py   the types, and the facts about tensors
 provenance.py own_rows.py results.py   gradients of rows that are averaged too early

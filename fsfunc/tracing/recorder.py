@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.attribution import is_own_call, source_line
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
@@ -35,9 +33,10 @@ from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
+from fsfunc.tracing.reads import Reads
 from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
-from fsfunc.tracing.steadiness import NumbersGiven, check_steady, said
+from fsfunc.tracing.steadiness import NumbersGiven, check_steady
 
 __all__ = ["Recorder", "record"]
 
@@ -78,11 +77,12 @@ def record(
         for remembers in (True, False):  # of forward mode fakes may raise for that
             with suppress(Exception):
                 found = shapes(remembers)
-                again = found if planned else shapes(remembers)
+                second = [found if planned else shapes(remembers)]
                 break
         else:
             return _record(fn, params, rest, how, splits or {})
-        check_steady(found.said, again.said)
+        again = lambda: second.pop() if second else shapes(remembers)  # noqa: E731
+        check_steady(found.said, lambda: again().said)
         return found
     return _record(fn, params, rest, how, splits or {})
 
@@ -129,7 +129,7 @@ def _record(
                 rest,
                 is_leaf=is_sharded,
             )
-            with _Watch(recorder):
+            with Reads(recorder):
                 out = fn(tree.unflatten(treedef, leaves), *others)
             recorder.carries(out)
     asks(asked)
@@ -357,43 +357,3 @@ class _NotedShard(Noted):
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         with inside(self.handler.entered(self, f, args, keywords)):
             return f(*args, **keywords)
-
-
-_READS_NOTHING = {
-    "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
-    "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
-    "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
-    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
-    "split",
-}  # fmt: skip
-
-
-_DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
-
-
-class _Watch(TorchFunctionMode):
-    """Sees which leaves are read outside every unit."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        self.recorder.touched(args)
-        if name == "__get__":  # of a tensor, most often its shape
-            return func(*args)
-        if (words := said(func, args, kwargs)) is not None:
-            self.recorder.said.append(words)
-        if name not in _READS_NOTHING:
-            self.recorder.read((args, kwargs or {}))
-        if func in _DERIVATIVES and not is_internal():
-            self.recorder.plain = False
-        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
-
-
-def _plain_in(value: Any) -> Any:
-    """An argument of a torch function, its recorded leaves as tensors."""
-    if isinstance(value, (list, tuple, dict)) and value:
-        return tree.map(plain, value, is_leaf=is_sharded)
-    return plain(value)

@@ -74,7 +74,7 @@ def check(
     found = there = trial.first(at)
     other = at
     if again and known is None and not trial.real:
-        check_steady(found.said, trial.run(at).said)
+        check_steady(found.said, lambda: trial.run(at).said)
     if known is not None and not trial.real:
         there, other = known, replace(at, rank=known.stand_ins.rank)
     elif (notes is None or trial.real) and asked & set(axes):
@@ -147,7 +147,7 @@ class _Trial:
         if found is None:  # of forward mode it may raise for what fakes remember
             before, self.forgets = self.checker, True
             found = self.attempt(at)
-            check_steady(before.said, self.checker.said)
+            check_steady(before.said, lambda: self.checker.said)
         turns = self.checker.stand_ins.turns
         while found is None and self.turn + 1 < turns:
             self.turn += 1

@@ -64,16 +64,6 @@ def test_tables_of_what_each_rank_holds_and_sends(simulated: Run) -> None:
     assert counts["all", ""] == sum(counts.values()) // 2
 
 
-def test_table_of_what_each_rank_holds(simulated: Run) -> None:
-    rows = table_below(simulated.out, "what each rank holds")
-    numbers = 256 * 32 + 32 * 32  # embedding
-    numbers += 2 * (12 * 32 * 32 + 2 * 32)  # blocks
-    numbers += 256 * 32 + 32  # head
-    half = numbers // 2
-    assert [row[0] for row in rows] == ["0", "1"]
-    assert numbers_held(rows) == [[half, half, 2 * half]] * 2
-
-
 @pytest.mark.slow
 def test_a_plan_sends_what_the_run_sends(simulated: Run, tmp_path: Path) -> None:
     assert planned(tmp_path, "data=2") == numbers_sent(simulated.out)
@@ -226,7 +216,7 @@ def test_every_stage_with_all_options(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2", "data=2,context=2,pipe=2"])
+@pytest.mark.parametrize("mesh", ["data=2", "data=1,context=2,pipe=2"])
 def test_experts_learn(mesh: str, tmp_path: Path) -> None:
     run = train(tmp_path, "--experts", "4", "--mesh", mesh, "--steps", str(STEPS))
     assert run.losses["validation"][-1][1] < 4.5

@@ -68,6 +68,19 @@ def test_a_count_that_recordings_raise_is_refused(kind, placed):
         trained(kind, False, placed)
 
 
+def test_what_is_made_at_the_first_run_alone_hides_no_count():
+    made = []
+
+    def step(w, x):
+        rate = 0.1 / (1 + len(made))
+        made.append(torch.full((3,), 2.0).sum() if not made else None)
+        g = ff.value_and_grad(unit)(w, x)[1]
+        return ff.tree.map(lambda a, g: a - rate * g, w, g)
+
+    with pytest.raises(Unsteady, match="Python state"):
+        ff.spmd(lambda: ff.shard(step, MESH, "data")(W, X), MESH)()
+
+
 @KINDS
 def test_the_way_out_is_right(kind, placed):
     t, w = kind(True), W
