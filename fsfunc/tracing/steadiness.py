@@ -167,7 +167,7 @@ class Outside(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def __exit__(self, *failed: Any) -> Any:
         done = super().__exit__(*failed)
@@ -193,13 +193,20 @@ class Outside(TorchFunctionMode):
         real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
         if real and not _torch.is_wrapped(x) and id(x) not in self._held:
             with _torch.beneath_all_modes(), torch.no_grad():
-                self._held[id(x)] = x, x.detach().clone()
+                self._held[id(x)] = x, x.detach().clone(), _version(x)
 
     def _restore(self) -> None:
         with _torch.beneath_all_modes(), torch.no_grad():
-            for x, value in self._held.values():
+            for x, value, version in self._held.values():
+                if _version(x) == version != -1:
+                    continue  # not written; a graph may hold it
                 with torch.inference_mode(x.is_inference()):
                     x.detach().copy_(value)
+
+
+def _version(x: Tensor) -> int:
+    """How often ``x`` was written; -1 where nobody counts."""
+    return -1 if x.is_inference() else x._version
 
 
 def check_data(out: Any) -> None:

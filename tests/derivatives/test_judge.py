@@ -104,6 +104,12 @@ def step_of(node, take):
 
 # A leaf read beside units and in them: its gradient is told with both.
 ROUGH = ("pmean", ("times", ("rough sum", ("w",)), ("msq", ("x",))))
+SHIFT = ("shift", ("unit", ("w",), "a", ("x",)))
+SHIFTED = (
+    "whole",
+    ("whole", ("per sample", ("msq", ("x",))), ("attend", ("x",))),
+    SHIFT,
+)
 IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 
 
@@ -113,6 +119,7 @@ IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
     st.sampled_from(["fake", *ROUTES]), STACK,
 )  # fmt: skip
 @example(("plus", ROUGH, IN_UNITS), "vag_w", 2, 0, "fake", "")
+@example(("plus", SHIFTED, IN_UNITS), "vag_x", 2, 0, "real", "")
 @example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "fake", "remat")
 def test_programs_are_right_or_refused(node, take, n, way, route, stack):
     program = step_of(node, take)
