@@ -104,7 +104,7 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _numel(x: Tensor) -> int:
-    """How many elements of its dtype a tensor's storage has."""
+    """The number of elements of its dtype that a tensor's storage has."""
     return x.untyped_storage().nbytes() // x.itemsize
 
 

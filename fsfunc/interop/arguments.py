@@ -122,6 +122,8 @@ class Signature(NamedTuple):
 
 
 class GivenTensor(NamedTuple):
+    """The shape and dtype of a tensor that a forward was given, without its memory."""
+
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool

@@ -1,4 +1,4 @@
-"""Which leaves an optimizer updates, and their tensors as a few flat ones."""
+"""The leaves that an optimizer updates, and their tensors as a few flat ones."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Narrow:
-    """Which leaves of a tree are of 16 bits: asked before they are written over."""
+    """The leaves of a tree that are of 16 bits: found before they are written over."""
 
     def __init__(self, params: Tree):
         self.params = params

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs: by what actions cost, or by the clock."""
+"""Start and end of each action of a schedule: by costs, or by the clock."""
 
 from __future__ import annotations
 

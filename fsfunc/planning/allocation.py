@@ -1,4 +1,4 @@
-"""What a caching allocator reserves for the memory that a plan takes and gives back.
+"""Bytes that a caching allocator reserves for what a plan takes and gives back.
 
 ``peak_bytes`` is what tensors hold at once. A device's allocator rounds each of them,
 cuts them out of segments that it took from the driver, and keeps segments whose parts

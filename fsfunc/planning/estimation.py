@@ -245,7 +245,7 @@ def _band(
     times: RankTimes,
     played: Played,
 ) -> tuple[tuple[str, float], ...]:
-    """What makes a rank's time uncertain, and by how much, the widest first."""
+    """The reasons that make a rank's time uncertain, and by how much, widest first."""
     spent: defaultdict[str, float] = defaultdict(float)
     for event, n in plan[times.rank].ran.items():
         op = event.op

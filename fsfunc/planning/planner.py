@@ -249,7 +249,7 @@ class _NotedMove(Handle):
         return self.work.wait()
 
     def done(self) -> bool:
-        """When others come is not known here: a message lasts for one action more."""
+        """False when asked first: when others come is unknown, so it takes one more."""
         over, self.asked = self.over or self.asked, True
         self.x = None if over else self.x
         return over

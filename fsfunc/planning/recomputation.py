@@ -22,7 +22,7 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Points:
-    """Which consecutive calls are recomputed together.
+    """The consecutive calls that are recomputed together.
 
     Args:
         runs: (first, one past the last) call of each run, in order; a call in none of

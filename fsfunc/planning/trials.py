@@ -171,7 +171,8 @@ class Trials:
     def _find_closest(self) -> None:
         """Plans what was skipped, until all others are foreseen to be larger."""
         for foreseen, stack in sorted(self.large, key=lambda pair: pair[0]):
-            if foreseen >= min(c.peak_bytes for c in self.tried):
+            closest = min((c.peak_bytes for c in self.tried), default=None)
+            if closest is not None and foreseen >= closest:
                 return
             self.skipped = [s for s in self.skipped if s.stack != stack]
             self.try_one(stack, anyway=True)
@@ -225,7 +226,7 @@ class Trials:
 
 
 def _computes(stack: Stack) -> Any:
-    """What a part's activations depend on, beside its rows."""
+    """The settings that a part's activations depend on, beside its rows."""
     others = tuple((a, n) for a, n in stack.axes if a not in (DATA, NODE))
     return others, stack.remat, stack.schedule, stack.microbatches
 

@@ -146,13 +146,15 @@ class MemorySpace:
         """``x`` in this space, in ``dtype``; if it moves, in memory used in turn."""
         return x if dtype is None else x.to(dtype)
 
-    def empty_like(
-        self, x: Tensor, dtype: torch.dtype | None = None, scratch: bool = False
+    def new_empty(
+        self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Memory of the shape of ``x`` here; ``scratch`` is handed out again later."""
-        if x.is_contiguous():  # to the type check a new value, and no part like `x`
-            return x.new_empty(x.shape, dtype=dtype)
-        return torch.empty_like(x, dtype=dtype)
+        """New memory here, of the dtype of ``x`` if none is given, and used in turn."""
+        return x.new_empty(shape, dtype=dtype)
+
+    def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
+        """Memory like ``x`` here; ``scratch`` is handed out again later."""
+        return torch.empty_like(x)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Zeros here, of the dtype of ``x``."""
@@ -200,11 +202,15 @@ class Offloaded(MemorySpace):
         room = self.store.scratch(x.numel(), dtype, self.device)
         return room.view(x.shape).copy_(x)
 
-    def empty_like(
-        self, x: Tensor, dtype: torch.dtype | None = None, scratch: bool = False
+    def new_empty(
+        self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
+        count = torch.Size(shape).numel()
+        return self.store.scratch(count, dtype or x.dtype, self.device).view(shape)
+
+    def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
         make = self.store.scratch if scratch else self.store.empty
-        return make(x.numel(), dtype or x.dtype, self.device).view(x.shape)
+        return make(x.numel(), x.dtype, self.device).view(x.shape)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         count = torch.Size(shape).numel()

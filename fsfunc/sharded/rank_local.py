@@ -42,7 +42,7 @@ def mark_rank_local(x: Tensor) -> None:
 
 
 def is_rank_local(x: Any) -> bool:
-    """Whether a tensor was marked."""
+    """True if a tensor was marked."""
     found = _MARKED.get(id(x))
     return found is not None and found() is x
 

@@ -107,7 +107,7 @@ def curve_of(own: RankPlan) -> Curve:
 
 
 def clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
-    """When so many operators of a curve have run, by the spans they are part of.
+    """Times at which operators of a curve have run, by the spans they are part of.
 
     A turn is one span, or several where it waited; within it, operators are taken to
     be equally long.

@@ -257,7 +257,7 @@ def kinds_table(own: RankPlan) -> Table:
 
 
 def peak_words(own: RankPlan) -> str:
-    """When most memory is held: ``in the backward of block, by aten.mm``."""
+    """The moment of most memory: ``in the backward of block, by aten.mm``."""
     event = own.events[own.peak_at] if own.events else None
     if isinstance(event, Took) and event.op:
         return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"

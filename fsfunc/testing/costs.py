@@ -1,4 +1,4 @@
-"""What a step sends and holds: assert_cost, live_bytes."""
+"""Bytes that a step sends and holds: assert_cost, live_bytes."""
 
 from __future__ import annotations
 

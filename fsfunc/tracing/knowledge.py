@@ -91,7 +91,7 @@ class Known:
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
     def root(self, x: Tensor) -> int:
-        """What tells the tensor that rows are of, whatever their order."""
+        """A key of the tensor that rows are of, whatever their order."""
         return self.of(x).root or self.value(x)
 
     def weighed(self, x: Tensor, by: Tensor) -> Provenance:
@@ -170,7 +170,7 @@ class Origin:
 
 
 class Nodes:
-    """Which operator each autograd node is of, and which nodes are of units' bodies."""
+    """The operator of each autograd node, and the nodes of the bodies of units."""
 
     def __init__(self) -> None:
         self._counted = _torch.next_sequence_number()

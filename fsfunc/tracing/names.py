@@ -39,7 +39,7 @@ def nested(value: Any, tell: Callable[[Any], str]) -> str:
 
 
 class Names:
-    """Which name each tensor of a run has.
+    """The name of each tensor of a run.
 
     A tensor is known by the place it looks at: its storage, offset, shape and strides.
     The same place gets a new name when it is written.

@@ -1,4 +1,4 @@
-"""Which rows of an own tensor a view of it shows, told by their memory."""
+"""The rows of an own tensor that a view of it shows, told by their memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OwnTensors:
         self._own[x] = [*kept, new]
 
     def rows(self, x: Tensor) -> Rows | None:
-        """Which rows of an own tensor a view of its memory shows; None: all of them."""
+        """The rows of an own tensor that a view of its memory shows; None: all."""
         found = self._own.get(x)
         if not found or not x.numel():
             return None

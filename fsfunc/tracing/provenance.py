@@ -250,7 +250,7 @@ def nonlinear(
 def factors(
     op: OperatorClass, given: Sequence[Any], tensors: Sequence[Tensor]
 ) -> list[float | None]:
-    """How many times each of its tensors an operator adds; None where nobody knows."""
+    """Multiples in which an operator adds each of its tensors; None if unknown."""
     name = op.name.removeprefix("_foreach_")
     numbers = [x for x in given if isinstance(x, int | float)]
     ways: dict[str, list[float | None]] = {}

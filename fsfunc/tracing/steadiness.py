@@ -1,4 +1,4 @@
-"""What a step does each time: stand-ins for values, and numbers that differ.
+"""A step that is run again: stand-ins for values, and a check of its numbers.
 
 A step is run a few times before its first real call: to be recorded, to be checked. If
 Python state that it changes (a counter, an object's attribute) decides what it does, it
@@ -197,7 +197,8 @@ class Outside(TorchFunctionMode):
 
     def _restore(self) -> None:
         with _torch.beneath_all_modes(), torch.no_grad():
-            for x, value, version in self._held.values():
+            # The last first: of memory that two views share, the first copy is older.
+            for x, value, version in reversed(self._held.values()):
                 if _version(x) == version != -1:
                     continue  # not written; a graph may hold it
                 with torch.inference_mode(x.is_inference()):
@@ -205,7 +206,7 @@ class Outside(TorchFunctionMode):
 
 
 def _version(x: Tensor) -> int:
-    """How often ``x`` was written; -1 where nobody counts."""
+    """The number of writes into ``x``; -1 where it is not counted."""
     return -1 if x.is_inference() else x._version
 
 

@@ -95,7 +95,7 @@ Exchange = Callable[[Lines], Mapping[int, Lines]]
 
 
 def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[int]:
-    """Which events have other constants in another process.
+    """The events that have other constants in another process.
 
     Raises:
         LawError: they are not the same operators.
@@ -277,7 +277,7 @@ def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
 
 
 def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
-    """Which events of two ranks had other constants.
+    """The events of two ranks that had other constants.
 
     Raises:
         LawError: they are not the same operators.

@@ -94,7 +94,7 @@ class GradientSums:
             like = home.on_device(shard.flat)
             buffer = self.pool.get(count, call.reduce, like)
         else:  # it becomes the gradient: no larger memory than that
-            buffer = home.empty_like(shard.flat, call.reduce, scratch=True)
+            buffer = home.new_empty(shard.flat, [count], call.reduce)
         count_as("gradients", [buffer, *grads])
         targets, sources, again, at = [], [], [], 0
         start = buffer.storage_offset()

@@ -62,7 +62,7 @@ def balanced(
 
 @dataclass(frozen=True)
 class Owners:
-    """Which rank along some axes has each of some matrices whole: data.
+    """The rank, along some axes, that has each of some matrices whole: data.
 
     Args:
         layouts: how the matrices lie.
