@@ -54,6 +54,20 @@ def test_the_levels_that_differentiate_and_map_a_tensor_are_told():
     assert seen == [(2, [1]), (1, [2]), (0, [])], breaks(what)
 
 
+def test_the_dim_that_is_mapped_is_told_by_its_stride():
+    """Rows of a Jacobian that lie side by side are told from other dims of it."""
+    seen = []
+
+    def look(x):
+        seen.append(_torch.mapped_dim(x))
+        return x.sum()
+
+    torch.func.vmap(look, 1)(torch.ones(2, 3))
+    look(torch.ones(2))
+    what = "a sum over another dim of a Jacobian passes as one over its rows"
+    assert seen == [(1, 3), (0, 0)], breaks(what)
+
+
 def test_forward_mode_is_seen():
     assert not _torch.forward_ad_active()
     with torch.autograd.forward_ad.dual_level():

@@ -50,6 +50,7 @@ from fsfunc._torch.functorch import (
     functorch_active,
     is_wrapped,
     mapped_at,
+    mapped_dim,
     mapping_levels,
     plainly,
     set_forward_ad_state,

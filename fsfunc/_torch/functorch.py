@@ -16,6 +16,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     maybe_current_level,
+    maybe_get_bdim,
     maybe_get_level,
 )
 from torch._functorch import eager_transforms
@@ -142,6 +143,15 @@ def differentiated_at(x: Tensor) -> int:
 def mapped_at(x: Tensor) -> list[int]:
     """The functorch levels that ``vmap`` over ``x``."""
     return [n for y, n in _wrappers(x) if is_batchedtensor(y)]
+
+
+def mapped_dim(x: Tensor) -> tuple[int, int]:
+    """The stride and size of the dim along which the innermost ``vmap`` maps ``x``."""
+    for y, _ in _wrappers(x):
+        if is_batchedtensor(y):
+            dim, inner = maybe_get_bdim(y), get_unwrapped(y)
+            return inner.stride(dim), inner.shape[dim]
+    return 0, 0
 
 
 def mapping_levels() -> list[int]:

@@ -263,16 +263,19 @@ class Checker(Tracer, Watcher, Operators):
         values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
         own = joined([*self.known.each_made_of(of), *self._pulled_with(of)])
-        own = mean = own.changed(line)
-        if values and self.own is Kind.V:
-            shares = frozenset(((own.rows, 1.0),))
-            several = any(_torch.mapped_at(c) for c in self.known.tensors(of))
-            stacked = 0 if several else None  # each by a vector of its own, as jacrev
-            one = Gradient(hash(values), own.rows, shares, stacked, loss)
-            mean = own._replace(gradients=own.gradients | {one})
+        own = own.changed(line)
+        averages = bool(values) and self.own is Kind.V
+        shares = frozenset(((own.rows, 1.0),))
+        one = Gradient(hash(values), own.rows, shares, loss=loss)
+        # Each by a vector of its own, as jacrev.
+        several = any(_torch.mapped_at(c) for c in self.known.tensors(of))
         for g in self.known.tensors(found):
-            varies = self.known.kind(g) is Kind.V
-            self.known.change(g, made_of=own if varies else mean)
+            made_of = own
+            if averages and self.known.kind(g) is not Kind.V:
+                stacked = _torch.mapped_dim(g) if several else None
+                of_one = replace(one, stacked=stacked)
+                made_of = own._replace(gradients=own.gradients | {of_one})
+            self.known.change(g, made_of=made_of)
 
     def _pulled_with(self, of: Any) -> list[Provenance]:
         """The rows that constants choose by which derivatives are pulled back."""

@@ -44,7 +44,8 @@ class Gradient:
         by: which value it is by.
         rows: the rows of own tensors that it was taken of.
         shares: of a sum, how much of which rows there is; None where nobody knows.
-        stacked: the dim along which those of several rows lie side by side, if they do.
+        stacked: the stride and size of the dim along which those of several rows lie
+            side by side, if they do; of no dim that is left, where it is not known.
         loss: whether it is the loss itself, a mean as its gradient is.
         bent: whether an operator has changed it that is not linear; ``where``: which.
     """
@@ -52,7 +53,7 @@ class Gradient:
     by: int
     rows: frozenset[Rows]
     shares: Shares | None = None
-    stacked: int | None = None
+    stacked: Along | None = None
     loss: bool = False
     bent: bool = False
     where: str = field(default="", compare=False)
@@ -71,6 +72,8 @@ class Gradient:
         return None
 
 
+Along = tuple[int, int]  # a dim by its stride and size: views move it, and keep these
+UNKNOWN: Along = (0, 0)
 Shares = frozenset[tuple[frozenset[Rows], float]]
 
 
@@ -98,10 +101,17 @@ class Provenance(NamedTuple):
         found = (replace(g, shares=_times(g.shares, factor)) for g in self.gradients)
         return self._replace(gradients=frozenset(found))
 
-    def summed(self, dims: Sequence[int]) -> Provenance:
-        """That of its sums along dims."""
+    def lying(self, how: Callable[[Along], Along | None]) -> Provenance:
+        """That of its elements in another order, or summed.
+
+        Args:
+            how: from where several rows lie to where they do then; None: to one sum.
+        """
+        if all(g.stacked is None for g in self.gradients):
+            return self
         found = (
-            replace(g, stacked=None) if g.stacked in dims else g for g in self.gradients
+            g if g.stacked is None else replace(g, stacked=how(g.stacked))
+            for g in self.gradients
         )
         return self._replace(gradients=frozenset(found))
 
@@ -124,11 +134,11 @@ def _times(shares: Shares | None, factor: float | None) -> Shares | None:
     return frozenset((rows, much * factor) for rows, much in shares)
 
 
-def joined(given: Iterable[Provenance], stacked: int | None = None) -> Provenance:
+def joined(given: Iterable[Provenance], stacked: Along | None = None) -> Provenance:
     """That of what is made of several values: sums of gradients are one gradient.
 
     Args:
-        stacked: the dim along which they are put side by side, if they are.
+        stacked: where they are put side by side, if they are.
     """
     some = [x for x in given if x is not NOTHING]
     if len(some) < 2:
@@ -144,7 +154,7 @@ def joined(given: Iterable[Provenance], stacked: int | None = None) -> Provenanc
     return Provenance(rows, frozenset(found))
 
 
-def _sum(by: int, terms: Sequence[Gradient], stacked: int | None) -> Gradient:
+def _sum(by: int, terms: Sequence[Gradient], stacked: Along | None) -> Gradient:
     """The gradient that a sum of several is, or that lie side by side."""
     rows = frozenset[Rows]().union(*(g.rows for g in terms))
     before = next((g.stacked for g in terms if g.stacked is not None), None)

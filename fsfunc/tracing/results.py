@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.tracing.knowledge import Known, number, shown
 from fsfunc.tracing.operators import COPIES, OperatorClass
 from fsfunc.tracing.provenance import (
+    UNKNOWN,
+    Along,
     Provenance,
     Rows,
     crossed,
@@ -35,8 +38,10 @@ def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
     return hash((op.name, *of))
 
 
-def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance:
-    """Of what a result is made.
+def made_of(
+    known: Known, op: OperatorClass, given: Sequence[Any], made: Tensor
+) -> Provenance:
+    """Of what a result is made, of which ``made`` is the first tensor.
 
     Raises:
         LawError: of gradients that do not mean here what they would on one device.
@@ -55,8 +60,8 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
         if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
             raise apart(op.name, *found)
     if not bends:
-        each = _summed(op, given, tensors, each)
-    stacked = _dim(given, tensors[0]) if op.joins else None
+        each = _summed(op, given, tensors, each, made)
+    stacked = _along(made, _dim(given, tensors[0])) if op.joins else None
     made_of = joined([*each, *chosen], stacked)
     if not is_internal():
         together(op.name, each)
@@ -68,15 +73,43 @@ def _summed(
     given: Sequence[Any],
     tensors: Sequence[Tensor],
     each: Sequence[Provenance],
+    made: Tensor,
 ) -> list[Provenance]:
     """Of what terms are made, as an operator adds them, or sums over their dims."""
+    found = []
+    factor = factors(op, given, tensors)
+    for x, p, by in zip(tensors, each, factor, strict=True):
+        found.append(p.lying(partial(_lying, op, given, x, made)).scaled(by))
+    return found
+
+
+def _lying(
+    op: OperatorClass, given: Sequence[Any], x: Tensor, made: Tensor, along: Along
+) -> Along | None:
+    """Where rows lie in a result that lie in ``x`` along a dim; None: they are summed.
+
+    Views have the memory of another tensor, so a dim is told by its stride there.
+    """
+    dims = [dim for dim in range(x.ndim) if _along(x, dim) == along]
+    if len(dims) != 1:
+        return UNKNOWN
+    dim, same = dims[0], made.ndim == x.ndim
     if op.name in ("sum", "mean"):
-        (x,) = tensors
-        dims = [n % x.ndim for n in given if type(n) is int and x.ndim]
-        each = [p.summed(dims or range(x.ndim)) for p in each]
-    return [
-        p.scaled(by) for p, by in zip(each, factors(op, given, tensors), strict=True)
-    ]
+        over = [n % x.ndim for n in given if type(n) is int] or range(x.ndim)
+        if dim in over:
+            return None
+        return _along(made, dim if same else dim - sum(n < dim for n in over))
+    if op.name == "stack":
+        return _along(made, dim + (_dim(given, x) <= dim))
+    if op.name in ("mm", "matmul") and x is given[0] and same and not dim:
+        return _along(made, 0)
+    keeps = op.elementwise or op.name in COPIES or op.name == "cat"
+    kept = keeps and same and made.shape[dim] == x.shape[dim]
+    return _along(made, dim) if kept else UNKNOWN
+
+
+def _along(x: Tensor, dim: int) -> Along:
+    return x.stride(dim), x.shape[dim]
 
 
 def _dim(given: Sequence[Any], x: Tensor) -> int:

@@ -219,7 +219,9 @@ class Operators(OperatorMode):
             seen,
             uniform=(uniform or op.factory or op.alike) and not op.random,
             flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
-            made_of=NOTHING if node is not None else made_of(self.known, op, given),
+            made_of=NOTHING
+            if node is not None
+            else made_of(self.known, op, given, made[0]),
         )
         known = node is None and not op.random
         value = value_of(self.known, op, given) if known else 0

@@ -103,15 +103,51 @@ def test_rows_told_apart(what, zero):
     assert zero or isinstance(raised.value, RowsApart) or what == "stacked"
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_jacobian_by_rows_is_not_clipped_after_the_mean(zero):
+def by_jacobian(change):
     def step(w, x):
         rows = torch.func.jacrev(lambda w: unit(w, x)[:, 0])(w)
-        return each(lambda j: j.clamp(-1, 1).mean(0), rows)
+        return each(lambda j: change(j) * torch.ones(j.shape[1:]), rows)
 
+    return step
+
+
+# By what is done with the rows of a Jacobian before they are clipped.
+CLIPPED = {
+    "nothing": lambda j: j.clamp(-1, 1).mean(0),
+    "a sum along another dim": lambda j: j.transpose(0, 1).sum(0).clamp(-1, 1).mean(0),
+    "the same of a copy": lambda j: (
+        j.movedim(0, -1).contiguous().sum(0).clamp(-1, 1).mean(-1)
+    ),
+    "a sum by pairs": lambda j: j.view(2, -1, *j.shape[1:]).sum(0).clamp(-1, 1).mean(0),
+    "rows of which there are others": lambda j: (
+        (j[None] + j[:, None]).sum(0).clamp(-1, 1).mean(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("what", CLIPPED)
+def test_a_jacobian_by_rows_is_not_clipped_after_the_mean(what, zero):
     with pytest.raises(LawError) as raised:
-        run(step, zero)
+        run(by_jacobian(CLIPPED[what]), zero)
     assert zero or isinstance(raised.value, RowsApart)
+
+
+ROWS_MEAN = {
+    "as it is": lambda j: j.mean(0),
+    "transposed": lambda j: j.transpose(0, 1).mean(1),
+    "copied in another order": lambda j: j.movedim(0, -1).contiguous().mean(-1),
+    "flat": lambda j: j.flatten(1).mean(0).view(j.shape[1:]),
+    "of another stride": lambda j: (2 * j.movedim(0, -1)).mean(-1) / 2,
+}
+
+
+@pytest.mark.parametrize("what", ROWS_MEAN)
+def test_a_mean_of_rows_of_a_jacobian_may_be_clipped(what):
+    step = by_jacobian(lambda j: ROWS_MEAN[what](j).clamp(-0.1, 0.1))
+    expected = step(W, X)
+    for found in run(step, 0):
+        torch.testing.assert_close(found, expected)
 
 
 LINEAR = {
