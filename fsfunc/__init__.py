@@ -15,7 +15,7 @@ collectives
     start collective
 layouts and states
     place init_state abstract_state TrainState unshard lay_like reduce_like assume
-    Sharded is_sharded Layout Flat Split Owned randn_like
+    Sharded is_sharded Layout Flat Split Owned Own randn_like
 messages of shard
     Gather Reduction CastGather CastReduction QuantizedGather QuantizedReduction
     HierarchicalGather HierarchicalReduction powersgd error_feedback
@@ -127,6 +127,7 @@ from fsfunc.planning import hardware
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.placements import Own
 from fsfunc.state.conversions import lay_like, reduce_like, unshard
 from fsfunc.state.initialization import abstract_state, init_state
 from fsfunc.state.noise import randn_like

@@ -203,8 +203,8 @@ def test_a_transform_within_a_loss_scale_reads_means(stack):
 
     def stepped(optimizer):
         step = optimizer(ff.transformed(plain, with_mean(torch.add)))  # not linear
-        state = ff.TrainState(params, optimizer.init(params))
-        return lambda: ff.unshard(step(state, x)[0].params)
+        state = lambda: ff.init_state(step, params, optimizer, x)  # noqa: E731
+        return lambda: ff.unshard(step(state(), x)[0].params)
 
     scaled = ff.spmd(stepped(ff.loss_scale(ff.sgd(1.0), initial=8.0)), mesh)()
     ff.testing.assert_equal(scaled[0], ff.spmd(stepped(ff.sgd(1.0)), mesh)()[0])

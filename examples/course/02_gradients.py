@@ -70,9 +70,10 @@ ways = {
 print(
     f"dL/dw is {plain:g} on one device; on four ranks, and what each sent to know it,"
 )
+begun = ff.spmd(lambda: ff.place(ways["shard(own(w))"], w), mesh)()  # one value
 for name, gradient in ways.items():
     with ff.ledger() as log:
-        found = [g.item() for g in ff.spmd(gradient, mesh)(w)]
+        found = [g.item() for g in ff.spmd(gradient, mesh)(begun)]
     verdict = "right" if found == [plain] * RANKS else "wrong"
     print(f"  {name:23} {found!s:25} {log.bytes('data'):3} bytes   {verdict}")
 

@@ -33,7 +33,8 @@ from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
-from fsfunc.sharded.rank_local import mark_rank_local
+from fsfunc.sharded.placements import Own
+from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 
 __all__ = ["load"]
 
@@ -161,8 +162,9 @@ def _fill(
                 kept.append((_local(leaf), _local(old[i])))
         elif isinstance(leaf, Sharded | Tensor):
             held = _placed(Held.of(path, leaf), taken[i], here)
-            if taken[i].own and isinstance(leaf, Tensor):
-                mark_rank_local(leaf)
+            if isinstance(leaf, Tensor):
+                own = Own(tuple(taken[i].own)) if taken[i].own else None
+                lay_leaf(leaf, own or laid_as(old[i]) or WHOLE)
             for box, x in held.boxes(coordinates_here(here)):
                 wanted += requests(taken[i], box, x)
         else:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.rank_local import is_rank_local
+from fsfunc.sharded.plain_leaves import laid_as
 
 __all__ = [
     "FirstCalls",
@@ -85,15 +84,14 @@ class Tracer:
 class FirstCalls:
     """Remembers which calls were checked; this one lets all of them pass.
 
-    The check of types derives from it (``tracing.type_check.TypeCheck``). By rank,
-    ``claims``: the lines of a checked step that are the same on all of them.
-    ``rank_local``: the paths of the returned state that each rank has for itself.
+    The check of types derives from it (``tracing.type_check.TypeCheck``).
+    ``own_paths``: those of a returned state at which each rank has a value of its own;
+    None as long as no call was checked.
     """
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
-        self.claims: dict[int, Lines] = {}
-        self.rank_local: set[str] = set()
+        self.own_paths: set[str] | None = None
 
     def check(
         self,
@@ -108,6 +106,10 @@ class FirstCalls:
         Args:
             at: the rank; ``axes``: those over which the loss is a mean.
         """
+
+    def note_own(self, paths: Iterable[str]) -> None:
+        """Notes paths of a returned state at which each rank has its own value."""
+        self.own_paths = (self.own_paths or set()).union(paths)
 
     def check_returned(self, out: Any) -> None:
         """Raises where a real call returns what it made as it was checked."""
@@ -136,7 +138,7 @@ def signature(args: Any, keywords: Any) -> Any:
     truths: list[bool] = []
     for x in leaves:
         if isinstance(x, Tensor):
-            kinds.append((x.shape, x.dtype, x.requires_grad, is_rank_local(x)))
+            kinds.append((x.shape, x.dtype, x.requires_grad, laid_as(x)))
         elif is_sharded(x):
             kinds.append((x.layout.shape, x.layout.dtype))
         else:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, Self
 import torch
 from torch import Tensor
 
+from fsfunc import tree
 from fsfunc.comm.collective_ops import claim
 from fsfunc.comm.descriptions import stated
 from fsfunc.core.frames import frame, inside
@@ -26,6 +27,8 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.inputs import check_function
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.plain_leaves import laid_as, lay_leaves
 
 State = Any
 Init = Callable[[Tree], State]
@@ -48,7 +51,8 @@ class Optimizer(_Functions):
     """The functions of an optimizer; called on a gradient function, a train step.
 
     Args:
-        init: ``init(params) -> state``, a pytree of tensors and numbers.
+        init: ``init(params) -> state``, a pytree of tensors and numbers. Of parameters
+            that are laid out, its plain leaves are one value on all ranks.
         update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
             operations that differentiate; updates are added to the parameters, and None
             stands for none. So it does in ``grads``, for what is no floating tensor or
@@ -99,7 +103,7 @@ class Optimizer(_Functions):
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        self = super().__new__(cls, init, update, apply, prepare, take)
+        self = super().__new__(cls, _laying(init), update, apply, prepare, take)
         self.elementwise = elementwise
         known = {"init": init, "update": update} | dict(configuration or {})
         return self.known_as("Optimizer", known)
@@ -271,3 +275,19 @@ def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
             f"{what} is given an optimizer that takes gradients in a way of its own, "
             f"as loss_scale does: put that around, as in loss_scale({what}(...))"
         )
+
+
+def _laying(init: Init) -> Init:
+    """``init``, of which the plain leaves are laid out as the parameters are."""
+    if hasattr(init, "lays"):
+        return init
+
+    @functools.wraps(init)
+    def laid(params: Any) -> Any:
+        leaves = tree.leaves(params, is_leaf=is_sharded)
+        state = init(params)
+        some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
+        return lay_leaves(state) if some else state
+
+    laid.lays = True  # type: ignore[attr-defined]
+    return laid

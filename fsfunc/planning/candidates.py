@@ -12,7 +12,7 @@ import torch
 from fsfunc.pipelining import schedules
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
-from fsfunc.sharded.placements import Split
+from fsfunc.sharded.placements import Own, Split
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.transforms.policies import MODES, Policy
 
@@ -121,6 +121,9 @@ class Space:
         """
         sizes, layouts = dict(axes), {}
         for pattern, rule in self.layouts.items():
+            if isinstance(rule, Own):
+                layouts[pattern] = rule
+                continue
             splits = (rule,) if isinstance(rule, Split) else rule
             if kept := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
                 layouts[pattern] = kept

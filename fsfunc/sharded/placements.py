@@ -1,4 +1,4 @@
-"""The ways of cutting a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Whole`.
+"""Layouts of a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Own`, `Whole`.
 
 A part is data. What a sequence of parts means for a shape is told by `layout.Layout`;
 here are the parts themselves, the room they need, what they refuse, and their text.
@@ -67,6 +67,18 @@ class Owned:
     @property
     def spread(self) -> tuple[tuple[str, int], ...]:
         return ((self.axis, self.size),)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A value of each rank's own along axes: there is no tensor of which it is a part.
+
+    Of leaves that no unit takes, in ``layouts`` of `place` and `init_state`: a hidden
+    state that is carried on, statistics of a rank's batches. The axes are those of the
+    `shard`.
+    """
+
+    axes: str | tuple[str, ...]
 
 
 @dataclass(frozen=True)

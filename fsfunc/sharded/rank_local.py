@@ -1,7 +1,4 @@
-"""Values that each rank has of its own: their marks, and all of them as one tensor.
-
-What a sharded function returns as each rank's own, in its state, is marked; so is what
-a checkpoint has of each rank. Another sharded function that is given it then knows.
+"""The stack of what each rank has of its own, as one tensor.
 
 Such values are no tensor that is one value along those axes. Their stack is one:
 ``[n, *shape]``, split along dim 0, each rank holding its row. It is saved and loaded as
@@ -11,45 +8,13 @@ any other, and to turn the values into their stack moves nothing.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.placements import Placement, Split
 
-__all__ = [
-    "is_rank_local",
-    "mark_rank_local",
-    "rows_over",
-    "stacked",
-    "unstacked",
-]
-
-
-_MARKED: dict[int, weakref.ref] = {}
-
-
-def mark_rank_local(x: Tensor) -> None:
-    """Says of a tensor that each rank has its own, for as long as it is there."""
-    key = id(x)
-    if key not in _MARKED:
-        _MARKED[key] = weakref.ref(x, partial(_forget, key))
-
-
-def is_rank_local(x: Any) -> bool:
-    """True if a tensor was marked."""
-    found = _MARKED.get(id(x))
-    return found is not None and found() is x
-
-
-def _forget(key: int, gone: weakref.ref) -> None:
-    if _MARKED.get(key) is gone:
-        del _MARKED[key]
+__all__ = ["rows_over", "stacked", "unstacked"]
 
 
 def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -135,6 +135,7 @@ def unlike_steps(lines: Lines) -> Section:
 def compare_programs(
     fn: Callable[..., Any],
     recorder: Recorder,
+    handlers: Sequence[Any],
     rest: Any,
     at: Here,
     over: set[str],
@@ -145,9 +146,9 @@ def compare_programs(
     """Raises on every rank where the ranks lay out for unlike programs, or values.
 
     Args:
-        over: the axes that leaves are split over.
+        handlers: those that lay leaves out; ``over``: the axes that leaves are split
+            over.
     """
-    handlers = recorder.handlers
     where = compared(at, over.union(*(h.axes for h in handlers)))
     if where is None:
         return

@@ -36,6 +36,7 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import in_a_row
+from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import assemble
 from fsfunc.tracing.groups import plain
 
@@ -295,6 +296,9 @@ def _back(
         some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
             out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+    for x in out:
+        if isinstance(x, Tensor):
+            lay_leaf(x)
     return tree.unflatten(treedef, out)
 
 

@@ -16,10 +16,12 @@ from fsfunc.optim.arguments import answers
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import Own
+from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.state.agreeing import together
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
-from fsfunc.state.placing import lay_out
+from fsfunc.state.placing import lay_out, own_leaves
 from fsfunc.state.train_state import TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharding import Sharding
@@ -64,7 +66,8 @@ def init_state(
             a function of the laid out parameters: what ``tree.map`` makes of a leaf
             lies as that leaf does (an average of the weights), all else is whole.
         layouts: by pattern of a parameter's path, how it is split over axes that split
-            the work of one loss: see ``place``.
+            the work of one loss: see ``place``. By pattern of a path in the state, such
+            as ``"extra/h"``, an ``Own(axis)`` for what each rank has of its own.
         like: by pattern of a path in the tree ``extra``, the path of the parameters
             that it lies like ("" is all of them): see ``place``.
 
@@ -235,6 +238,8 @@ def _laid_out(
 ) -> Any:
     extra = first.extra
     beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
+    own = {p: rule for p, rule in (layouts or {}).items() if isinstance(rule, Own)}
+    layouts = {p: rule for p, rule in (layouts or {}).items() if p not in own}
 
     begin, handlers = first, getattr(step, "interpretations", ())
     for sharding in [h for h in handlers if first.is_told and isinstance(h, Sharding)]:
@@ -250,19 +255,23 @@ def _laid_out(
     run.interpretations = handlers  # type: ignore[attr-defined]
     if beside:
         both = _Whole(params, extra)
-        layouts = {f"params/{p}": rule for p, rule in (layouts or {}).items()}
+        layouts = {f"params/{p}": rule for p, rule in layouts.items()}
+        beside_own = {p: r for p, r in own.items() if p.split("/")[0] == "extra"}
+        apart = own_leaves(step, {"extra": extra}, beside_own)
         like = {
             f"extra/{p}".strip("/"): f"params/{q}".strip("/")
             for p, q in (like or {}).items()
         }
-        laid, extra = lay(run, both, batch, layouts=layouts, like=like, given=given)
+        told_of = {"layouts": layouts, "like": like, "own": apart, "given": given}
+        laid, extra = lay(run, both, batch, **told_of)
     else:
         laid = lay(run, params, batch, layouts=layouts, like=like, given=given)
     source.release()
     store = stores_of(step).moments
     with moments_go_to(store):
         state = first(laid, extra)
-    return _in_own_memory(state, (laid, extra), first.is_told, source, store)
+    state = _in_own_memory(state, (laid, extra), first.is_told, source, store)
+    return lay_leaves(state, own_leaves(step, state, own))
 
 
 def _begun(step: Callable[..., Any], state: Any) -> Any:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import Own, describe
 from fsfunc.tree.structure import matches
 
-__all__ = ["LayoutRules", "axes_of", "splits_of"]
+__all__ = ["LayoutRules", "axes_of", "own_of", "splits_of"]
 
-# By pattern: how the leaves on the paths that it matches are split, outermost first.
-LayoutRules = Mapping[str, Split | Sequence[Split]]
+# By pattern: how the leaves on the paths that it matches are split, outermost first; or
+# that they are each rank's own.
+LayoutRules = Mapping[str, Split | Sequence[Split] | Own]
 
 
 def axes_of(rules: LayoutRules) -> tuple[str, ...]:
@@ -32,8 +33,53 @@ def axes_of(rules: LayoutRules) -> tuple[str, ...]:
     Raises:
         TypeError: a rule that is no `Split`.
     """
-    each = (_splits(pattern, rule) for pattern, rule in rules.items())
+    each = (
+        _splits(pattern, rule)
+        for pattern, rule in rules.items()
+        if not isinstance(rule, Own)
+    )
     return tuple(dict.fromkeys(split.axis for splits in each for split in splits))
+
+
+def own_of(
+    rules: LayoutRules, leaves: Mapping[str, Any], axes: Sequence[str]
+) -> dict[str, Own]:
+    """By path, the leaves that rules say are each rank's own.
+
+    Args:
+        leaves: by path; ``axes``: those of the shard.
+
+    Raises:
+        ValueError: a pattern that matches no path, or an `Own` of other axes.
+    """
+    found: dict[str, Own] = {}
+    for pattern, rule in rules.items():
+        if not isinstance(rule, Own):
+            continue
+        over = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
+        if set(over) != set(axes):
+            raise ValueError(
+                f"layouts: {pattern!r} is given {rule}, and the shard averages over "
+                f"{tuple(axes)}: a rank's own value is its own along all of them"
+            )
+        found |= dict.fromkeys(_matched(pattern, leaves), rule)
+    return found
+
+
+def _matched(pattern: str, leaves: Mapping[str, Any]) -> list[str]:
+    """The paths that a pattern matches.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if paths := [path for path in leaves if matches(pattern, path)]:
+        return paths
+    near = get_close_matches(pattern, leaves, n=3, cutoff=0.3) or [*leaves][:3]
+    raise ValueError(
+        f"layouts: no leaf's path matches {pattern!r}; there are "
+        f"{', '.join(map(repr, near))} ({len(leaves)} in all). '*' stands for "
+        "one name of a path, '**' for any number"
+    )
 
 
 def splits_of(
@@ -53,14 +99,9 @@ def splits_of(
     found: dict[str, tuple[Split, ...]] = {}
     by: dict[str, str] = {}
     for pattern, rule in rules.items():
-        paths = [path for path in leaves if matches(pattern, path)]
-        if not paths:
-            near = get_close_matches(pattern, leaves, n=3, cutoff=0.3) or [*leaves][:3]
-            raise ValueError(
-                f"layouts: no leaf's path matches {pattern!r}; there are "
-                f"{', '.join(map(repr, near))} ({len(leaves)} in all). '*' stands for "
-                "one name of a path, '**' for any number"
-            )
+        if isinstance(rule, Own):
+            continue
+        paths = _matched(pattern, leaves)
         splits = _sized(pattern, rule, mesh, taken)
         for path in paths:
             if path in by:
@@ -103,8 +144,8 @@ def _splits(pattern: str, rule: Any) -> Sequence[Split]:
         isinstance(split, Split) for split in splits
     ):
         raise TypeError(
-            f"layouts: {pattern!r} is given {rule!r}: give ff.Split(dim, axis), or a "
-            "tuple of them"
+            f"layouts: {pattern!r} is given {rule!r}: give ff.Split(dim, axis), a "
+            "tuple of them, or ff.Own(axis)"
         )
     return splits
 

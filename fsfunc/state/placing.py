@@ -16,6 +16,8 @@ from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, is_sharded
+from fsfunc.sharded.placements import Own
+from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.state.agreeing import (
     Agreement,
     compare_programs,
@@ -24,7 +26,7 @@ from fsfunc.state.agreeing import (
     together,
     unlike_steps,
 )
-from fsfunc.state.layout_rules import LayoutRules, splits_of
+from fsfunc.state.layout_rules import LayoutRules, own_of, splits_of
 from fsfunc.state.leaf_groups import (
     PlacedGroup,
     block_of,
@@ -45,7 +47,7 @@ from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
 
-__all__ = ["lay_out", "place"]
+__all__ = ["lay_out", "own_leaves", "place"]
 
 
 def place(
@@ -81,7 +83,9 @@ def place(
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
     one, for the layer functions of ``ff.nn``; it is split before it is cut over the
-    axes of a ``shard``. These may be among the axes that it is split over: experts,
+    axes of a ``shard``. ``Own(axis)`` is for a leaf that no unit takes, and of which
+    each rank has a value of its own along the axes of the ``shard``: these are not
+    compared. The axes of a split may be among the axes that it is split over: experts,
     which the ranks along an axis exchange their samples with, are cut, and their
     gradients summed, over the others.
 
@@ -98,7 +102,22 @@ def place(
     """
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
-        return lay_out(fn, t, rest, record, GivenLeaves(), agreement, layouts, like)
+        own, source = own_leaves(fn, t, layouts), GivenLeaves()
+        return lay_out(fn, t, rest, record, source, agreement, layouts, like, own)
+
+
+def own_leaves(
+    fn: Callable[..., Any], t: Any, layouts: LayoutRules | None
+) -> dict[str, Own]:
+    """By path, the leaves of ``t`` that ``layouts`` says are each rank's own."""
+    if not any(isinstance(rule, Own) for rule in (layouts or {}).values()):
+        return {}
+    shardings = [
+        h for h in getattr(fn, "interpretations", ()) if isinstance(h, Sharding)
+    ]
+    axes = tuple(axis for h in shardings for axis in h.axes)
+    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    return own_of(layouts or {}, dict(zip(paths, leaves, strict=True)), axes)
 
 
 def lay_out(
@@ -110,12 +129,14 @@ def lay_out(
     agreement: Agreement,
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
+    own: Mapping[str, Own] | None = None,
     given: Callable[[], Lines] = list,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
     Args:
-        given: what ranks compare too, where there are others.
+        own: by path, leaves that are each rank's own; ``given``: what ranks compare
+            too, where there are others.
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
@@ -130,12 +151,14 @@ def lay_out(
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     found = dict(zip(paths, leaves, strict=True))
     splits: dict[str, tuple[Split, ...]] = {}
+    own = own or {}
 
     def said() -> Lines:
         return [*given(), ("record", record), *told("layouts", layouts or {})]
 
     def values() -> Section:
-        return source.section(paths, leaves, at.link.notes)
+        same = [None if p in own else x for p, x in zip(paths, leaves, strict=True)]
+        return source.section(paths, same, at.link.notes)
 
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
@@ -152,11 +175,12 @@ def lay_out(
         return tree.unflatten(treedef, map(source.own, found.values()))
     recorder, applied = _recorded(fn, t, rest, record, splits)
     _check_untied(found, recorder.trained)
-    if not recorder.handlers:
+    handlers = recorder.handlers or laying  # a function may call no unit
+    if not handlers:
         _check_offloaded(stores_of(fn), [])
         _check_taken(splits, found)
         return tree.map(source.own, t, is_leaf=is_sharded)
-    shardings = [h for h in recorder.handlers if isinstance(h, Sharding)]
+    shardings = [h for h in handlers if isinstance(h, Sharding)]
     stores = stores_of(fn)
     _check_offloaded(stores, shardings)
     if len(shardings) > 1:
@@ -167,12 +191,13 @@ def lay_out(
         )
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
-    at = here(recorder.handlers[0].mesh)
-    compare_programs(fn, recorder, rest, at, over, said, values, agreement)
+    at = here(handlers[0].mesh)
+    compare_programs(fn, recorder, handlers, rest, at, over, said, values, agreement)
     coordinates = at.mesh.coordinates(at.rank)
-    groups = recorder.groups(
-        shardings[0].min_bytes if shardings else 0, bool(shardings)
-    )
+    groups = []
+    if recorder.handlers:  # else no unit is called, and all stay whole
+        least = shardings[0].min_bytes if shardings else 0
+        groups = recorder.groups(least, bool(shardings))
     order = recorder.order(groups, coordinates) if shardings else []
 
     def lay(part: PlacedGroup) -> None:
@@ -196,6 +221,7 @@ def lay_out(
         lay(part)
     _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
+    lay_leaves(placed, own)
     if shardings:
         if not isinstance(source, Shapes):
             _check_types(shardings[0], fn, recorder, (placed, *rest), at, agreement)
@@ -260,8 +286,9 @@ def _check_types(
     What the step itself raises meanwhile it raises in its first call, if it still does:
     the state may not be as it will be.
     """
-    if recorder.plain:  # on batches of any shape
+    if recorder.plain and recorder.handlers:  # on batches of any shape
         sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
+        sharding.first_calls.note_own(recorder.own_paths)
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
             try:
@@ -273,7 +300,7 @@ def _check_types(
             except Exception:
                 return
             sharding.first_calls.learn(at.rank, seen.calls)
-            sharding.first_calls.rank_local |= seen.rank_local
+            sharding.first_calls.note_own(seen.own_paths)
 
 
 def _recorded(

@@ -27,7 +27,8 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.arguments import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.rank_local import is_rank_local
+from fsfunc.sharded.placements import Own
+from fsfunc.sharded.plain_leaves import laid_as, returned_state
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Provenance, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
@@ -42,12 +43,10 @@ __all__ = ["Checker"]
 class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
-    ``calls`` are the signatures of the calls of sharded functions; ``claims`` what is
-    no tensor, and is to be the same on every rank; ``said`` what numbers torch's
-    functions were given. Of a pipelined loss it sees what that returns: in it sharded
-    leaves go into units alone. ``carried`` are the paths of a first argument, by its
-    structure, where a sharded function returns each rank's own: it adds what it finds.
-    ``rank_local`` are such paths of what the outermost one returns.
+    ``calls`` are the signatures of the calls of sharded functions; ``said`` what
+    numbers torch's functions were given. Of a pipelined loss it sees what that returns:
+    in it sharded leaves go into units alone. ``own_paths`` are those of the state that
+    the outermost one returns at which each rank has a value of its own.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class Checker(Tracer, Watcher, Operators):
         axes: tuple[str, ...],
         alone: bool,
         stand_ins: StandIns,
-        carried: set[tuple[Any, str]],
         varying: Iterable[int] = (),
     ):
         Operators.__init__(self, axes, alone, stand_ins, varying)
         self.calls: list[Any] = []
-        self.claims: list[tuple[str, str]] = []
         self.said: list[NumbersGiven] = []
-        self.carried, self.rank_local = carried, set[str]()
+        self.own_paths: set[str] = set()
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
@@ -125,9 +122,7 @@ class Checker(Tracer, Watcher, Operators):
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            said = told(what, x, answers(()))
-            self.claims += said
-            self.agreed(what, stated(x), said)
+            self.agreed(what, stated(x), told(what, x, answers(())))
         elif self.known.kind(x) is Kind.V:
             raise refusal("disagrees", what, [self.known.of(x)], None)
 
@@ -174,7 +169,7 @@ class Checker(Tracer, Watcher, Operators):
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         self.calls.append(key)
         for i, value in enumerate((*args, keywords)):
-            paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
+            paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
             for path, x in zip(paths, leaves, strict=True):
                 name = f"argument {i}" + (f" at {path!r}" if path else "")
                 name = repr(path) if i == 0 and path else name
@@ -184,8 +179,7 @@ class Checker(Tracer, Watcher, Operators):
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(x._local, replace(seen, value=value))
                 elif isinstance(x, Tensor):
-                    known = (treedef, path) in self.carried
-                    own = i or known or is_rank_local(x)
+                    own = i or isinstance(laid_as(x), Own) or self._varies(x)
                     kind = self.own if own else Kind.I
                     self.known.meet(x, Seen(kind, name, value=value))
 
@@ -336,15 +330,15 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(y, Sharded) and self._varies(y._local):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
-        new = out[0] if isinstance(out, tuple) and out else out
+        new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
         plain = zip(paths, found, strict=True)
         own = {p for p, y in plain if isinstance(y, Tensor) and self._varies(y)}
-        self.rank_local = own
+        self.own_paths = own
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         if treedef != other:
             return  # it returns something else
-        for path, x, y in zip(paths, leaves, found, strict=True):
+        for x, y in zip(leaves, found, strict=True):
             if isinstance(x, Sharded) and isinstance(y, Sharded):
                 x, y = x._local, y._local
             if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -353,8 +347,6 @@ class Checker(Tracer, Watcher, Operators):
             if same and self._varies(y):
                 seen = [self.known.of(x), self.known.of(y)]
                 raise refusal("returned", "", seen, None)
-            if path in own:
-                self.carried.add((treedef, path))
 
     def _varies(self, x: Tensor) -> bool:
         return self.known.kind(x) is Kind.V

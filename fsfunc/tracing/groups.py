@@ -162,7 +162,7 @@ class Findings:
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where) and ``trained``. ``claims``: what else is to be the same on
-    every rank.
+    every rank. ``own_paths``: of a returned state, those of each rank's own values.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -172,6 +172,7 @@ class Findings:
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
+    own_paths: set[str] = field(default_factory=set)
     claims: list[tuple[str, str]] = field(default_factory=list)
 
     def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:

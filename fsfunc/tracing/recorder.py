@@ -32,6 +32,7 @@ from fsfunc.optim.arguments import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.reads import Reads
 from fsfunc.tracing.refusals import refuse_cut
@@ -130,8 +131,9 @@ def _record(
                 is_leaf=is_sharded,
             )
             with Reads(recorder):
-                out = fn(tree.unflatten(treedef, leaves), *others)
-            recorder.carries(out)
+                given = tree.unflatten(treedef, leaves)
+                out = fn(given, *others)
+            recorder.carries((given,), out)
     asks(asked)
     taken = {path for t in recorder.taken for path in t.leaves}
     apart = all(
@@ -208,13 +210,14 @@ class Recorder(Findings, Tracer, Watcher):
             again = [name for name, _ in self.claims].count(what)
             self.claims += told(what + "'" * again, x, answers(()))
 
-    def carries(self, out: Any) -> None:
+    def carries(self, args: Sequence[Any], out: Any) -> None:
         """Hears what the step returns: a state may carry what is each rank's own."""
-        state = out[0] if isinstance(out, tuple) and out else out
-        leaves = tree.leaves(state, is_leaf=is_sharded)
-        if any(map(is_sharded, leaves)):
-            plain = [x for x in leaves if isinstance(x, Tensor)]
-            self.plain = self.plain and not plain
+        state = returned_state(args, out)
+        if isinstance(state, Tensor):  # such as a loss
+            self.own_paths.add("")
+        else:
+            leaves = tree.leaves(state, is_leaf=is_sharded)
+            self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
     def touched(self, values: Any) -> None:
         """Hears that a function of torch was called with these values, by anybody."""

@@ -17,7 +17,7 @@ from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
-from fsfunc.sharded.rank_local import is_rank_local, mark_rank_local
+from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.asked import Asked
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
@@ -116,8 +116,7 @@ class TypeCheck(FirstCalls):
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         again = not self.knows(at.rank)
         seen = check(call, args, keywords, at, axes, again=again)
-        self.claims[at.rank] = seen.claims
-        self.rank_local |= seen.rank_local
+        self.note_own(seen.own_paths)
 
     def check_returned(self, out: Any) -> None:
         check_data(out)
@@ -128,9 +127,7 @@ class _Trial:
 
     ``asked`` is given the axes along which somebody asks for the rank's place; ``real``
     says whether it runs on copies, ``forgets`` whether fake tensors remember nothing,
-    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run;
-    ``carried`` are the paths of a first argument, by its structure, where a sharded
-    function returns each rank's own, which the next call is given.
+    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run.
     With ``counts`` whole numbers stay what they are.
     """
 
@@ -139,7 +136,6 @@ class _Trial:
         self.axes, self.asked = axes, asked
         self.real, self.forgets, self.turn = False, False, 0
         self.checker: Any = None
-        self.carried: set[tuple[Any, str]] = set()
 
     def first(self, at: Here) -> Checker:
         """The first run that comes to its end: of the last way it must."""
@@ -183,15 +179,9 @@ class _Trial:
         refused: tuple[type[Exception], ...] = (LawError, NotATensor),
         **how: Any,
     ) -> Checker | None:
-        """A run, or None where it raises what is no refusal.
-
-        Again, where it has shown what the next call is given.
-        """
+        """A run, or None where it raises what is no refusal."""
         try:
-            while True:
-                before, found = len(self.carried), self.run(at, **how)
-                if len(self.carried) == before:
-                    return found
+            return self.run(at, **how)
         except refused:
             raise
         except Exception:
@@ -210,9 +200,7 @@ class _Trial:
         alone = at.mesh.axis_size(self.axes) == 1
         odd = None if counts else _is_odd(at, self.axes)
         stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
-        self.checker = checker = Checker(
-            self.axes, alone, stand_ins, self.carried, varying
-        )
+        self.checker = checker = Checker(self.axes, alone, stand_ins, varying)
         checker.fills = self.real
         link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
         now, given = replace(at, link=link), (self.args, self.keywords)
@@ -234,8 +222,8 @@ class _Trial:
                 None if self.real else mode, seen, coordinates, apart=True
             )
             for mine, its in zip(*map(_first, (self.args, args)), strict=False):
-                if is_rank_local(mine):
-                    mark_rank_local(its)
+                if how := laid_as(mine):
+                    lay_leaf(its, how)
             if times > 1:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]

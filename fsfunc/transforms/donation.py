@@ -26,6 +26,7 @@ from fsfunc.sharded.donated import (
 )
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 
 __all__ = ["donate"]
 
@@ -254,7 +255,8 @@ def _apart(leaves: list[Any]) -> list[Any]:
     for leaf in map(_twin, leaves):
         x = leaf._local if isinstance(leaf, Sharded) else leaf
         if isinstance(x, Tensor) and overlaps(x, ends[_torch.storage_key(x)]):
-            x = x.clone()
+            how, x = laid_as(x), x.clone()
+            lay_leaf(x, how)
             leaf = Sharded(x, leaf.layout) if isinstance(leaf, Sharded) else x
         out.append(leaf)
     return out

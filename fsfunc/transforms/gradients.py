@@ -19,7 +19,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.comparison import Lines, Section, compare, whole_values
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
@@ -39,7 +38,6 @@ __all__ = [
     "averaged",
     "check_derivatives",
     "check_mapped",
-    "check_whole",
     "kept_here",
     "shown",
 ]
@@ -49,20 +47,16 @@ _SUM = LinearMap("psum", "M", "M")
 
 def kept_here(
     chosen: Any, plainly: Sequence[Any], ours: Callable[[Layout], bool]
-) -> tuple[dict[int, FlatShard], int]:
+) -> dict[int, FlatShard]:
     """By identity, the buffers that are ours and differentiated as a whole.
-
-    And how many leaves are plain tensors.
 
     Args:
         plainly: axes of buffers that are ours, whatever their leaves.
     """
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
-    plain = 0
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if not is_sharded(x) or x.packed is None or x.parts is not None:
-            plain += isinstance(x, Tensor)
             continue
         key, known = id(x.packed), x.packed.place.axes in plainly
         if known or key in found or ours(x.layout):
@@ -72,7 +66,7 @@ def kept_here(
         real = shard.flat.is_floating_point() and not shard.flat.requires_grad
         if not real or counts[key] != len(shard.members):
             del found[key]
-    return found, plain
+    return found
 
 
 class Gradients:
@@ -224,26 +218,6 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
         weight=weight,
         aux=tree.unflatten(spec, aux),
     )
-
-
-def check_whole(runtime: ShardRuntime, claims: Lines, where: RankGroup) -> None:
-    """Raises where ranks differentiate unlike values of what must be one value.
-
-    Args:
-        claims: what else of the step is to be the same on every rank.
-
-    Raises:
-        RanksDiffer: on every rank.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(
-        runtime.differentiated, is_leaf=is_sharded
-    )
-    mine = [
-        x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
-    ]
-    if any(x is not None for x in mine):
-        steps = Section("ranks make unlike steps", claims)
-        compare([steps, whole_values(paths, mine, where.link.notes)], where)
 
 
 def _packed(

@@ -1,11 +1,12 @@
 """Replicated or rank-local: the kind of a plain tensor in a sharded call.
 
-The first argument of a sharded function is its state, one value on all ranks; whatever
-else it is given is the rank's own. Sharded leaves say by themselves what they are.
+The first argument of a sharded function is its state, of which each leaf is laid out;
+whatever else it is given is the rank's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,22 +17,27 @@ from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis
 from fsfunc.core.frames import frame
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import Own
+from fsfunc.sharded.plain_leaves import laid_as
 
 __all__ = ["Ownership", "assume", "storage_of"]
 
 
 class Ownership:
-    """The kinds of the plain tensors that one call of a sharded function was given."""
+    """The kinds of the plain tensors that one call of a sharded function was given.
 
-    def __init__(self, args: tuple[Any, ...]):
-        self._args = args
+    Args:
+        state: the leaves of its first argument.
+    """
+
+    def __init__(self, state: Sequence[Any]):
+        self._state = state
         self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
 
     @cached_property
     def _replicated(self) -> set[int]:
-        leaves = tree.leaves(self._args[:1], is_leaf=is_sharded)
-        return {storage_of(x) for x in leaves if isinstance(x, Tensor)}
+        plain = [x for x in self._state if isinstance(x, Tensor)]
+        return {storage_of(x) for x in plain if not isinstance(laid_as(x), Own)}
 
     def is_replicated(self, x: Tensor) -> bool:
         """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.
@@ -78,7 +84,8 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
     ...     delta = ff.assume(torch.zeros(2), "data", "V")
     ...     return ff.value_and_grad(lambda d: ((x + d) * w).sum())(delta)[1]
     >>> def main():
-    ...     return ff.shard(step, mesh, "data")(torch.ones(2), torch.ones(3, 2))
+    ...     f, x = ff.shard(step, mesh, "data"), torch.ones(3, 2)
+    ...     return f(ff.place(f, torch.ones(2), x), x)
     >>> ff.spmd(main, mesh)()
     [tensor([3., 3.]), tensor([3., 3.])]
     """

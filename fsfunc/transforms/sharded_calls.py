@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import group
@@ -23,12 +21,11 @@ from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
-from fsfunc.sharded.packing import repack, repacked
-from fsfunc.sharded.rank_local import mark_rank_local
+from fsfunc.sharded.packing import repacked
+from fsfunc.sharded.plain_leaves import check_laid_out, lay_returned
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
-    check_whole,
     kept_here,
     shown,
 )
@@ -46,9 +43,6 @@ class Sharding(Interpretation):
     Args:
         options: where and how leaves are cut, and what moves them.
         first_calls: the check of a call with arguments of new shapes.
-
-    ``compared_whole``: by rank, the whole leaves of which values were compared, told by
-    how many there were in which arguments.
     """
 
     lays_out = True
@@ -59,7 +53,6 @@ class Sharding(Interpretation):
         self.cut, self.mesh, self.axis = options, options.mesh, options.axis
         self.axes, self.zero = options.axes, options.zero
         self.min_bytes = options.min_bytes
-        self.compared_whole: frozenset[Any] = frozenset()
         self.new = True  # nothing was returned as yet
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
@@ -71,32 +64,44 @@ class Sharding(Interpretation):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` in reach of this interpretation; what it changed is packed."""
-        found = self.entered(self, f, args, keywords)
+        leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
+        state = leaves[: treedef.child(0).child(0).num_leaves] if args else []
+        found = self.entered(self, f, args, keywords, state)
         at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
-            leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
             if repacked(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
-            runtime = self._runtime(leaves, at.rank, Ownership(args))
+            runtime = self._runtime(leaves, at.rank, Ownership(state))
             runtimes = (*found.runtimes, (self, runtime))
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.close()
             if found.tracer is not None:
                 found.tracer.returned(args, out)
-            elif self.first_calls.rank_local:
-                self._mark(out)
             if self.new:
                 self.new = _torch.fake_active()
                 self.first_calls.check_returned(() if self.new else out)
             self.ran(at)
-            return repack(out, coordinates)
+            made, outdef = tree.flatten(out, is_leaf=is_sharded)
+            again = repacked(made, coordinates)
+            if not all(map(is_sharded, made)):
+                lay_returned(args, out, self.first_calls.own_paths)
+            return tree.unflatten(outdef, made) if again else out
 
     def entered(
-        self, handler: Interpretation, f: Callable[..., Any], args: Any, keywords: Any
+        self,
+        handler: Interpretation,
+        f: Callable[..., Any],
+        args: Any,
+        keywords: Any,
+        state: Sequence[Any] = (),
     ) -> Frame:
-        """The frame in which a call of ``f`` runs, of which ``handler`` is one more."""
+        """The frame in which a call of ``f`` runs, of which ``handler`` is one more.
+
+        Args:
+            state: the leaves of the first argument, which must be laid out.
+        """
         before = frame()
         for other in before.handlers:
             taken = set(getattr(other, "axes", ())) & set(self.axes)
@@ -106,6 +111,9 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = self.here(self.mesh)
+        real = before.tracer is None and not _torch.fake_active()
+        if real and self.mesh.backend != "vmap":
+            check_laid_out(state, args)
         self._check(f, args, keywords, at)
         at = replace(at, mean=(*at.mean, *self.axes))
         return replace(before, handlers=(*before.handlers, handler), at=at)
@@ -146,14 +154,6 @@ class Sharding(Interpretation):
             axes = (*at.mean, *self.axes)
             self.first_calls.check(call, args, keywords, at, axes)
             self.first_calls.learn(at.rank, [key])
-
-    def _mark(self, out: Any) -> None:
-        """Marks the tensors of the returned state that each rank has for itself."""
-        state = out[0] if isinstance(out, tuple) and out else out
-        paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
-        for path, x in zip(paths, leaves, strict=True):
-            if path in self.first_calls.rank_local and isinstance(x, Tensor):
-                mark_rank_local(x)
 
     def _runtime(
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
@@ -247,9 +247,9 @@ class Sharding(Interpretation):
         """The runtime of a gradient call that is about to run."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         plainly = (self.axis, ())
-        keeps, plain = {}, 0
+        keeps: dict[int, FlatShard] = {}
         if not (call.composable or f.create_graph):
-            keeps, plain = kept_here(chosen, plainly, self.cut.own)
+            keeps = kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
         feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
@@ -270,11 +270,6 @@ class Sharding(Interpretation):
             keeps=keeps,
             parts=parts,
         )
-        key = at.rank, plain, call.argnums
-        if plain and at.link.moves and key not in self.compared_whole:
-            claims = self.first_calls.claims.get(at.rank, ())
-            check_whole(runtime, claims, group(runtime.mean_axes, at))
-            self.compared_whole |= {key}
         return runtime
 
     def _ended(

@@ -52,7 +52,8 @@ def carrying(mesh, made=ff.init_state, **how):
     step = ff.donate(ff.shard(step, mesh, "data", **how))
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(mesh.rank))
     extra = {"h": torch.zeros(2, 3), "mean": torch.zeros(3)}
-    return step, made(step, torch.eye(3), optimizer, x, extra=extra), x
+    told = {"extra": extra, "layouts": {"extra/*": ff.Own("data")}}
+    return step, made(step, torch.eye(3), optimizer, x, **told), x
 
 
 @pytest.mark.parametrize("zero, donated", [(0, True), (1, False), (3, True)])

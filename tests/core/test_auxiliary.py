@@ -91,8 +91,9 @@ def test_one_psum_more_for_each_dtype_and_none_without() -> None:
         )
 
         def main():
+            w = ff.place(step, W, X)
             with ff.ledger() as log:
-                step(W, X)
+                step(w, X)
             return [(r.op, r.phase, int(r.bytes)) for r in log.of(0)]
 
         return ff.spmd(main, MESH)()[0]

@@ -12,8 +12,13 @@ DRAW = torch.Generator().manual_seed(7)
 W = {k: torch.randn(D, D, generator=DRAW, dtype=torch.float64) for k in "ab"}
 X = torch.randn(12, D, generator=DRAW, dtype=torch.float64)
 MESHES = {n: checks.simulated(n) for n in (1, 2, 3, 4)}
-# zero, or None: whole parameters, that nobody placed
+# zero, or None: whole parameters, which units are given as they are
 WAYS = [0, 1, 2, 3, None]
+
+
+def beside_units(w, x):
+    """What lays parameters out whole."""
+    return x.square().mean()
 
 
 def on_ranks(program, n, way, wrap=lambda f: f, w=W, x=X, mesh=None):
@@ -31,7 +36,7 @@ def rank_main(program, mesh, way, wrap=lambda f: f, w=W, x=X):
 
     def main():
         mine = ff.local_batch(x, mesh, AXIS)
-        given = w if way is None else ff.place(shard(by_units), w, mine)
+        given = ff.place(shard(beside_units if way is None else by_units), w, mine)
         step = shard(lambda w, x: program(Ranks(), w, x))
         return ff.unshard(step(given, mine))
 

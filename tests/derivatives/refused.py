@@ -218,7 +218,8 @@ def attempt(step, mesh, zero, w, x, plain=False):
     shard = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
     mine = ff.local_batch(x, mesh, "data")
     if plain:
-        given = torch.tensor(2.0, dtype=x.dtype)
+        beside = shard(lambda w, x: w * x.mean())  # no unit: it stays whole
+        given = ff.place(beside, torch.tensor(2.0, dtype=x.dtype), mine)
     else:
         inside = {STEPS["inside a unit"][0], STEPS["inside, ours"][0]}
         laid = by_around if step in inside else by_units

@@ -249,7 +249,8 @@ def test_another_function_knows_it_after_a_load_too(zero, saved, tmp_path):
     def main():
         mine = ff.local_batch(X, MESH, "data")
         first, second = (ff.shard(f, MESH, "data", zero=zero) for f in (observe, train))
-        state = ff.place(second, {"w": W, "f": torch.zeros(())}, mine)
+        begun, own = {"w": W, "f": torch.zeros(())}, {"f": ff.Own("data")}
+        state = ff.place(first, begun, mine, layouts=own)
         found = first(state, mine)
         if saved:
             ff.save(tmp_path / "a", found)
@@ -272,7 +273,8 @@ def test_an_init_state_knows_it_too(zero):
     def main():
         mine = ff.local_batch(X, MESH, "data")
         sharded = ff.shard(step, MESH, "data", zero=zero)
-        ff.init_state(sharded, W, optimizer, mine, extra=torch.zeros(()))
+        told = {"extra": torch.zeros(()), "layouts": {"extra": ff.Own("data")}}
+        ff.init_state(sharded, W, optimizer, mine, **told)
 
     with pytest.raises(LawError, match="differs from rank to rank"):
         ff.spmd(main, MESH)()

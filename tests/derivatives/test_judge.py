@@ -20,7 +20,7 @@ from fsfunc.tracing.refusals import LawError, RowsApart
 from tests.derivatives import drawn_loops
 from tests.derivatives.drawn import losses, matrices, run
 from tests.derivatives.drawn_loops import ROWS, is_of_a_batch, loops
-from tests.derivatives.judging import MESHES, WAYS, W, X, by_law
+from tests.derivatives.judging import MESHES, WAYS, W, X, beside_units, by_law
 from tests.derivatives.worlds import NoMeaning, Ranks, by_units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -79,7 +79,7 @@ def on_ranks(step, n, way, route, stack, data=X):
         mine, f = ff.local_batch(data, mesh, "data"), shard(step)
         if way is None or route == "odd":
             f = shard(odd) if route == "odd" else f
-            w = W if way is None else ff.place(shard(by_units), W, mine)
+            w = ff.place(shard(beside_units if way is None else by_units), W, mine)
         elif route == "real":
             w = ff.place(f, W, mine, record="real")
         else:
@@ -203,8 +203,8 @@ def in_two_runs(step, n, zero, save):
             w, h = step(Ranks(), state["w"], state["h"], x)
             return {"w": w, "h": h}
 
-        w = ff.place(ff.shard(by_units, mesh, "data", zero=zero), W, mine)
-        first = {"w": w, "h": torch.zeros_like(mine)}
+        first = {"w": W, "h": torch.zeros_like(mine)}
+        first = ff.place(sharded, first, mine, layouts={"h": ff.Own("data")})
         state = sharded(first, mine)
         save(path, state)
         found = ff.load(path, first)

@@ -10,7 +10,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tracing.refusals import RowsApart
 from tests import checks
-from tests.derivatives.judging import MESHES, W, X
+from tests.derivatives.judging import MESHES, W, X, beside_units
 from tests.derivatives.loops import ALLOWED, REFUSED, running, slope
 from tests.derivatives.worlds import by_units
 
@@ -34,7 +34,7 @@ def run(step, n, zero, rows=4):
     def main():
         shard = lambda f: ff.shard(f, mesh, "data", zero=zero or 0)  # noqa: E731
         mine = ff.local_batch(X[: rows * n], mesh, "data")
-        w = W if zero is None else ff.place(shard(by_units), W, mine)
+        w = ff.place(shard(beside_units if zero is None else by_units), W, mine)
         return ff.unshard(shard(step)(w, mine))
 
     return ff.spmd(main, mesh)()

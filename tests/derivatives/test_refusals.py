@@ -8,7 +8,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.tracing.refusals import LawError
 from tests.derivatives import refused
-from tests.derivatives.judging import MESHES, W, X, gradient, on
+from tests.derivatives.judging import MESHES, W, X, beside_units, gradient, on
 from tests.derivatives.worlds import by_units
 
 each = tree.map
@@ -71,9 +71,7 @@ def test_a_function_around_a_collective_answers_as_that_does(zero):
     def found(reduce):
         if zero is not None:
             return on(2, zero, step(reduce))
-        whole = ff.shard(step(reduce), MESHES[2], "data", zero=0)
-        mine = lambda: ff.local_batch(X, MESHES[2], "data")  # noqa: E731
-        return ff.spmd(lambda: whole(W, mine()), MESHES[2])()
+        return on(2, 0, step(reduce), laid=beside_units)
 
     psum = lambda x: ff.psum(x, "data")  # noqa: E731
     for one, right in zip(found(reduced_by_hand(psum)), found(psum), strict=True):

@@ -497,7 +497,7 @@ def test_an_axis_of_averages_is_refused():
     loss = lambda w, y: vocab_cross_entropy(X @ w.T, y, "data")  # noqa: E731
     step = ff.shard(ff.value_and_grad(loss), simulated(2), "data")
     with pytest.raises(ValueError, match="another axis of the mesh"):
-        ff.spmd(lambda: step(W, Y), simulated(2))()
+        ff.spmd(lambda: ff.place(step, W, Y), simulated(2))()
 
 
 @refusals({

@@ -103,8 +103,8 @@ def leaf(dim, axis="model", *more, n=4):
 
 def over_data(layer, x):
     """The layer over the axis along which each rank has its own ``x``."""
-    step = ff.shard(lambda x: layer(leaf(0, "data"), x), simulated(data=2), "data")
-    return lambda: ff.spmd(lambda: step(x), simulated(data=2))()
+    step = ff.shard(lambda _, x: layer(leaf(0, "data"), x), simulated(data=2), "data")
+    return lambda: ff.spmd(lambda: step({}, x), simulated(data=2))()
 
 
 ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")

@@ -119,8 +119,10 @@ def test_a_plan_and_a_step_that_raises_give_them_back():
     step = ff.donate(ff.shard(step_of(optimizer), MESH, "data"))
 
     def main():
-        params = fresh()
-        state = ff.TrainState(params, optimizer.init(params))
+        beside = ff.shard(lambda state, x: x.sum(), MESH, "data")  # they stay whole
+        state = ff.TrainState(fresh(), optimizer.init(fresh()))
+        state = ff.place(beside, state, X)
+        params = state.params
         ff.plan(step, state, X)
         assert type(params[0]["w"]) is torch.Tensor
         step(state, X)

@@ -21,18 +21,19 @@ def test_with_stock_derivatives():
         f = torch.func.grad(looking_up(True))
         g = ff.shard(f, MESH, "data")
         mine = ff.local_batch(TOKENS, MESH, "data")
-        return [ff.unshard(g(p, mine)) for p in (ff.place(g, TABLE, mine), TABLE)]
+        laid = ff.place(g, TABLE, mine), ff.place(whole, TABLE, mine)
+        return [ff.unshard(g(p, mine)) for p in laid]
 
-    for placed, whole in ff.spmd(main, MESH)():
-        same(placed, DENSE[1])
-        same(whole, DENSE[1])
+    whole = ff.shard(lambda p, x: x.float().mean(), MESH, "data")
+    for found in ff.spmd(main, MESH)():
+        same(found, [DENSE[1], DENSE[1]])
 
 
 def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
 
     def main(sparse):
         g = ff.shard(torch.func.grad(looking_up(sparse, glue=True)), MESH, "data")
-        g(TABLE, ff.local_batch(TOKENS, MESH, "data"))
+        ff.place(g, TABLE, ff.local_batch(TOKENS, MESH, "data"))
 
     for sparse in (False, True):
         with pytest.raises(LawError, match="by 'table'.*nobody takes the mean"):

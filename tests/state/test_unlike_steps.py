@@ -67,15 +67,6 @@ def placed(optimizer, change, zero, r):
     step(ff.place(step, ff.TrainState(params(), optimizer(0).init(params())), X), X)
 
 
-def whole(of_params, optimizer, before, zero, r):
-    """A state of whole parameters, given to a step as it is."""
-    step, ws = ff.shard(train(optimizer(r)), MESH, "data", zero=zero), params()
-    if before:
-        ff.init_state(step, params, sgd(r), X)
-    ws[0] += of_params * r
-    step(ff.TrainState(ws, sgd(r).init(ws)), X)
-
-
 def beside(zero, r, **more):
     step = ff.shard(train(sgd(r)), MESH, "data", zero=zero)
     ff.init_state(step, params, sgd(r), X, **more)
@@ -178,10 +169,6 @@ CASES = {
     "scaled by tree_scale": (
         partial(applied, sgd, lambda r, g: ff.tree_scale(g, 1.0 + r)), RanksDiffer,
         "tree_scale: rank 0: 1.0; rank 1: 2.0"),
-    "whole": (partial(whole, 1, sgd, False), RanksDiffer, "'0/0': rank 0: f32"),
-    "whole, later": (partial(whole, 1, sgd, True), RanksDiffer, "'0/0': rank 0: f32"),
-    "whole, by another": (partial(whole, 0, lambda r: ff.sgd(1.0 + r), False),
-                          LawError, "that applies gradients is not the same"),
     "record": (lambda z, r: beside(z, r, record=["fake", "real"][r]), RanksDiffer,
                "record: rank 0: fake; rank 1: real"),
     "extra": (lambda z, r: beside(z, r, extra={"a": torch.ones(2) * r}), RanksDiffer,

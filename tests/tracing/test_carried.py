@@ -26,12 +26,13 @@ def carrying(factor, then=lambda h, mine: h + mine):
     return step
 
 
-def three(step):
+def three(step, own=("h", "late")):
     def main():
         mine = ff.local_batch(X, MESH, "data")
         sharded = ff.shard(step, MESH, "data")
         first = {"w": W, "h": torch.zeros(2), "late": torch.tensor(0.0)}
-        state = ff.place(sharded, first, mine)
+        laid = dict.fromkeys(own, ff.Own("data"))
+        state = ff.place(sharded, first, mine, layouts=laid)
         for _ in range(3):
             state = sharded(state, mine)
         return ff.unshard(state)
@@ -41,7 +42,6 @@ def three(step):
 
 @pytest.mark.parametrize("of", ["h", "late"])
 def test_a_factor_of_what_is_carried_is_each_ranks_own(of):
-    """Of ``late`` it is known once it is known of ``h``."""
     with pytest.raises(LawError, match=f"and '{of}', which differs from rank to rank"):
         three(carrying(lambda s: s[of].sum()))
 
@@ -65,5 +65,5 @@ def test_what_ranks_agree_on_may_be_a_factor():
     agreed = carrying(
         lambda s: s["h"].sum(), then=lambda h, mine: h + ff.pmean(mine, "data")
     )
-    one, other = three(agreed)
+    one, other = three(agreed, own=())
     assert torch.equal(one["w"], other["w"]) and torch.equal(one["h"], other["h"])

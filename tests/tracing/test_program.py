@@ -539,6 +539,10 @@ def test_a_program_is_the_same_wherever_it_is_made(around):
     def step(p, x):
         return ff.program(stacked, p, x)
 
+    def sharded():
+        whole = ff.place(ff.shard(lambda p, x: p.sum(), mesh, "data"), p, x)
+        return ff.shard(step, mesh, "data")(whole, x)
+
     kept = []
     into = ff.unit(lambda p, x: kept.append(step(p, x)) or p)
     found = {
@@ -546,7 +550,7 @@ def test_a_program_is_the_same_wherever_it_is_made(around):
         "no_grad": lambda: torch.no_grad()(step)(p, x),
         "inference": lambda: torch.inference_mode()(step)(p, x),
         "remat": lambda: ff.remat(step)(p, x),
-        "shard": lambda: ff.spmd(lambda: ff.shard(step, mesh, "data")(p, x), mesh)()[0],
+        "shard": lambda: ff.spmd(sharded, mesh)()[0],
         "unit": lambda: into(p, x) is p and kept[0],
     }[around]()
     (call,) = found.calls

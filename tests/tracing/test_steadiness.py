@@ -42,18 +42,16 @@ class LibraryTrainer(Trainer):
         return optimizer.apply(g, optimizer.init(w), w)[0]
 
 
-KINDS = pytest.mark.parametrize(
-    "kind, placed", [(Trainer, True), (Trainer, False), (LibraryTrainer, True)]
-)
+KINDS = pytest.mark.parametrize("kind", [Trainer, LibraryTrainer])
 
 
-def trained(kind, guarded, placed):
+def trained(kind, guarded):
     """The parameters after three steps, and how many the trainer counts."""
 
     def main():
         t = kind(guarded)
         f = ff.shard(t.step, MESH, "data")
-        w = ff.place(f, W, X) if placed else W
+        w = ff.place(f, W, X)
         for _ in range(3):
             w = f(w, X)
         return ff.unshard(w), t.n
@@ -62,10 +60,10 @@ def trained(kind, guarded, placed):
 
 
 @KINDS
-def test_a_count_that_recordings_raise_is_refused(kind, placed):
+def test_a_count_that_recordings_raise_is_refused(kind):
     text = r"is given -?0\.\d+ when .* and -?0\.0\d+ when .*Python state.*ff.recording"
     with pytest.raises(Unsteady, match=text):
-        trained(kind, False, placed)
+        trained(kind, False)
 
 
 def test_what_is_made_at_the_first_run_alone_hides_no_count():
@@ -78,15 +76,16 @@ def test_what_is_made_at_the_first_run_alone_hides_no_count():
         return ff.tree.map(lambda a, g: a - rate * g, w, g)
 
     with pytest.raises(Unsteady, match="Python state"):
-        ff.spmd(lambda: ff.shard(step, MESH, "data")(W, X), MESH)()
+        f = ff.shard(step, MESH, "data")
+        ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
 
 
 @KINDS
-def test_the_way_out_is_right(kind, placed):
+def test_the_way_out_is_right(kind):
     t, w = kind(True), W
     for _ in range(3):
         w = t.step(w, X)
-    for found, n in trained(kind, True, placed):
+    for found, n in trained(kind, True):
         assert n == t.n == 3
         torch.testing.assert_close(found, w)
 

@@ -49,7 +49,8 @@ def run(order, f, n, state, batch):
     g = ORDERS[order](f, n)
     if order == "one device":
         return [g(state, batch)]
-    return on_ranks(g, state, batch, laid=lambda state, batch: 0.0)
+    laid = ff.shard(lambda state, batch: 0.0, MESH, "data")
+    return on_ranks(g, state, batch, laid=laid)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -250,8 +250,9 @@ def test_numbers_of_fairscale(name):
     def main():
         step = train_step(lambda p, x, y: (layer(p, x) - y).square().mean(), optimizer)
         step = ff.donate(wrap(ff.shard(step, mesh, "data"), mesh))
-        params = tree.map(torch.clone, START)
-        start = ff.TrainState(params, optimizer.init(params))
+        whole = ff.shard(lambda state, x, y: x.mean(), mesh, "data")
+        start = ff.TrainState(START, optimizer.init(START))
+        start = ff.place(whole, start, *sample(0, 0))
         state, _ = step(start, *sample(0, mesh.rank))
         for t in range(1, 10):
             state, _ = step(state, *sample(t, mesh.rank))
@@ -446,7 +447,7 @@ REFUSED = {
         run(lambda: slow(ff.linear(1.0, 0.5, 10 + MESH.rank))), RanksDiffer,
         "slowmo/lr at count 1"),
     "inside a shard": (
-        run(lambda: ff.shard(local(), MESH, "data")), ValueError, "goes around"),
+        run(lambda: ff.shard(local(), MESH, "data"), list), ValueError, "goes around"),
     "over an axis of the shard": (
         run(lambda: local(ff.shard(PLAIN, MESH, "node"))), ValueError,
         "each axis once"),

@@ -151,7 +151,7 @@ class Program:
     one: Callable | None = None
     tolerance: float = 1e-6
     cut: bool = True  # by `accumulate` too: rows are an argument of the gradient call
-    whole: bool = False  # with parameters that nobody placed as well
+    whole: bool = False  # with parameters that are whole as well
     reductions: int | None = None
 
 
@@ -214,7 +214,9 @@ def test_a_gradient_call_is_that_of_one_device(name, data):
     def main():
         mine = ff.local_batch(program.x, MESH, "data")
         placed, found = ff.place(step, program.params, mine), []
-        for params in (placed, placed, *[program.params] * program.whole):
+        laid = ff.shard(lambda p, x: x.float().mean(), MESH, "data", **how)
+        whole = ff.place(laid, program.params, mine)
+        for params in (placed, placed, *[whole] * program.whole):
             with ff.ledger() as log:
                 found.append(ff.unshard(step(params, mine)))
             sent.append(log.count("psum_scatter") + log.count("psum"))

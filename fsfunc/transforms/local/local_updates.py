@@ -24,6 +24,7 @@ from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.optim.arguments import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.transforms.local.averaging import (
     LocalState,
     Relabeled,
@@ -169,6 +170,8 @@ class LocalUpdates(Interpretation):
         where, coordinates = group(self.axes, at), at.mesh.coordinates(at.rank)
         state = self._own(args, keywords)
         mine = self.copies.copy(state.copies, coordinates)
+        if isinstance(args[0], LocalState):  # else as the caller laid it out
+            lay_leaves(mine)
         if before.donated is not None:
             before.donated.add(tree.leaves(mine, is_leaf=is_sharded))
         with internal(), torch.no_grad():

@@ -1,0 +1,143 @@
+"""Plain leaves of a laid out state: one value on all ranks, or each rank's own.
+
+A leaf that no unit takes stays a plain tensor. It is laid out all the same: as one
+value, `Whole`, or as a value of each rank's own, `Own`. The layout is noted for its
+memory, so that it holds for a detached or donated leaf too, and ends with that memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import Own, Whole, describe
+
+__all__ = ["check_laid_out", "laid_as", "lay_leaf", "lay_leaves", "lay_returned"]
+__all__ += ["returned_state"]
+
+WHOLE = Whole()
+_Range = tuple[int, int]  # of a storage: offset and number of elements
+# By the address of a storage; the reference takes the entry away when that dies.
+_LAID: dict[int, tuple[weakref.ref, dict[_Range, Whole | Own]]] = {}
+
+
+def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
+    """Notes the layout of a plain leaf; None: that it has none."""
+    x = _torch.unwrapped(x)
+    if x.layout != torch.strided:
+        return
+    with _torch.plain_tensors():  # a donated leaf too
+        storage, at = x.untyped_storage(), (int(x.storage_offset()), x.numel())
+    key = storage._cdata
+    found = _LAID.get(key)
+    if found is None or found[0]() is None:
+
+        def gone(reference: Any, laid: Any = _LAID) -> None:  # at exit, too
+            if key in laid and laid[key][0] is reference:
+                del laid[key]
+
+        found = _LAID[key] = weakref.ref(storage, gone), {}
+    if how is None:
+        found[1].pop(at, None)
+    else:
+        found[1][at] = how
+
+
+def laid_as(x: Any) -> Whole | Own | None:
+    """The layout of a plain tensor, if it is a leaf of a state."""
+    if not isinstance(x, Tensor):
+        return None
+    x = _torch.unwrapped(x)
+    with _torch.plain_tensors():
+        found = _LAID.get(_torch.storage_key(x))
+        at = (int(x.storage_offset()), x.numel()) if found else (0, 0)
+    return None if found is None else found[1].get(at)
+
+
+def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
+    """``t``, of which the plain leaves are noted as one value on all ranks.
+
+    Args:
+        own: by path, those that are each rank's own.
+
+    Raises:
+        TypeError: one of these is no plain tensor.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    for path, x in zip(paths, leaves, strict=True):
+        how = own.get(path, WHOLE) if own else WHOLE
+        if isinstance(x, Tensor):
+            lay_leaf(x, how)
+        elif how is not WHOLE:
+            raise TypeError(
+                f"layouts: {path!r} is given {how}, and is no plain tensor: a unit "
+                "takes it as a parameter, of which ranks have parts. Give the unit "
+                "what is this rank's own as an input"
+            )
+    return t
+
+
+def returned_state(args: Sequence[Any], out: Any) -> Any:
+    """The state that a step returned: alone, or first of a tuple."""
+    if type(out) is not tuple or not out:
+        return out
+    before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
+    return out if tree.flatten(out, is_leaf=is_sharded)[1] == before else out[0]
+
+
+def lay_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> None:
+    """Lays out the plain leaves of a returned state, each as that at its place was.
+
+    A value of the rank's own where there was another one is laid out as nothing.
+
+    Args:
+        args: those of the call; ``out``: what it returned.
+        own: the paths of values of the rank's own; None where nobody knows.
+    """
+    state = returned_state(args, out)
+    leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+    given, before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
+    plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    paths = tree.paths(state, is_leaf=is_sharded) if plain and own else ()
+    for i in plain:
+        how = (laid_as(given[i]) if treedef == before else None) or laid_as(leaves[i])
+        if not isinstance(how, Own):
+            varies = own is None or bool(paths) and paths[i] in own
+            how = None if varies else WHOLE
+        lay_leaf(leaves[i], how)
+
+
+def check_laid_out(leaves: Sequence[Any], args: Sequence[Any]) -> None:
+    """Raises where a leaf of a state is a plain tensor that was not laid out.
+
+    Args:
+        leaves: of the first of ``args``.
+
+    Raises:
+        ValueError: names the leaf, and the ways to lay it out.
+    """
+    plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    for i in plain:
+        if laid_as(x := leaves[i]) is None:
+            refuse_spent(args[0])
+            path = tree.paths(args[0], is_leaf=is_sharded)[i]
+            said = describe(x.shape, x.dtype, repr(path) if path else "")
+            raise ValueError(_PLAIN.format(said))
+
+
+_PLAIN = (
+    "{}, in the first argument of a sharded function, is a plain tensor that was not "
+    "laid out, and may be one value on all ranks or each rank's own. Lay the tree out: "
+    "ff.init_state(step, params, optimizer, batch), or ff.place(step, t, batch), with "
+    'layouts={{path: ff.Own("data")}} for what each rank has of its own (a hidden '
+    "state that is carried on); ff.lay_like(new, old) for what was computed alike on "
+    "every rank of a tree that is laid out. What is this rank's own, and no state, is "
+    "another argument"
+)

@@ -1,0 +1,217 @@
+"""Every leaf of a sharded function's state is laid out: in parts, whole, or own."""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
+from tests.checks import refused, same, simulated
+from tests.models import floats
+
+MESH = simulated(2)
+W, X = {"w": floats(3, 3), "s": floats(3)}, floats(4, 3)
+unit = ff.unit(lambda w, x: torch.tanh(x @ w))
+
+
+def loss(p, x):
+    return (unit(p["w"], x) * p["s"]).square().mean()
+
+
+def sgd(p, x):
+    g = ff.value_and_grad(loss)(p, x)[1]
+    return tree.map(lambda a, g: a - 0.1 * g, p, g)
+
+
+def everywhere(main):
+    return ff.spmd(main, MESH)()
+
+
+def mine():
+    return ff.local_batch(X, MESH, "data")
+
+
+# By what is done with the laid out parameters outside the step: plain tensors.
+MADE = {
+    "nothing was laid out": lambda p: W,
+    "arithmetic": lambda p: tree.map(lambda a: a * 0.5, p),
+    "a copy": copy.deepcopy,
+    "a slice": lambda p: {**p, "s": p["s"][:2]},
+}
+
+
+@pytest.mark.parametrize("f", [sgd, loss, torch.func.grad(loss)])
+@pytest.mark.parametrize("made", MADE)
+def test_a_plain_tensor_in_the_state_is_refused(made, f):
+    """Of which nobody knows if it is one value: before anything is sent."""
+    placed = everywhere(lambda: ff.place(ff.shard(sgd, MESH, "data"), W, mine()))
+    step = ff.shard(f, MESH, "data")
+    call = lambda p: step(MADE[made](p), mine())  # noqa: E731
+    says = "'s' f32.*not laid out.*ff.init_state.*ff.place.*ff.Own.*ff.lay_like"
+    refused(lambda: ff.spmd(call, MESH)(placed), ValueError, says)
+
+
+def test_what_stays_laid_out():
+    """Twins, other names, what the library makes of it, and what a step returns."""
+
+    def main():
+        step = ff.shard(sgd, MESH, "data")
+        p = ff.place(step, W, mine())
+        detached = tree.map(lambda a: a.detach(), p)
+        again = ff.lay_like(tree.map(lambda a: a * 1.0, p), p)
+        optimizer = ff.sharded_adam(0.1)
+        state = ff.TrainState(p, optimizer.init(p))
+        new, _ = ff.shard(optimizer(ff.value_and_grad(loss)), MESH, "data")(
+            state, mine()
+        )
+        step({"w": new.params["w"], "s": new.params["s"]}, mine())
+        return [
+            ff.unshard(step(q, mine())) for q in (p, detached, again, step(p, mine()))
+        ]
+
+    for each in everywhere(main):
+        once = sgd(W, X)
+        same(each, [once, once, once, sgd(once, X)])
+
+
+def carried(state, x):
+    """A hidden state of each rank's rows, and a gradient by it."""
+    h = torch.tanh(state["h"] + unit(state["w"], x))
+    by_h = ff.value_and_grad(lambda h: (h * state["s"] * x).sum())(h)[1]
+    return {**state, "h": h, "g": by_h}
+
+
+OWN = {"h": ff.Own("data"), "g": ff.Own("data")}
+
+
+def test_what_is_each_ranks_own_is_carried_on():
+    begun = {**W, "h": torch.zeros(2, 3), "g": torch.zeros(2, 3)}
+
+    def main():
+        step = ff.shard(carried, MESH, "data")
+        state = ff.place(step, begun, mine(), layouts=OWN)
+        for _ in range(3):
+            state = step(state, mine())
+        return ff.unshard(state)
+
+    for rank, found in enumerate(everywhere(main)):
+        state, rows = begun, X.chunk(2)[rank]
+        for _ in range(3):
+            state = carried(state, rows)
+        same(found, state)  # the gradient by an own value is no mean
+
+
+def test_own_values_may_differ_from_the_start_and_others_may_not():
+    def main(own):
+        step = ff.shard(carried, MESH, "data")
+        begun = {**W, "h": torch.full((2, 3), MESH.rank * 1.0), "g": torch.zeros(2, 3)}
+        return ff.place(step, begun, mine(), layouts=OWN if own else None)["h"]
+
+    found = ff.spmd(main, MESH)(True)
+    assert [x[0, 0].item() for x in found] == [0, 1]
+    refused(lambda: ff.spmd(main, MESH)(False), RanksDiffer, "'h': rank 0")
+
+
+class Pair(NamedTuple):
+    params: Any
+    momenta: Any
+
+
+PAIRS = {
+    "a tuple": lambda w, m: (w, m),
+    "a named tuple": Pair,
+    "a tuple, and a metric": lambda w, m: ((w, m), 0.0),
+}
+
+
+@pytest.mark.parametrize("made", PAIRS)
+def test_a_state_may_be_a_tuple(made):
+    def step(state, x):
+        w, m = state
+        g = ff.value_and_grad(loss)(w, x)[1]
+        m = tree.map(lambda m, g: 0.5 * m + g, m, g)
+        return PAIRS[made](tree.map(lambda w, m: w - 0.1 * m, w, m), m)
+
+    def run(f, state, x):
+        for _ in range(3):
+            state = f(state, x)
+            state = state[0] if made.endswith("metric") else state
+        return ff.unshard(state)
+
+    def main():
+        f = ff.shard(step, MESH, "data")
+        begun = Pair(W, W) if made == "a named tuple" else (W, W)
+        named = made == "a named tuple"
+        like = {"momenta": "params"} if named else {"1": "0"}
+        return run(f, ff.place(f, begun, mine(), like=like), mine())
+
+    for found in everywhere(main):
+        same(tree.leaves(found), tree.leaves(run(step, (W, W), X)))
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_an_own_value_in_the_place_of_one_is_refused_where_it_is_given_back(donated):
+    def main():
+        around = ff.donate if donated else lambda f: f
+        step = around(ff.shard(lambda s, x: {**s, "h": s["h"] + x}, MESH, "data"))
+        state = ff.place(step, {"h": torch.zeros(2, 3)}, mine())
+        with pytest.raises(ValueError, match="'h' f32.*not laid out.*ff.Own"):
+            step(step(state, mine()), mine())
+
+    everywhere(main)
+
+
+def test_they_go_on_from_a_checkpoint(tmp_path):
+    begun = {**W, "h": torch.zeros(2, 3), "g": torch.zeros(2, 3)}
+
+    def main():
+        step = ff.shard(carried, MESH, "data")
+        first = ff.place(step, begun, mine(), layouts=OWN)
+        state = step(first, mine())
+        ff.save(tmp_path / "saved", state)
+        found = ff.load(tmp_path / "saved", first)
+        return ff.unshard(step(found, mine())), ff.unshard(step(state, mine()))
+
+    for found, expected in everywhere(main):
+        same(found, expected)
+
+
+def test_a_train_state_has_them_beside_its_parameters():
+    optimizer = ff.sgd(0.1)
+
+    def train(state, x):
+        h = state.extra["h"] + x
+        g = ff.value_and_grad(loss)(state.params, h)[1]
+        return state.apply_gradients(g, optimizer, extra={"h": h}), {}
+
+    def main():
+        step = ff.shard(train, MESH, "data")
+        told = {
+            "extra": {"h": torch.zeros(2, 3)},
+            "layouts": {"extra/h": ff.Own("data")},
+        }
+        state = ff.init_state(step, W, optimizer, mine(), **told)
+        for _ in range(2):
+            state, _ = step(state, mine())
+        return state.extra["h"]
+
+    same(torch.cat(everywhere(main)), 2 * X)
+
+
+LAYOUTS = {
+    "a parameter of a unit": ({"w": ff.Own("data")}, TypeError, "'w'.*unit takes it"),
+    "another axis": ({"h": ff.Own("node")}, ValueError, r"averages over \('data',\)"),
+    "no path": ({"hh": ff.Own("data")}, ValueError, "no leaf's path matches 'hh'"),
+}
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_own_is_for_leaves_of_no_unit_along_the_axes_of_the_shard(what):
+    layouts, error, says = LAYOUTS[what]
+    begun = {**W, "h": torch.zeros(2, 3), "g": torch.zeros(2, 3)}
+    step = ff.shard(carried, MESH, "data")
+    place = lambda: ff.place(step, begun, mine(), layouts=layouts)  # noqa: E731
+    refused(lambda: everywhere(place), error, says)
