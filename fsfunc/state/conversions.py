@@ -93,7 +93,9 @@ def unshard(
             full = _gathered(x)
         if only is not None and here().rank != only:
             return None
-        return full if to is None else full.to(to)
+        full = full if to is None else full.to(to)
+        lay_leaf(full)  # one value on all ranks
+        return full
 
     refuse_spent(t)
     with label("", "unshard"):

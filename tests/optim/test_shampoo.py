@@ -132,7 +132,8 @@ def test_a_state_of_another_mesh_is_refused():
         _, state = trained(
             optimizer, shapes, 0, lambda step: ff.shard(step, mesh, "data")
         )
-        return step(ff.TrainState(state.params, alone), state.params)
+        laid = ff.place(ff.shard(lambda s: 0.0, mesh, "data"), alone)
+        return step(ff.TrainState(state.params, laid), state.params)
 
     with pytest.raises(ValueError, match="lies as .*the matrix along .*ff.load"):
         ff.spmd(main, mesh)()

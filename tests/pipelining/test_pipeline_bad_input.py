@@ -143,7 +143,7 @@ CALLS = [  # what is called, and what it says
     ),
     (lambda: on(on(GRADIENT))(parameters(), batch()), "there is one pipeline"),
     (
-        lambda: ff.shard(on(GRADIENT), MESH, "pipe")(parameters(), batch()),
+        lambda: ff.shard(on(GRADIENT), MESH, "pipe")({}, batch()),
         "pipeline over 'pipe' inside Sharding",
     ),
     (lambda: on(ff.shard(GRADIENT, MESH, "pipe"))(parameters(), batch()), "'pipe'"),

@@ -68,13 +68,12 @@ def test_what_stays_laid_out():
             state, mine()
         )
         step({"w": new.params["w"], "s": new.params["s"]}, mine())
-        return [
-            ff.unshard(step(q, mine())) for q in (p, detached, again, step(p, mine()))
-        ]
+        each = [p, detached, again, ff.unshard(p), step(p, mine())]
+        return [ff.unshard(step(q, mine())) for q in each]
 
     for each in everywhere(main):
         once = sgd(W, X)
-        same(each, [once, once, once, sgd(once, X)])
+        same(each, [once] * 4 + [sgd(once, X)])
 
 
 def carried(state, x):

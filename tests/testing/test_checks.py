@@ -20,7 +20,7 @@ from fsfunc.testing import (
     finite,
     poison,
 )
-from tests.checks import refusals, simulated
+from tests.checks import on_ranks, refusals, simulated
 from tests.models import chain, floats, layers, linear, train_step
 
 MESH = simulated()
@@ -255,10 +255,10 @@ def test_poison_fills_what_is_new_and_what_is_let_go_of():
     kept = torch.are_deterministic_algorithms_enabled()
     with poison():
         assert torch.empty(3).isnan().all()
-        found = ff.spmd(lambda: ff.unshard(step(layers(2), torch.ones(2, 4))), MESH)()
+        found = on_ranks(step, layers(2), torch.ones(4, 4))
     assert kept == torch.are_deterministic_algorithms_enabled()
     assert_equal(
-        found[0], ff.value_and_grad(chain(linear))(layers(2), torch.ones(2, 4))
+        found[0], ff.value_and_grad(chain(linear))(layers(2), torch.ones(4, 4))
     )
 
 
@@ -320,7 +320,9 @@ def test_finite_changes_nothing_and_goes_with_other_transforms():
         mine = ff.local_batch(x, MESH, "data")
         inner, outer = ff.shard(plain, MESH, "data"), finite(plain)
         every = [inner, finite(inner), ff.shard(ff.remat(outer), MESH, "data")]
-        return [ff.unshard(step(params, mine)) for step in every]
+        whole = ff.shard(lambda p, x: x.mean(), MESH, "data")
+        placed = ff.place(whole, params, mine)
+        return [ff.unshard(step(placed, mine)) for step in every]
 
     for first, *others in ff.spmd(main, MESH)():
         for found in others:
