@@ -158,6 +158,8 @@ def _fill(
     kept: list[tuple[Tensor, Tensor]] = []
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if taken[i] is KEPT:
+            if isinstance(leaf, Tensor):
+                lay_leaf(leaf, laid_as(old[i]))
             if isinstance(leaf, Sharded | Tensor) and not donate:
                 kept.append((_local(leaf), _local(old[i])))
         elif isinstance(leaf, Sharded | Tensor):

@@ -21,6 +21,7 @@ from fsfunc.optim.optimizer import (
     summed,
 )
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.plain_leaves import lay_as
 
 __all__ = ["AverageState", "ema", "eval_params", "swa"]
 
@@ -232,9 +233,9 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     matched = Matched.of(floating(params), floating(averages))
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
     if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
-        return averages
+        return lay_as(averages, params)
     cast = matched.summed(lambda p, average: average.to(p.dtype))
-    return _filled(treedef, cast, averages)
+    return lay_as(_filled(treedef, cast, averages), params)
 
 
 def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:

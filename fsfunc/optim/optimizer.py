@@ -22,13 +22,14 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collective_ops import claim
 from fsfunc.comm.descriptions import stated
+from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import laid_as, lay_leaves
+from fsfunc.sharded.plain_leaves import laid_as, lay_as, lay_leaves
 
 State = Any
 Init = Callable[[Tree], State]
@@ -103,7 +104,9 @@ class Optimizer(_Functions):
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        self = super().__new__(cls, _laying(init), update, apply, prepare, take)
+        self = super().__new__(
+            cls, _laying(init), update, _relaying(apply), prepare, take
+        )
         self.elementwise = elementwise
         known = {"init": init, "update": update} | dict(configuration or {})
         return self.known_as("Optimizer", known)
@@ -275,6 +278,25 @@ def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
             f"{what} is given an optimizer that takes gradients in a way of its own, "
             f"as loss_scale does: put that around, as in loss_scale({what}(...))"
         )
+
+
+def _relaying(apply: Apply) -> Apply:
+    """``apply``, whose plain leaves are laid out as those before, outside of steps.
+
+    Within one, what that returns is laid out.
+    """
+    if hasattr(apply, "lays"):
+        return apply
+
+    @functools.wraps(apply)
+    def laid(grads: Any, state: Any, params: Any) -> Any:
+        new = apply(grads, state, params)
+        if HERE.get() is not None and not (frame().runtimes or frame().tracer):
+            lay_as(new, (params, state))
+        return new
+
+    laid.lays = True  # type: ignore[attr-defined]
+    return laid
 
 
 def _laying(init: Init) -> Init:

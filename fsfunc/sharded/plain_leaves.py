@@ -19,8 +19,8 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
 
-__all__ = ["check_laid_out", "laid_as", "lay_leaf", "lay_leaves", "lay_returned"]
-__all__ += ["returned_state"]
+__all__ = ["check_laid_out", "laid_as", "lay_as", "lay_leaf", "lay_leaves"]
+__all__ += ["lay_returned", "returned_state"]
 
 WHOLE = Whole()
 _Range = tuple[int, int]  # of a storage: offset and number of elements
@@ -82,6 +82,17 @@ def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
                 "what is this rank's own as an input"
             )
     return t
+
+
+def lay_as(new: Any, old: Any) -> Any:
+    """``new``, its plain leaves laid out as those of ``old``, a tree like it, are."""
+    leaves, treedef = tree.flatten(new, is_leaf=is_sharded)
+    given, before = tree.flatten(old, is_leaf=is_sharded)
+    if treedef == before:
+        for x, y in zip(leaves, given, strict=True):
+            if isinstance(x, Tensor) and (how := laid_as(y)) is not None:
+                lay_leaf(x, how)
+    return new
 
 
 def returned_state(args: Sequence[Any], out: Any) -> Any:

@@ -76,6 +76,40 @@ def test_what_stays_laid_out():
         same(each, [once] * 4 + [sgd(once, X)])
 
 
+@pytest.mark.parametrize("optimizer", [ff.sharded_adam(0.1), ff.ema(ff.sgd(0.1))])
+def test_an_optimizer_outside_of_the_step_keeps_the_layouts(optimizer):
+    def trained(f, w):
+        state = optimizer.init(w)
+        for _ in range(3):
+            g = f(w, mine())[1]
+            w, state = optimizer.apply(g, state, w)
+        if isinstance(optimizer.configuration[0][1], ff.Optimizer):
+            f(ff.eval_params(state, w), mine())
+        return ff.unshard(w)
+
+    def main():
+        f = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        return trained(f, ff.place(f, W, mine()))
+
+    alone = W
+    state = optimizer.init(W)
+    for _ in range(3):
+        g = ff.value_and_grad(loss)(alone, X)[1]
+        alone, state = optimizer.apply(g, state, alone)
+    for found in everywhere(main):
+        torch.testing.assert_close(found, alone)
+
+
+def test_a_part_that_was_not_loaded_stays_as_it_was(tmp_path):
+    def main():
+        f = ff.shard(loss, MESH, "data")
+        p = ff.place(f, W, mine())
+        ff.save(tmp_path / "a", p)
+        return f(ff.load(tmp_path / "a", p, only="w"), mine())
+
+    everywhere(main)
+
+
 def carried(state, x):
     """A hidden state of each rank's rows, and a gradient by it."""
     h = torch.tanh(state["h"] + unit(state["w"], x))

@@ -293,7 +293,7 @@ THREE = {"data": 1, "model": 3}
         "a dim": (placing({"*/up": ff.Split(2, "model")}), V, "pass a dim from 0 to 1"),
         "a length": (placing({"*/up": UP}, **THREE), V, "8 is not a multiple of it"),
         "a size": (placing({"*/up": ff.Split(0, "model", 4)}), V, "leave the size out"),
-        "no split": (placing({"*/up": "model"}), T, r"give ff.Split\(dim, axis\), a tuple"),
+        "no split": (placing({"*/up": "model"}), T, r"ff.Split\(dim, axis\), a tuple"),
         "stages": (
             placing({"*/up": ff.Split(0, "pipe")}, pipe=2, model=2), V, "of a pipeline"
         ),

@@ -26,6 +26,7 @@ from fsfunc.optim.leaves import local, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.sharded.rank_local import rows_over, stacked, unstacked
 
 __all__ = [
@@ -291,7 +292,8 @@ def consensus(state: LocalState) -> Any:
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)
-    return tree.unflatten(spec, [encoded(x, y) if is_coded(x) else y for x, y in pairs])
+    found = [encoded(x, y) if is_coded(x) else y for x, y in pairs]
+    return lay_leaves(tree.unflatten(spec, found))
 
 
 def _is_whole(x: Any) -> bool:
