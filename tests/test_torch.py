@@ -357,6 +357,10 @@ QUICK = [
             (aten._unsafe_view.default, ([4, 2, 3],)),
             (aten.unsqueeze.default, (-1,)),
             (aten.squeeze.dim, (0,)),
+            (aten.unbind.int, (1,)),
+            (aten.split.Tensor, (2, -1)),
+            (aten.split_with_sizes.default, ([1, 3],)),
+            (aten.view.dtype, (torch.int16,)),
         )
     ],
     *[
@@ -387,8 +391,28 @@ QUICK = [
 ]  # fmt: skip
 
 
+def check_alike(fast, slow, mode, given, op):
+    """A fake tensor is what the mode's own is, in the same memory."""
+    what = "plans have other shapes, or views that share no memory"
+    assert isinstance(fast, _torch.FakeTensor) and fast.fake_mode is mode
+    for name in ("shape", "dtype", "device", "layout", "requires_grad"):
+        assert getattr(fast, name) == getattr(slow, name), breaks(what)
+    assert fast.stride() == slow.stride(), (op, breaks(what))
+    assert fast.storage_offset() == slow.storage_offset(), breaks(what)
+    assert fast.is_contiguous() == slow.is_contiguous()
+    size = [y.untyped_storage().nbytes() for y in (fast, slow)]
+    assert size[0] == size[1], (op, breaks("plans count other bytes"))
+    if given:
+        key = _torch.storage_key(given[0])
+        shares = [_torch.storage_key(y) == key for y in (fast, slow)]
+        assert shares[0] == shares[1], (op, breaks(what))
+    assert vars(fast).keys() == vars(slow).keys(), breaks("torch's fakes have more")
+    mine = {k: v for k, v in vars(slow).items() if k != "dispatch_keys"}
+    assert mine.items() <= vars(fast).items()
+
+
 def test_quick_fakes_are_those_of_the_mode():
-    what, quick = "plans have other shapes, or views that share no memory", 0
+    quick = 0
     for op, make, rest, how in QUICK:
         mode = _torch.fake_mode_of([])
         with mode:
@@ -402,24 +426,10 @@ def test_quick_fakes_are_those_of_the_mode():
             fast = _torch.quick_fake(mode, op, (*given, *rest), how)
         quick += fast is not NotImplemented
         assert fast is not NotImplemented, (op, how)
-        assert isinstance(fast, _torch.FakeTensor) and fast.fake_mode is mode
-        same = ("shape", "dtype", "device", "layout", "requires_grad")
-        for name in same:
-            assert getattr(fast, name) == getattr(slow, name), breaks(what)
-        assert fast.stride() == slow.stride(), (op, breaks(what))
-        assert fast.storage_offset() == slow.storage_offset(), breaks(what)
-        assert fast.is_contiguous() == slow.is_contiguous()
-        size = [y.untyped_storage().nbytes() for y in (fast, slow)]
-        assert size[0] == size[1], (op, breaks("plans count other bytes"))
-        if given:
-            shares = [
-                _torch.storage_key(y) == _torch.storage_key(given[0])
-                for y in (fast, slow)
-            ]
-            assert shares[0] == shares[1], (op, breaks(what))
-        assert vars(fast).keys() == vars(slow).keys(), breaks("torch's fakes have more")
-        mine = {k: v for k, v in vars(slow).items() if k != "dispatch_keys"}
-        assert mine.items() <= vars(fast).items()
+        assert type(fast) is type(slow)
+        several = isinstance(fast, list)
+        for one, other in zip(fast, slow, strict=True) if several else [(fast, slow)]:
+            check_alike(one, other, mode, given, op)
     assert quick > 70
 
 
@@ -475,6 +485,11 @@ REMEMBERED = [
     (aten.clone.default, lambda: (wide().t(),), {"memory_format":
      torch.contiguous_format}, True),
     (aten.sum.dim_IntList, lambda: (wide(), [0]), {}, True),
+    (aten.mul_.Tensor, lambda: (wide(), 2.0), {}, True),
+    (aten.copy_.default, lambda: (wide(), wide(torch.bfloat16)), {}, True),
+    (aten.addmm_.default, lambda: (wide(), wide(), torch.ones(4, 4)), {}, True),
+    (aten.transpose_.default, lambda: (wide(), 0, 1), {}, False),
+    (aten.resize_.default, lambda: (wide(), [30]), {}, False),
     (aten._unsafe_view.default, lambda: (wide(), [24]), {}, False),
     (aten.permute.default, lambda: (wide(), [1, 0]), {}, False),
     (aten.add.Tensor, lambda: (wide(), torch.ones(())), {}, False),  # a number's type?
@@ -510,8 +525,47 @@ def test_remembered_fakes_are_those_of_the_mode():
                 run = functools.partial(func, *given, **how)
                 out = _torch.fake_result(mode, run, func, given, how)
                 assert looks(out) == slow, (op, breaks("plans have other shapes"))
+                assert (out is given[0]) == op._schema.is_mutable
                 assert type(out) is type(op(*given, **how))
         assert (len(asked) == 1) == remembered, (op, len(asked))
+
+
+def test_a_mode_asks_the_fake_mode_below_as_torch_does():
+    """A mode of somebody's between the two sees each operator."""
+
+    class Asking(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return _torch.result_below(func, args, kwargs or {})
+
+    def seen():
+        x = torch.ones(4, 6).requires_grad_()
+        y = (x @ x.t()).add_(1)[1:].sum()
+        return [y, *torch.autograd.grad(y, x)]
+
+    mode = _torch.fake_mode_of([])
+    with mode:
+        plain = seen()
+        with Asking():
+            quick = seen()
+        with Watch() as between, Asking():
+            seen()
+    for a, b in zip(plain, quick, strict=True):
+        assert type(b) is _torch.FakeTensor and b.fake_mode is mode
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    assert {aten.mm, aten.add_} <= set(between.seen)
+    with Asking():
+        assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+
+
+def test_views_of_fake_tensors_are_told():
+    mode = _torch.fake_mode_of([])
+    with mode:
+        x = torch.ones(2, 3)
+    for func in aten.t.default, aten.unbind.int, aten.detach.default:
+        assert _torch.is_view(func, (x,)), breaks("plans cost more")
+        assert not _torch.is_view(func, (torch.ones(2, 3),))  # which becomes a fake
+    for func in aten.add_.Tensor, aten.clone.default, aten.reshape.default:
+        assert not _torch.is_view(func, (x,)), breaks("plans miss what is computed")
 
 
 def test_a_quick_fake_keeps_autograd_s_history():

@@ -95,6 +95,19 @@ def tells_places(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
 
 
+def is_view(func: Any, args: Any) -> bool:
+    """True if all that a call on fake tensors gives lies in the memory of its first."""
+    return _gives_views(func) and type(args[0]) is FakeTensor
+
+
+@functools.cache
+def _gives_views(func: Any) -> bool:
+    made = [result.alias_info for result in func._schema.returns]
+    if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
+        return False  # it may copy, as ``reshape`` does
+    return bool(made) and all(x is not None and not x.is_write for x in made)
+
+
 def value_of(x: Tensor) -> Tensor | None:
     """``x`` with its data, on no graph; None if it is fake and has none."""
     if isinstance(x, FakeTensor):
@@ -181,6 +194,20 @@ class HereFakeMode(FakeTensorMode):
             if isinstance(x, FakeTensor):
                 check_device(x.fake_device)
         return out
+
+
+def result_below(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator, for a mode that has been given it.
+
+    Where only the mode of fake tensors is on below, it is asked right here.
+    """
+    mode = None
+    if torch._C._len_torch_dispatch_stack() == 1:
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if type(mode) is not HereFakeMode:
+        return func(*args, **kwargs)
+    slowly = functools.partial(func, *args, **kwargs)
+    return fake_result(mode, slowly, func, args, kwargs)
 
 
 def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:

@@ -22,7 +22,8 @@ _OF_ONE = {
     _aten.detach.default, _aten.alias.default, _aten.view.default,
     _aten.t.default, _aten.transpose.int, _aten.permute.default,
     _aten.expand.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
-    _aten.squeeze.dim,
+    _aten.squeeze.dim, _aten.unbind.int, _aten.split.Tensor,
+    _aten.split_with_sizes.default, _aten.view.dtype,
 }  # fmt: skip
 # What autograd's forward mode asks of each tensor, and Python of its device.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -45,14 +46,16 @@ def fake_result(
     """The result of ``func`` on fake tensors.
 
     ``run``, the mode's own way, is called once for arguments that look alike: it costs
-    ten times as much as what is remembered here, of operators that make new memory.
+    ten times as much as what is remembered here, of operators that make new memory, or
+    write into their first argument.
     """
     out = quick_fake(mode, func, args, kwargs)
     if out is not NotImplemented:
         return out
     key = None
-    if _makes_anew(func):
-        looks = _looks(mode, args), _looks(mode, tuple(kwargs.items()))
+    if _is_remembered(func):
+        named = _looks(mode, tuple(kwargs.items())) if kwargs else None
+        looks = _looks(mode, args), named
         if _ODD not in looks:
             key = func, torch.get_default_dtype(), looks
     made = _MADE.get(key) if key is not None else None
@@ -61,10 +64,12 @@ def fake_result(
         if key is not None:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.clear()
-            _MADE[key] = _made_anew(out, args, kwargs)
+            _MADE[key] = _made(func, out, args, kwargs)
         return out
     if made is _ODD:
         return run()
+    if made is _FIRST:
+        return args[0]
     kind, specs = made
     with torch._C._DisableTorchDispatch():
         new = [
@@ -79,19 +84,26 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     The mode's own way costs three times as much; this one knows a few operators.
     """
-    if (answer := _ANSWERS.get(func)) is not None:
-        return answer(*args)
-    if func._schema.is_mutable and not func._schema.returns:
-        known = any(getattr(x, "constant", None) is not None for x in tree_leaves(args))
-        return NotImplemented if known else None  # there is nothing to write
-    kwargs = dict(kwargs)
     if func in _OF_ONE or func in _LIKE_ONE:
         x = args[0]
         odd = not isinstance(x, FakeTensor) or x.constant is not None
         if odd or x.fake_device != CPU or x.fake_mode is not mode:
             return NotImplemented
+        if func in _OF_ONE and not kwargs:
+            with torch._C._DisableTorchDispatch():
+                out = func(*args)
+                if isinstance(out, (list, tuple)):
+                    return [_over(mode, part) for part in out]
+                return _over(mode, out)
+    elif (answer := _ANSWERS.get(func)) is not None:
+        return answer(*args)
     elif func not in _OF_NONE:
+        if func._schema.is_mutable and not func._schema.returns:
+            leaves = tree_leaves(args)
+            known = any(getattr(x, "constant", None) is not None for x in leaves)
+            return NotImplemented if known else None  # there is nothing to write
         return NotImplemented
+    kwargs = dict(kwargs)
     device = kwargs.pop("device", None)
     if kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
@@ -135,7 +147,7 @@ def _over(mode: Any, x: Tensor) -> FakeTensor:
 
 _MADE: dict[Any, Any] = {}  # what operators made of arguments that look so
 _MOST_MADE = 1 << 16
-_ODD = object()
+_ODD, _FIRST = object(), object()
 _SHAPELESS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
     | {torch.device}
@@ -143,20 +155,21 @@ _SHAPELESS = frozenset(
 
 
 @functools.cache
-def _makes_anew(func: Any) -> bool:
-    """True if shapes alone say what an operator makes, in memory of its own."""
-    told = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    schema = func._schema
-    return (
-        func.namespace == "aten"
-        and not schema.is_mutable
-        and not told & set(func.tags)
-        and bool(schema.returns)
-        and all(
-            r.alias_info is None and str(r.type) in ("Tensor", "List[Tensor]")
-            for r in schema.returns
-        )
-    )
+def _is_remembered(func: Any) -> bool:
+    """True if shapes alone say what an operator makes, in memory of its own.
+
+    Or if it makes nothing, and returns its first argument, into which it writes.
+    """
+    odd = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    odd |= {torch.Tag.inplace_view}
+    given, made = func._schema.arguments, func._schema.returns
+    if func.namespace != "aten" or odd & set(func.tags) or not made:
+        return False
+    if func._schema.is_mutable:
+        changed = [x.name for x in given if x.alias_info and x.alias_info.is_write]
+        return changed == [given[0].name] and len(made) == 1
+    kinds = ("Tensor", "List[Tensor]")
+    return all(x.alias_info is None and str(x.type) in kinds for x in made)
 
 
 def _looks(mode: FakeTensorMode, x: Any) -> Any:
@@ -186,8 +199,13 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
-    """The shapes of results that lie in memory of their own, or ``_ODD``."""
+def _made(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    """The shapes of results that lie in memory of their own, or ``_ODD``.
+
+    ``_FIRST`` if the result is the first argument.
+    """
+    if func._schema.is_mutable:
+        return _FIRST if out is args[0] else _ODD
     kind = type(out) if isinstance(out, (tuple, list)) else None
     kind = getattr(kind, "_make", kind)  # a named tuple takes no sequence
     specs = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -142,19 +144,21 @@ def describe(
         size = 2 * _bytes(read[1])
     else:
         size = sum(map(_bytes, {id(x): x for x in (*read, *made)}.values()))
-    floats = [x.dtype for x in (*read, *made) if x.is_floating_point()]
-    dtype = floats[0] if floats else (*made, *read)[0].dtype
+    floats = (x.dtype for x in (*read, *made) if x.dtype.is_floating_point)
+    dtype = next(floats, None) or (*made, *read)[0].dtype
     dims = _dims(packet, read)
-    return Op(str(packet), flops, size, dtype, dims, _causal(func, args, kwargs))
+    return Op(_name(packet), flops, size, dtype, dims, _causal(func, args, kwargs))
+
+
+_name = functools.cache(str)
 
 
 def _bytes(x: Tensor) -> int:
     """Bytes of the elements under ``x``: a broadcast dim is there once."""
-    count = 1
-    for n, step in zip(x.shape, x.stride(), strict=True):
-        if step:
-            count *= n
-    return int(count if x.numel() else 0) * x.element_size()
+    count, steps = x.numel(), x.stride()
+    if count and 0 in steps:
+        count = math.prod(n for n, step in zip(x.shape, steps, strict=True) if step)
+    return int(count) * x.element_size()
 
 
 def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
@@ -171,6 +175,7 @@ def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
     return ()
 
 
+@functools.cache
 def is_attention(packet: Any) -> bool:
     """True if an operator is a fused attention."""
     name = str(packet)

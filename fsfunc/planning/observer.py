@@ -110,14 +110,15 @@ class Observer(Tracer, OperatorMode):
     # Operators
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
+        out = _torch.result_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
-            self._note(func, args, kwargs, out)
+            if self.strangers or not _torch.is_view(func, args):
+                self._note(func, args, kwargs, out)
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         read, made = _tensors([args, kwargs]), _tensors(out)
-        known = {_torch.storage_key(x) for x in read}
+        known = set(map(_torch.storage_key, read))
         if self.strangers:
             for x in read:
                 self.book.take(x, "", "", "")
