@@ -176,6 +176,8 @@ class Outside(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a tensor, most often its shape
+            return func(*args)
         if name in _EACH and args and isinstance(args[0], _torch.FakeTensor):
             raise RuntimeError(
                 f"{name} at {source_line()} calls a function of Python with each "
