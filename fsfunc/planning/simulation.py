@@ -166,9 +166,8 @@ class _RankRun:
         """Ends the span of what was computed since the last rest."""
         if self._end > self._start:
             what = (self._unit or self._phase, self._unit, self._phase)
-            self.spans.append(
-                Span(self.plan.rank, COMPUTE, *what, self._start, self._end)
-            )
+            times = (self._start, self._end)
+            self.spans.append(Span(self.plan.rank, COMPUTE, *what, *times))
 
     def wait(self, number: int, overlap: float) -> None:
         """Goes on when a transfer is over and what it took is made up for."""
@@ -244,11 +243,9 @@ class _PlanRun(Player):
             sums = (r.compute, r.exposed, r.bubble, whole - r.clock)
             times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
             spans += r.spans
-        for stream in self.streams.values():
-            for t in stream.transfers:
-                between = (t.start, t.end or 0.0)
-                parties = t.arrived.items()
-                spans += [Span(p.rank, *shown, *between) for p, shown in parties]
+        for t in [t for stream in self.streams.values() for t in stream.transfers]:
+            between, parties = (t.start, t.end or 0.0), t.arrived.items()
+            spans += [Span(p.rank, *shown, *between) for p, shown in parties]
         return Played(whole, times, spans, self.costs)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
