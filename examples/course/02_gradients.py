@@ -4,10 +4,9 @@ A collective is a linear map of all ranks' values at once: y = A x, where row r 
 rank r receives. Its derivative sends cotangents through A^T, and A^T is a collective as
 well. So a program with collectives in it is differentiated like any other.
 
-What is left to say is whose a value is. Over an axis it is V, varying: every rank has
-its own, and derivatives pair them by a sum over ranks; or I, invariant: one value that
-all of them hold, paired once. The plain program of this lesson is a mean of n losses
-that share one parameter, which is I, while each c_r is a rank's own, V:
+What is left is a value's type. Over an axis it is V, varying: every rank has its own,
+and derivatives pair them by a sum over ranks; or I, invariant: one value on all ranks,
+paired once. The plain program is a mean of n losses with one parameter, which is I:
 
     L(w) = 1/n sum_r c_r w^2,      dL/dw = 2 w mean(c)
 

@@ -105,8 +105,14 @@ def make_mesh(
             seconds or as a timedelta, for every group of the mesh; None: as long as
             the process group does (30 minutes, if nobody told it). The error, a
             RuntimeError, says where each rank is; after half of it (5 minutes at most,
-            or ``FSFUNC_WATCHDOG`` seconds) stderr does. Ranks of one process wait for
-            nobody: there it means nothing.
+            or ``FSFUNC_WATCHDOG`` seconds) stderr does, and each rank writes its last
+            100 collectives (``FSFUNC_FLIGHT`` names the folder, which goes with a run
+            that ended well). Ranks of one process wait for nobody: there it means
+            nothing.
+
+    A mesh that came to an error is closed: to go on, every rank calls
+    ``torch.distributed.destroy_process_group()`` and makes another one. A fork, as a
+    data loader's worker, is no rank.
 
     Raises:
         TypeError: ``axes`` that are no mapping, or a timeout that is no time.

@@ -63,7 +63,8 @@ def test_one_value_enters_own_losses():
         return ff.value_and_grad(own)(w)
 
     w = torch.tensor(2.0, dtype=torch.float64)
-    out = list(ff.spmd(lambda: ff.shard(step, mesh, "data")(w), mesh)())
+    sharded = ff.shard(step, mesh, "data")
+    out = list(ff.spmd(lambda: sharded(ff.place(sharded, w)), mesh)())
     assert_equal(out, [(w * MINE.mean(), MINE.mean())] * N)
 
 
@@ -83,7 +84,7 @@ def test_a_sum_over_an_axis_of_the_mean_and_another(call, axis):
 
     step = ff.shard(ff.value_and_grad(loss), GRID, "data")
     w = torch.tensor(2.0, dtype=torch.float64)
-    out = list(ff.spmd(lambda: step(w), GRID)())
+    out = list(ff.spmd(lambda: step(ff.place(step, w)), GRID)())
     slope = (mine.sum() if call is ff.psum else mine.mean()) * 1.5
     assert_equal(out, [(w * slope, slope)] * 4)
 
@@ -91,7 +92,7 @@ def test_a_sum_over_an_axis_of_the_mean_and_another(call, axis):
         return ff.psum(ff.pcast(w, "data", to="V"), axis, to="V")
 
     with pytest.raises(ValueError, match="means under shard, and .* at once"):
-        ff.spmd(lambda: ff.shard(typed, GRID, "data")(w), GRID)()
+        ff.spmd(lambda: ff.place(ff.shard(typed, GRID, "data"), w), GRID)()
 
 
 CALLS = {
@@ -122,7 +123,8 @@ def refusal(op, of, to, sharded):
             return CALLS[op](x, of, to)
 
         try:
-            (ff.shard(run, mesh, "data") if sharded else run)(torch.ones(N))
+            called = lambda _, x: run(x)  # noqa: E731
+            (ff.shard(called, mesh, "data") if sharded else called)({}, torch.ones(N))
         except ValueError as e:
             return str(e)
         return ""

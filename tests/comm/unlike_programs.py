@@ -54,7 +54,7 @@ class Case:
 
 
 def run(mesh, case):
-    """Lays out, or differentiates what nobody laid out."""
+    """Lays out in parts, or whole."""
     (axis,) = mesh.axes
     f = ff.value_and_grad(lambda p, x: loss(p, x, case.order))
     f = case.wrap(f) if case.wrap else f
@@ -64,8 +64,8 @@ def run(mesh, case):
         f = ff.shard(f, mesh, axis, zero=case.zero, min_bytes=case.min_bytes)
     if case.seed is not None:
         torch.manual_seed(case.seed)
-    if case.how == "call":
-        return f(case.params, case.x)
+    if case.how == "whole":  # no unit takes them
+        f = ff.shard(lambda p, x: x.mean(), mesh, axis)
     if case.how == "init_state":
         step = OPTIMIZER(f)
         return ff.init_state(step, case.params, OPTIMIZER, case.x).params
@@ -109,8 +109,8 @@ ODD = {
 }
 UNLIKE = {name: (Case(), odd) for name, odd in ODD.items()} | {
     "values, two seeds": (made(params=seeded(0)), made("'0/w'", params=seeded(1))),
-    "values, never placed": (
-        Case(how="call"), Case("'0/1/w'", params=scaled, how="call"),
+    "values, whole": (
+        Case(how="whole"), Case("'1/w'", params=scaled, how="whole"),
     ),
     "drawn": (
         made(params=drawn, seed=0),
@@ -140,7 +140,7 @@ def alike(mesh):
         "lengths, and init": Case(x=torch.ones(rank, 4), params=drawn, seed=0,
                                   how="init_state"),
         "own copies": Case(params=params_of()),
-        "not placed": Case(how="call"),
+        "whole": Case(how="whole"),
     }  # fmt: skip
 
 
