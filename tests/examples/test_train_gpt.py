@@ -23,7 +23,7 @@ from tests.examples.programs import (
 )
 
 STEPS = 12
-FEW = ["--steps", "2", "--sample", "2"]
+FEW = ["--steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_validation_loss_falls_from_chance(simulated: Run) -> None:
     assert len(bars) == 1
     first, second = simulated.losses["samples"]
     assert first == second and first in simulated.out
-    assert first.startswith("def ") and len(first.encode()) > 12
+    assert first.startswith("def ") and len(first) > 4
 
 
 def test_tables_of_what_each_rank_holds_and_sends(simulated: Run) -> None:
