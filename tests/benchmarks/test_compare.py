@@ -38,8 +38,7 @@ PIPELINED_STEPS = [key for key in PIPELINED if not key.endswith("memory")]
 # rehearsed by the peers below.
 FORKS = [
     "one_device", "zero0", "zero1", "zero3", "zero3_remat", "zero3_memory",
-    "pipeline_1f1b", "pipeline_zb_v", "pipeline_1f1b_memory", *SPLIT_STEPS,
-    "tensor_parallel_memory", "unit_call", "example",
+    "pipeline_1f1b", "pipeline_zb_v", *SPLIT_STEPS, "unit_call", "example",
 ]  # fmt: skip
 OWN = ["sharded_adam", "import"]  # by processes of their own
 
