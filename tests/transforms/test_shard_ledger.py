@@ -129,7 +129,7 @@ def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **optio
     """The ledger of a step that follows a step, and who was asked."""
     grid = "replicate" in options or isinstance(axis, tuple)
     mesh = GRID if grid else MESH
-    frozen = {"base": torch.ones(3, 3)}
+    frozen = {"base": torch.ones(3, 3)} if loss is with_frozen else {}
     tokens = torch.zeros(mesh.size * MICROBATCHES, dtype=torch.int64)
     names = tuple(mesh.axes)
     transforms = {
@@ -150,7 +150,7 @@ def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **optio
 
     def main():
         mine = ff.local_batch(tokens, mesh, names)
-        base = ff.place(lambda f: step(params, f, mine), frozen)
+        base = frozen and ff.place(lambda f: step(params, f, mine), frozen)
         placed = ff.place(step, params, base, mine)
         placed = step(placed, base, mine)
         with ff.ledger() as log:
