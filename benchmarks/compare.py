@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
         size=QUICK if quick else FULL,
         rounds=chosen.rounds or (2 if quick else 9),
         warmup=2,  # the first step records and fills buffers; two losses are compared
-        imports=2 if quick else 7,
+        imports=1 if quick else 7,
         peers_only=chosen.peers,
     )
     measured = measure(chosen.rows, plan)

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import warnings
@@ -15,7 +13,6 @@ import torch
 from hypothesis import settings
 
 from tests import forking
-from tests.forking import end
 from tests.programs import environment
 from tests.rounding import round_by_shapes
 
@@ -28,7 +25,7 @@ settings.register_profile("dev", deadline=None, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 PROGRAMS = {"benchmarks", "examples"}  # folders whose tests start programs
-TIME_LIMIT = 120  # seconds; a run of torchrun that takes longer hangs
+TIME_LIMIT = 120  # seconds; a run that takes longer hangs
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
@@ -44,6 +41,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             given.loadgroup = True
         elif getattr(given, "numprocesses", 0) is None and not given.usepdb:
             given.numprocesses, given.dist = 2, "loadgroup"
+            given.loadscopereorder = False
 
 
 def pytest_configure() -> None:
@@ -54,8 +52,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # For `-n 2 --dist loadgroup`: a file's tests share fixtures, and files that start
-    # many processes leave the other cores to the others.
+    # For `-n 2 --dist loadgroup --no-loadscope-reorder`: a file's tests share fixtures,
+    # and files that start many processes leave the other cores to the others.
     apart = {item.path for item in items if item.get_closest_marker("processes")}
     for item in items:
         processes = item.get_closest_marker("processes")
@@ -68,18 +66,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             folder = item.path.parent.name
             group = folder if folder in PROGRAMS else "programs"
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path not in apart)  # what takes longest first
+
+
+def pytest_collection_finish() -> None:
+    frozen()
 
 
 @pytest.fixture(scope="module")
-def collected() -> Iterator[None]:
-    """Full collections inside look at what this file's tests make, and at that alone.
+def collected() -> None:
+    """Full collections inside look at what a file's tests make, and at that alone."""
+    frozen()
 
-    They would look at each object that was ever imported: a third of a second each.
-    """
+
+def frozen() -> None:
+    """No collection looks at what there is now, of all imports: half a second each."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -142,56 +145,6 @@ def processes(tmp_path: Path) -> Callable[[str | Path, int], str]:
     return run
 
 
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[[str | Path, int], str]:
-    """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
-
-    That is rank 0's stdout, then rank 1's, and so on: each rank writes to a file of
-    its own, as lines that several processes print to one pipe come out mixed.
-    `script` is a path, or the text of a program. Raises AssertionError with all that
-    it printed where it fails, and TimeoutError where it does not end; no process is
-    left either way.
-    """
-
-    def run(
-        script: str | Path, nproc: int, *args: str, timeout: float = TIME_LIMIT
-    ) -> str:
-        path = written(script, tmp_path)
-        logs = Path(tempfile.mkdtemp(dir=tmp_path))  # a test may run several
-        # standalone: the launcher picks a free port itself.
-        launcher = ["-m", "torch.distributed.run", "--standalone"]
-        options = [f"--nproc-per-node={nproc}", f"--log-dir={logs}", "--redirects=1"]
-        process = subprocess.Popen(
-            [sys.executable, *launcher, *options, str(path), *args],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            end(process.pid)
-            _, err = process.communicate(timeout=10)
-            raise TimeoutError(
-                f"{path.name} ran past {timeout} s\n{printed(logs)}\n{err}"
-            ) from None
-        finally:
-            if process.poll() is None:  # Ctrl-C, for one
-                end(process.pid)
-                process.wait()
-        out = printed(logs)
-        if process.returncode:
-            raise AssertionError(
-                f"{path.name} ended with {process.returncode}\n{out}\n{err}"
-            )
-        return out
-
-    return run
-
-
 def written(script: str | Path, folder: Path) -> Path:
     """Return where a program is, that may be given as its text."""
     if isinstance(script, Path):
@@ -199,11 +152,3 @@ def written(script: str | Path, folder: Path) -> Path:
     path = folder / "program.py"
     path.write_text(textwrap.dedent(script))
     return path
-
-
-def printed(logs: Path) -> str:
-    """Return what the ranks of one run wrote to stdout, in the order of ranks."""
-    files = logs.glob("*/attempt_0/*/stdout.log")
-    return "".join(
-        file.read_text() for file in sorted(files, key=lambda file: int(file.parts[-2]))
-    )

@@ -26,7 +26,7 @@ def alone(monkeypatch):
 def test_alone_it_leaves_slow_tests_out_on_two_workers(monkeypatch):
     option = started({})
     assert (option.markexpr, option.numprocesses) == ("not slow", 2)
-    assert option.dist == "loadgroup"
+    assert option.dist == "loadgroup" and not option.loadscopereorder
     for given in {"numprocesses": 0}, {"usepdb": True}:
         assert started(given).numprocesses != 2
     assert started({}, SOURCES.ARGS).markexpr == ""

@@ -11,13 +11,15 @@ import pytest
 from tests.programs import forked
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FORKED = Path(__file__).with_name("forked.py")
 
 
 @pytest.mark.processes
 def test_quick_run_measures_every_row(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     options = ["--folder", str(tmp_path / "disk"), "--json", str(tmp_path / "json")]
-    done = forked(BENCHMARKS / "checkpoints.py", "--quick", *options, timeout=120)
+    script = BENCHMARKS / "checkpoints.py"
+    done = forked(FORKED, script, "--quick", *options, timeout=120)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "json").read_text())
     names = [(row["ours"], row["theirs"]) for row in record["rows"]]

@@ -27,8 +27,6 @@ KEYS = """
 
 
 ABSOLUTE = {"import", "example"}
-
-
 SPLIT_STEPS = ["tensor_parallel", "sequence_parallel"]
 STEPS = {
     "one_device", "remat", "zero0", "zero1", "zero2", "zero3", "zero3_remat",
@@ -36,14 +34,13 @@ STEPS = {
 }  # fmt: skip
 PIPELINED = [key for key in KEYS if key.startswith("pipeline")]
 PIPELINED_STEPS = [key for key in PIPELINED if not key.endswith("memory")]
-# One row at least of each group that is measured together; zero0, zero3 and the other
-# schedules are rehearsed by the tests below.
-OTHERS = [
-    "one_device", "zero1", "zero3_remat", "zero3_memory", "sharded_adam", "unit_call",
-    "import", "example",
+# One row at least of each group that is measured together; other schedules are
+# rehearsed by the peers below.
+FORKS = [
+    "one_device", "zero0", "zero1", "zero3", "zero3_remat", "zero3_memory",
+    "pipeline_1f1b", "pipeline_zb_v", *SPLIT_STEPS, "unit_call", "example",
 ]  # fmt: skip
-SCHEDULED = ["pipeline_1f1b", "pipeline_zb_v", "pipeline_1f1b_memory"]
-SPLIT = [*SPLIT_STEPS, "tensor_parallel_memory"]
+OWN = ["sharded_adam", "import"]  # by processes of their own
 
 
 FORKED = Path(__file__).with_name("forked.py")
@@ -73,13 +70,23 @@ def compare(
     return record
 
 
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tmp_path_factory.mktemp("compare") / "forks.json"
+    return compare(path, FORKS, timeout=300)
+
+
+def sent_bytes(record: dict, key: str) -> dict[str, int]:
+    """Of the steps that a row is of, by each competitor."""
+    groups = record["measured"]
+    (found,) = (m for name, m in groups.items() if key in m and name != "memory")
+    return {name: m["sent_bytes"] for name, m in found.items()}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "keys", [OTHERS, SCHEDULED, SPLIT], ids=["others", "pipelined", "split"]
-)
-def test_quick_comparison_measures_every_group(tmp_path: Path, keys: list[str]) -> None:
-    record = compare(tmp_path / "compare.json", keys, timeout=240)
-    for row in record["rows"]:
+def test_quick_comparison_measures_every_group(tmp_path: Path, record: dict) -> None:
+    own = compare(tmp_path / "own.json", OWN, timeout=120, own=True)
+    for row in record["rows"] + own["rows"]:
         wanted = ["ours"] if row["key"] in ABSOLUTE else ["ours", "theirs", "ratio"]
         if row["key"] in STEPS or row["key"] in PIPELINED_STEPS:
             wanted += ["pure_ratio", "ours_to_floor"]
@@ -108,31 +115,21 @@ def test_a_pipelines_floor_is_the_whole_batchs_step_over_the_ranks(
 
 
 @pytest.mark.processes
-def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
+def test_bytes_sent_are_those_of_the_scheme(record: dict) -> None:
     # Both gather the blocks twice and the rest once: FSDP2's root stays gathered; here
     # an embedding's backward reads no parameter and the last unit stays gathered.
-    rows = ["zero0", "zero3"]
-    record = compare(tmp_path / "sent.json", rows, timeout=120, own=True)
-    measured = record["measured"]
-    for group, ours, theirs in (("zero0", "zero0", "ddp"), ("zero3", "zero3", "fsdp2")):
-        sent = {name: measured[group][name]["sent_bytes"] for name in (ours, theirs)}
-        # Besides, one psum of the loss and its weight: 2α·2·4 bytes, α = 1/2.
-        assert sent[ours] - sent[theirs] == 8, sent
-
-
-@pytest.mark.processes
-def test_split_layers_send_what_parallelize_module_sends(tmp_path: Path) -> None:
-    record = compare(tmp_path / "sent.json", SPLIT_STEPS, timeout=120)
+    # Besides, one psum of the loss and its weight: 2α·2·4 bytes, α = 1/2.
+    more = {("zero0", "ddp"): 8, ("zero3", "fsdp2"): 8}
     size = record["settings"]["size"]
     tokens = 2 * size["sequences"] * size["length"]
     # The closed form leaves out the loss (the largest logit, two sums) and, where
     # sequences are split, each norm's gradient: sums of n numbers send 2α·4n, α = 1/2.
     loss, norms = 3 * 4 * tokens, 2 * size["layers"] * 4 * size["width"]
-    more = dict(zip(SPLIT_STEPS, (loss, loss + norms), strict=True))
-    for row in record["rows"]:
-        (measured,) = (m for m in record["measured"].values() if row["key"] in m)
-        sent = {name: m["sent_bytes"] for name, m in measured.items()}
-        assert sent[row["key"]] - sent[f"torch_{row['key']}"] == more[row["key"]], sent
+    for key, of_norms in zip(SPLIT_STEPS, (0, norms), strict=True):
+        more[key, f"torch_{key}"] = loss + of_norms
+    for (ours, theirs), extra in more.items():
+        sent = sent_bytes(record, ours)
+        assert sent[ours] - sent[theirs] == extra, sent
 
 
 def test_an_unknown_row_is_refused_with_the_names() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import fsfunc as ff
 from fsfunc.__main__ import main
+from fsfunc.planning import calibration
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.plans import Plan
@@ -333,7 +334,10 @@ def test_without_a_reader_it_ends_quietly(script) -> None:
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_and_written(tmp_path: Path, capsys) -> None:
+def test_this_machine_is_measured_and_written(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(calibration, "PASSES", 1)
     path = tmp_path / "here.json"
     given = ["--seconds", "0.2", "--name", "here", "--json", str(path)]
     assert main(["hardware", *given]) == 0

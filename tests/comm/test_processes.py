@@ -1,4 +1,4 @@
-"""The fixtures that start ranks: what a program printed, and nobody left behind."""
+"""The fixture that starts ranks: what a program printed, and nobody left behind."""
 
 import os
 import time
@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(params=["torchrun", "processes"])
-def launch(request):
-    return request.getfixturevalue(request.param)
 
 
 def ended(pid: int) -> bool:
@@ -27,8 +22,8 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_returns_what_every_rank_printed(launch):
-    out = launch(
+def test_returns_what_every_rank_printed(processes):
+    out = processes(
         """
         import sys, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -44,7 +39,7 @@ def test_returns_what_every_rank_printed(launch):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
-def test_a_hang_leaves_no_process(launch, tmp_path):
+def test_a_hang_leaves_no_process(processes, tmp_path):
     program = f"""
         import os, pathlib, time
         pathlib.Path({str(tmp_path)!r}, os.environ["RANK"] + ".pid").write_text(
@@ -53,7 +48,7 @@ def test_a_hang_leaves_no_process(launch, tmp_path):
         time.sleep(600)
     """
     with pytest.raises(TimeoutError, match="ran past"):
-        launch(program, 2, timeout=15)
+        processes(program, 2, timeout=4)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
     assert all(ended(pid) for pid in pids)

@@ -113,14 +113,12 @@ def bf16(step):
 
 
 STACKS = {
-    "zero=1": (lambda s: shard(s, zero=1), MESH),
     "zero=3": (shard, MESH),
     "zero=3 remat": (lambda s: shard(ff.remat(s)), MESH),
-    "remat(shard)": (lambda s: ff.remat(shard(s)), MESH),
+    "remat(shard)": (lambda s: ff.remat(shard(s, zero=1)), MESH),
     "accumulate(shard)": (lambda s: ff.accumulate(shard(s), 2), MESH),
     "donate, bf16": (lambda s: ff.donate(shard(bf16(s))), MESH),
-    "pipeline": (pipe, PIPE),
-    "zero bubble": (lambda s: pipe(s, schedule=ff.schedules.zb_h1), PIPE),
+    "pipeline": (lambda s: pipe(s, schedule=ff.schedules.zb_h1), PIPE),
     "pipeline(shard(remat))": (lambda s: pipe(shard(ff.remat(s), BOTH), BOTH), BOTH),
 }
 # Runs of units on all ranks: the recompute of each, and one for each microbatch.

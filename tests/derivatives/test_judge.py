@@ -113,7 +113,7 @@ SHIFTED = (
 IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 
 
-@many(40)
+@many(30)
 @given(
     losses(), st.sampled_from(TAKES), RANKS, st.sampled_from(WAYS),
     st.sampled_from(["fake", *ROUTES]), STACK,
@@ -140,7 +140,7 @@ def together(rows, n, data):
     return [torch.cat(blocks) for blocks in zip(*each, strict=True)]
 
 
-@many(15)
+@many(10)
 @given(loops(), RANKS, st.sampled_from(WAYS), st.sampled_from(ROUTES), STACK)
 def test_loops_are_right_or_refused_where_they_are_not(drawn, n, way, route, stack):
     """And refused only there."""

@@ -14,7 +14,7 @@ import pytest
 from tests.programs import ROOT, forked
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 24".split()
+SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 2".split()
 
 
 class Run(NamedTuple):

@@ -33,6 +33,11 @@ def sharded(ranks: int) -> list[list[float]]:
     return ff.spmd(main, mesh)()
 
 
+@pytest.fixture(scope="module")
+def two() -> list[list[float]]:
+    return sharded(2)
+
+
 def test_ten_lines_are_new() -> None:
     lines = difflib.ndiff(code(ORDINARY), code(SHARDED))
     kinds = [line[0] for line in lines if line[0] in "+-"]
@@ -40,17 +45,16 @@ def test_ten_lines_are_new() -> None:
     assert kinds.count("-") <= 11  # a training loop is shorter as a step
 
 
-def test_ranks_find_the_same_losses(expected: list[float]) -> None:
+def test_ranks_find_the_same_losses(expected: list[float], two: list) -> None:
     """One rank the same bits; and it learns."""
     assert expected[0] == pytest.approx(1.4, abs=0.1)  # of four kinds, log 4
     assert sum(expected[-5:]) / 5 < 0.5
     assert sharded(1) == [expected]
-    first, other = sharded(2)
+    first, other = two
     assert first == pytest.approx(expected, abs=1e-6) and other == first
 
 
 @pytest.mark.processes
-def test_processes_print_the_losses_of_simulated_ranks(processes) -> None:
-    losses = sharded(2)[0]
-    printed = [f"step {i:2}  loss {loss:.4f}" for i, loss in enumerate(losses)]
+def test_processes_print_the_losses_of_simulated_ranks(processes, two: list) -> None:
+    printed = [f"step {i:2}  loss {loss:.4f}" for i, loss in enumerate(two[0])]
     assert processes(SHARDED, 2).splitlines() == 2 * printed

@@ -23,7 +23,7 @@ from tests.examples.programs import (
     train,
 )
 
-STEPS = ["--steps", "2", "--sample", "2"]
+STEPS = ["--steps", "2"]
 EMBED, BLOCK, HEAD = 256 * 32 + 32 * 32, 12 * 32 * 32 + 2 * 32, 256 * 32 + 32
 
 

@@ -172,12 +172,14 @@ def test_it_runs_as_a_program_by_its_file(tmp_path, monkeypatch, capsys) -> None
 
 
 @pytest.mark.processes
-def test_processes_print_the_losses_of_simulated_ranks(processes) -> None:
-    settings = TRAINER["read"](TRAINER["Config"], TRAINER["EXAMPLE"])
+def test_processes_print_the_losses_of_simulated_ranks(processes, tmp_path) -> None:
+    given, path = TRAINER["EXAMPLE"] | {"train_steps": 20}, tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    settings = TRAINER["read"](TRAINER["Config"], given)
     mesh = ff.make_mesh({"data": 2}, "simulated")
     losses = ff.spmd(TRAINER["train"], mesh)(settings, mesh)[0]
-    shown = [f"step {i:3}  loss {losses[i]:.4f}" for i in range(0, len(losses), 6)]
-    assert processes(SCRIPT, 2).splitlines() == shown
+    shown = [f"step {i:3}  loss {losses[i]:.4f}" for i in range(0, len(losses), 2)]
+    assert processes(SCRIPT, 2, str(path)).splitlines() == shown
 
 
 @pytest.mark.parametrize(

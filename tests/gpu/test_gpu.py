@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.programs import python
 
 pytestmark = pytest.mark.gpu
 WIDTH = 16
@@ -133,9 +134,14 @@ precise = ff.precision(train_step, compute=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_one_rank_over_nccl(zero, torchrun):
+def test_one_rank_over_nccl(zero, tmp_path):
     """The numbers of the step that nobody sharded; parameters stay in float32."""
-    (line,) = torchrun(ONE_RANK.format(zero=zero), 1).splitlines()
+    path = tmp_path / "program.py"
+    path.write_text(ONE_RANK.format(zero=zero))
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
+    done = python(*torchrun, path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
     losses, weights, *said = json.loads(line)
     assert said == ["nccl", "torch.float32"]
     expected, params = trained(precise, *example())

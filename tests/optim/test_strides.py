@@ -25,7 +25,7 @@ FORMS = {
 }  # fmt: skip
 SHAPES = ((4, 6), (2, 3, 2, 2))
 MATRICES = ((4, 6),)  # for those that take no others
-STEPPED = ["adam", "master_weights", "powersgd", "step_in_backward"]
+STEPPED = ["master_weights", "powersgd", "step_in_backward"]
 DATA = simulated(2)
 
 

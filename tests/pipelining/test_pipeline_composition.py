@@ -113,8 +113,11 @@ def check(found, expected, tolerance=1e-12):
         close((params, losses), expected, tolerance)
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "zero"),
+    [("shard(pipeline)", 0), ("shard(pipeline)", 3), ("pipeline(shard)", 1),
+     ("pipeline(shard)", 2)],
+)  # fmt: skip
 def test_either_order_trains_as_one_device(order, zero):
     """With the masks of one device, too."""
     build = lambda f, mesh: ORDERS[order](f, mesh, zero=zero)  # noqa: E731
@@ -145,7 +148,7 @@ def stacks(draw):
 
 
 @given(stacks(), st.sampled_from(MESHES))
-@settings(max_examples=8)
+@settings(max_examples=6)
 def test_with_other_transforms_it_trains_as_one_device(stack, mesh):
     order, schedule, options = stack
     by = {
@@ -177,7 +180,6 @@ def without_masks(params, batch):
 PRECISE = {
     "outside": lambda f, mesh: bf16(data(pipe(f, mesh), mesh)),
     "between": lambda f, mesh: data(bf16(pipe(f, mesh)), mesh),
-    "inside": lambda f, mesh: data(pipe(bf16(f), mesh), mesh),
     "in shard in pipeline": lambda f, mesh: pipe(data(bf16(f), mesh), mesh),
 }
 

@@ -58,7 +58,7 @@ def without_draws(spec):
 
 
 @given(pipelines(), st.integers(0, 1), SEEDS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, seed):
     ranks, m, schedule, stages, spec = drawn
     params, batch = spec.params(seed), batch_of(m * 2**k, seed)

@@ -45,7 +45,8 @@ def run(mesh, order=("shard",), **options):
 
 
 def schemes():
-    return {name: how for name, how in SCHEMES.items() if "use" not in how}
+    some = ("zero=1", "zero=3", "merged", "shard(remat)", "accumulate(shard)", "bf16")
+    return {name: SCHEMES[name] for name in some}
 
 
 def main():

@@ -37,7 +37,7 @@ def stepped(spec, params, frozen, batch, drawn):
     def called(params, frozen):
         return step(ff.TrainState(params, optimizer.init(params)), frozen, mine)
 
-    base = ff.place(lambda f: called(params, f), frozen)
+    base = frozen and ff.place(lambda f: called(params, f), frozen)
     placed = ff.place(called, params, base)
     return step, ff.TrainState(placed, optimizer.init(placed)), (base, mine)
 

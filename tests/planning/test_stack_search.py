@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +39,14 @@ def found(sizes=None, memory=None, hardware=CPU, batch=BATCH, params=init, **spa
     return search(loss_fn, OPTIMIZER, params, batch, sizes, hardware, memory, **space)
 
 
-ALL = found()
+@cache
+def every():
+    return found()
 
 
 def test_figures_are_those_of_plan_and_estimate():
     part = lambda: torch.zeros(ROWS // 2, WIDTH)  # noqa: E731
-    for choice in ALL.tried[::7]:
+    for choice in every().tried[::7]:
         mesh = ff.make_mesh(choice.axes, "abstract")
         step = choice.build(train_step, mesh)
         planned = ff.plan(step, init, OPTIMIZER, part, mesh=mesh)
@@ -54,21 +57,22 @@ def test_figures_are_those_of_plan_and_estimate():
 
 
 def test_the_whole_space_is_tried():
+    made = every()
     options = lambda s: (s.zero, s.remat, s.accumulate, s.each)  # noqa: E731
-    stacks = {options(c.stack) for c in ALL.tried}
-    skipped = {options(s.stack) for s in ALL.skipped}
-    every = {
+    stacks = {options(c.stack) for c in made.tried}
+    skipped = {options(s.stack) for s in made.skipped}
+    space = {
         (zero, policy, n, each)
         for zero in range(4)
         for policy in (None, "always")
         for n in (1, 2, 4)
         for each in ((False, True) if zero > 1 and n > 1 else (False,))
     }
-    assert stacks | skipped == every and not stacks & skipped
-    assert all("saves no memory" in s.why for s in ALL.skipped)
-    assert list(ALL) == front_of(ALL.tried) and ALL.best is ALL[0] is ALL.ranked[0]
-    assert len(ALL.ranked) == len(ALL.tried) and len(ALL.rows()) == len(ALL)
-    assert f"{len(ALL.tried)} stacks planned" in ALL.table()
+    assert stacks | skipped == space and not stacks & skipped
+    assert all("saves no memory" in s.why for s in made.skipped)
+    assert list(made) == front_of(made.tried) and made.best is made[0] is made.ranked[0]
+    assert len(made.ranked) == len(made.tried) and len(made.rows()) == len(made)
+    assert f"{len(made.tried)} stacks planned" in made.table()
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1))
@@ -308,7 +312,7 @@ def test_shapes_are_all_that_is_read():
     huge = found(params=never_made, batch=batch, hardware=big, accumulate=(1,))
     assert huge.best.peak_bytes > 2**42 and asked
     trees = found(params=init())
-    assert [c.peak_bytes for c in trees] == [c.peak_bytes for c in ALL]
+    assert [c.peak_bytes for c in trees] == [c.peak_bytes for c in every()]
 
 
 @given(st.integers(1, 64))

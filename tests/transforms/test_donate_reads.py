@@ -166,7 +166,7 @@ READS = st.tuples(st.sampled_from(list(KEPT)), st.sampled_from(list(USES)), WHEN
     st.sampled_from(list(STACKS)),
     st.lists(READS, max_size=3).filter(fits),
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_donated_is_not_donated_whatever_is_read(name, stack, plan):
     def main():
         return [run(name, stack, plan, donated) for donated in (False, True)]

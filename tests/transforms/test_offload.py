@@ -179,7 +179,7 @@ WITHIN = {  # from the inside out
 }
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.sampled_from(sorted(SENT)),

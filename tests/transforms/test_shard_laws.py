@@ -15,7 +15,7 @@ STACKS = draw.meshes(("a", "b")).flatmap(draw.transform_stacks)
 
 
 @given(draw.models(), STACKS, draw.seeds)
-@settings(max_examples=14)
+@settings(max_examples=10)
 def test_a_sharded_gradient_call_has_the_bits_of_one_device(model, stack, seed):
     def gradient(params, batch):
         trained, frozen = params

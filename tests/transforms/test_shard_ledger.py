@@ -5,8 +5,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.testing.drawn_models import embed, layer
@@ -113,15 +111,15 @@ SCHEMES = {
     "remat(shard)": {"order": ("shard", "remat")},
     **{
         f"shard(accumulate) zero={z}": {"zero": z, "order": ("accumulate", "shard")}
-        for z in range(4)
+        for z in (0, 1, 3)
     },
     **{
         f"accumulate(shard) zero={z}": {"zero": z, "order": ("shard", "accumulate")}
-        for z in range(4)
+        for z in (0, 1, 3)
     },
     "accumulate(shard(remat))": {"order": ("remat", "shard", "accumulate")},
     "shard(remat(accumulate))": {"order": ("accumulate", "remat", "shard")},
-    **{f"HSDP zero={z}": {"zero": z, "replicate": "node"} for z in range(4)},
+    **{f"HSDP zero={z}": {"zero": z, "replicate": "node"} for z in (0, 2, 3)},
     "two axes": {"axis": ("node", "data")},
 }
 MICROBATCHES = 2
@@ -131,7 +129,7 @@ def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **optio
     """The ledger of a step that follows a step, and who was asked."""
     grid = "replicate" in options or isinstance(axis, tuple)
     mesh = GRID if grid else MESH
-    frozen = {"base": torch.ones(3, 3)}
+    frozen = {"base": torch.ones(3, 3)} if loss is with_frozen else {}
     tokens = torch.zeros(mesh.size * MICROBATCHES, dtype=torch.int64)
     names = tuple(mesh.axes)
     transforms = {
@@ -152,7 +150,7 @@ def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **optio
 
     def main():
         mine = ff.local_batch(tokens, mesh, names)
-        base = ff.place(lambda f: step(params, f, mine), frozen)
+        base = frozen and ff.place(lambda f: step(params, f, mine), frozen)
         placed = ff.place(step, params, base, mine)
         placed = step(placed, base, mine)
         with ff.ledger() as log:
@@ -216,9 +214,13 @@ def test_a_step_sends_what_the_closed_form_says(scheme):
     check(loss, params, calls, **SCHEMES[scheme])
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "plain"])
-@settings(max_examples=2)
-@given(st.sampled_from(sorted(SCHEMES.keys() - SOME)))
+OTHERS = [m for m in MODELS if m != "plain"]
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [(OTHERS[i % len(OTHERS)], s) for i, s in enumerate(sorted(SCHEMES.keys() - SOME))],
+)
 def test_so_does_any_model(model, scheme):
     loss, params, calls = MODELS[model]
     if model == "an ignored unit":
@@ -246,7 +248,7 @@ def test_precision_sends_the_smaller_dtype(zero, reduce, order):
 
 @pytest.mark.parametrize(
     ("zero", "order"),
-    [(0, ("shard",)), (2, ("shard", "remat")), (3, ("remat", "shard"))],
+    [(0, ("shard",)), (3, ("remat", "shard"))],
 )
 def test_small_neighbours_share_a_buffer(zero, order):
     """min_bytes between one unit and two, then above them all."""

@@ -7,8 +7,6 @@ their gradients are those of the mean over all ranks, summed over the other axes
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.func import grad, jvp
 
 import fsfunc as ff
@@ -148,14 +146,15 @@ WHOLE_AND_BACK = {
     ),
     "whole and reduced": lambda f, w, x: ff.reduce_like(squares(ff.unshard(w)), like=w),
 }
+EVERY = PROGRAMS | WHOLE_AND_BACK
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *WHOLE_AND_BACK])
-@settings(max_examples=2)
-@given(st.sampled_from(KINDS), st.sampled_from([0, 1, 3]))
-def test_a_program_gives_what_it_gives_on_one_device(name, kind, zero):
-    program = {**PROGRAMS, **WHOLE_AND_BACK}[name]
-    kind = Tensors if name in WHOLE_AND_BACK else kind
+@pytest.mark.parametrize("name", EVERY)
+def test_a_program_gives_what_it_gives_on_one_device(name):
+    """Programs meet models and ``zero`` by turns."""
+    program, at = EVERY[name], list(EVERY).index(name)
+    kind = Tensors if name in WHOLE_AND_BACK else KINDS[at % 2]
+    zero = (0, 1, 3)[at % 3]
 
     def f(w, x):
         return program(kind.loss, w, x)
@@ -193,7 +192,6 @@ WHOLE = {
 GRID, CUBE = {"data": 2, "expert": 2}, {"copy": 2, "data": 2, "expert": 2}
 TRAININGS = [  # (model, axes, those of shard, its options)
     (Experts, {"expert": 4}, "expert", {"zero": 3}),
-    (Experts, GRID, ("data", "expert"), {"zero": 1}),
     (Experts, GRID, ("data", "expert"), {"zero": 3}),
     (Experts, GRID, "data", {"zero": 2, "replicate": "expert"}),
     (Experts, GRID, "expert", {"zero": 0, "replicate": "data"}),
@@ -219,12 +217,13 @@ def test_training_is_that_of_one_device_as_planned(kind, axes, over, how):
         step = ff.shard(step, mesh, over, **how) if over else step
         x = kind.batch.chunk(mesh.axis_size(tuple(names)), kind.batch.ndim - 2)
         x = x[ff.axis_index(tuple(names))]
-        found = trained(kind, step, x, layouts=kind.layouts)
         state = ff.init_state(step, kind.params, OPTIMIZER, x, layouts=kind.layouts)
         planned = ff.plan(step, state, x) if mesh.rank == 0 else None
         with ff.ledger() as log:
-            step(state, x)
+            state, _ = step(state, x)
         sent = {axis: log.bytes(axis, rank=mesh.rank) for axis in axes}
+        state, loss = step(state, x)
+        found = ff.unshard((state.params, state.opt_state)), loss
         return found, planned and {k: planned.bytes(k) for k in axes} == sent
 
     out = ff.spmd(main, mesh)()
