@@ -202,6 +202,8 @@ class Pipelining(Interpretation):
             self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
         results = self._run(worker)
+        for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
+            runtime.end_backward(f.micro[:depth])
         summed = combined(results, [b.share for b in batches])
         total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])

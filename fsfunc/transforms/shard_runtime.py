@@ -262,6 +262,15 @@ class ShardRuntime:
         self.sums.add(call, shard, buffer)
         return None
 
+    def end_backward(self, micro: Micro) -> None:
+        """Reduces what is left when the backward passes of a gradient call are over.
+
+        Args:
+            micro: the microbatches around the call; after the last one all is there.
+        """
+        if all(i == n - 1 for i, n in micro[self.sums.depth :]):
+            self.sums.finish()
+
     def finish(self) -> None:
         """Waits for all that is due; ``sums.grads`` then has all sums."""
         self.sums.finish()

@@ -2,12 +2,14 @@
 
 from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import simulated
+from tests import models
+from tests.checks import close, simulated
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
@@ -182,3 +184,38 @@ def test_one_rank_sends_nothing():
     for name in ("1f1b", "zb_v"):
         schedule, call = NAMED[name][0], ff.value_and_grad(chain)
         assert records(call, simulated(pipe=1), 2, schedule, args) == [[]]
+
+
+ORDERS = {
+    "shard(pipeline)": lambda shard, pipe: shard(pipe(VAG)),
+    "pipeline(shard)": lambda shard, pipe: pipe(shard(VAG)),
+    "shard(accumulate(pipeline))": lambda s, pipe: s(ff.accumulate(pipe(VAG), 2)),
+    "accumulate(shard(pipeline))": lambda s, pipe: ff.accumulate(s(pipe(VAG)), 2),
+}
+VAG = ff.value_and_grad(models.chain())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_are_reduced_before_ranks_wait_for_the_loss(order, zero):
+    """So that a stage's reductions run beside the others' last backwards."""
+    mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+    params, x = models.layers(4, make=models.floats), models.floats(8, 4, seed=3)
+    step = ORDERS[order](
+        lambda f: ff.shard(f, mesh, "data", zero=zero),
+        lambda f: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
+    )
+
+    def main():
+        mine = ff.local_batch(x, mesh, "data")
+        placed = ff.place(step, params, mine)
+        with ff.ledger() as log:
+            found = ff.unshard(step(placed, mine)[1])
+        return found, [(r.op, r.phase) for r in log.of(mesh.rank)]
+
+    expected = VAG(params, x)[1]
+    for found, sent in ff.spmd(main, mesh)():
+        close(found, expected)
+        last = max(i for i, (op, _) in enumerate(sent) if op == "pbroadcast")
+        reduced = [i for i, (_, phase) in enumerate(sent) if phase == "backward"]
+        assert max(reduced) < last, sent
