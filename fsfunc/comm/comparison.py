@@ -28,7 +28,6 @@ __all__ = [
     "Lines",
     "RanksDiffer",
     "Section",
-    "bit_sums",
     "checksums",
     "compare",
     "difference",
@@ -232,13 +231,6 @@ def checksums(
     with torch.no_grad(), torch.inference_mode(False):
         folded = _Folded()
         return [_known(x, known, folded) for x in tensors]
-
-
-def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers, as tensors: nothing waits for the device."""
-    with torch.no_grad(), torch.inference_mode(False):
-        folded = _Folded()
-        return [folded(_words(x)) for x in tensors]
 
 
 def _known(x: Tensor, known: dict[int, Any], folded: _Folded) -> int:

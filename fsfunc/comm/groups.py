@@ -34,7 +34,7 @@ class RankGroup:
     Args:
         mean: whether the loss is the mean over these ranks of their own.
         compared: whether the ranks know that they run one program.
-        apart: whether they train by themselves, and send each other nothing.
+        apart: whether collectives over it are an error (``local_sgd``, ``gossip``).
         levels: of several axes, the group along each.
     """
 

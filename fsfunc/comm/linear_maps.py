@@ -13,7 +13,7 @@ P and of P is R; the pairings are the sum over ranks for V, once for I, and
 M is V under the *mean* over ranks, the pairing of ``shard``, whose loss is the mean of
 the ranks' losses. M moves as V does, so its transposes are those of V, up to n, the
 number of ranks: a map that leaves M has n times the transpose, one that comes to M one
-n-th of it. This is the one place where n enters a derivative.
+n-th of it. ``shard``'s fused path divides by n itself, in ``gradients``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Under ``shard`` the loss is the mean over n ranks of their own losses. Own values pair
 by the mean over ranks (M), the parts of a sharded leaf by the sum over the ranks that
 hold them (V), and what is one value on all ranks is paired once. Each crossing is a
-linear map, and so has its transpose; nothing else knows of n:
+linear map with a transpose (the fused path of ``shard`` divides by n on its own):
 
 ===========  =======================================  ===============================
 crossing     forward                                  transpose
@@ -44,7 +44,7 @@ PART = LinearMap("cast", "M", "V")
 
 
 class LawError(ValueError):
-    """A step means another thing on every rank where it should mean one."""
+    """A value or gradient that must be replicated would differ between ranks."""
 
 
 def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:

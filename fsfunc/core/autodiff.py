@@ -1,7 +1,7 @@
 """``value_and_grad``: the gradient call that transforms may reinterpret.
 
-It means what ``torch.func.vjp`` means. When nobody is transforming us it runs on plain
-autograd: the same bits in less time, with residuals freed as the backward runs.
+It has the semantics of ``torch.func.vjp``. Outside ``torch.func`` transforms it calls
+``torch.autograd.grad``: bitwise the same, faster, saved tensors are freed in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
-from fsfunc.core.execution_context import Running, Thread, run_as
+from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.gradient_checks import (
     check_agreement,
@@ -148,7 +148,7 @@ def differentiate(call: GradientCall) -> Outcome:
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
         runtime.begin()
-    thread = Thread(leaves.device) if runtimes else None
+    thread = UnitToken(leaves.device) if runtimes else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.enable_grad():
         with inside(replace(f, counter=Counter(), in_loss=f.in_loss + 1)):

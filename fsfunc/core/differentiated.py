@@ -18,8 +18,8 @@ class Leaves:
     """The differentiated leaves of a call: taken out, and put back.
 
     Args:
-        packed: by identity, the buffers whose gradients a transform keeps. Their leaves
-            are taken out where somebody asks for one beside units: into ``parts``.
+        packed: by id, the buffers whose gradients ``shard`` accumulates itself. A leaf
+            of one becomes an autograd leaf, in ``parts``, if read outside a unit.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Leaves:
         return tuple(args)
 
     def every_part(self, args: Sequence[Any]) -> list[Tensor]:
-        """The parts of all kept leaves, which may be used beside units."""
+        """The parts of all kept leaves, which may be used outside units."""
         chosen = tuple(args[i] for i in self.argnums)
         leaves = tree.leaves(chosen, is_leaf=is_sharded)
         return [leaves[i].local for i in self.kept]
 
     def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Trees of gradients; of a leaf that a transform keeps, one that raises."""
+        """Trees of gradients; leaves of ``packed`` get placeholders that raise."""
         found: list[Any] = [None] * len(self.leaves)
         for i in self.kept:
             found[i] = kept = Sharded(None, self.leaves[i].layout)
@@ -91,7 +91,7 @@ class Leaves:
 
 
 def newborn(x: Tensor) -> Tensor:
-    """``x`` on a node of its own, by which it is known not to be captured."""
+    """``x`` behind an identity node that marks it as an input, not as captured."""
     return _Newborn.apply(x.requires_grad_())
 
 
@@ -111,7 +111,7 @@ class _Newborn(torch.autograd.Function):
 
 
 def add_gradients(parts: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    """Adds to the gradients of parts that were used beside units."""
+    """Adds to the gradients of parts that were used outside units."""
     for part, g in zip(parts, found, strict=True):
         if g is not None:
             part.grad = g if part.grad is None else part.grad + g

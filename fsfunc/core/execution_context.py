@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = ["Running", "Thread", "run_as", "running"]
+__all__ = ["Running", "UnitToken", "run_as", "running"]
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,20 @@ class Running:
     """State that depends on when a call runs, not on where it was made.
 
     Args:
-        thread: see :class:`Thread`; none where nobody ties it to a loss.
+        thread: see :class:`UnitToken`; none where nobody ties it to a loss.
         recompute: whether a backward pass runs the call a second time.
-        forgets: whether nobody keeps the graph of what runs: it will run again.
-        adds_to: where its graph is pulled back at once, the leaves (by id) to whose
-            gradients products are added in place; None where a pipeline's stage may
-            take input gradients first.
     """
 
-    thread: Thread | None = None
+    thread: UnitToken | None = None
     recompute: bool = False
-    forgets: bool = False
-    adds_to: frozenset[int] | None = None
 
 
-class Thread:
-    """A zero that runs through the units of one gradient call, in call order.
+class UnitToken:
+    """A token that orders the units of one gradient call (as JAX orders effects).
 
-    Each unit takes it and hands it on, and the loss is tied to its end, so every unit's
-    backward runs on every rank, in reverse call order, whatever the loss made of the
-    unit's output.
+    A scalar zero. Each unit has it as an input and an output, and the loss depends on
+    the last one: so autograd runs the backward of every unit on every rank, in reverse
+    call order, even of units whose output the loss does not use.
     """
 
     def __init__(self, device: Any = None) -> None:

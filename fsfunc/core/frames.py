@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Interpretation:
-    """The meaning that a transform gives to calls in its reach; by default, none.
+    """How a transform handles unit and gradient calls; the default leaves them as is.
 
     For a transform of your own derive from it, say what becomes of a call, and reach
     the calls inside a function by ``transformed(f, interpretation)``. Of a unit call
@@ -61,15 +61,13 @@ class Interpretation:
     call. ``same_batch``: the axes along which all ranks must be given one batch.
     ``scales``: whether backward passes in its reach start from a larger number than 1,
     so that float16 will do. ``observes``: whether it is shown each gradient that
-    somebody takes, see :meth:`begins` and :meth:`ends`. ``given``: what the call in
-    reach was given, if it has to know; see :meth:`on`.
+    somebody takes, see :meth:`begins` and :meth:`ends`.
     """
 
     lays_out = False
     decides = False
     compared: frozenset[int] = frozenset()
     called = ""
-    given: Any = None
     same_batch: tuple[str, ...] = ()
     scales = observes = False
 
@@ -81,10 +79,6 @@ class Interpretation:
     def __str__(self) -> str:
         said = ", ".join(f"{k}={stated(v)}" for k, v in self.configuration)
         return f"{self.called or type(self).__name__}({said})"
-
-    def on(self, given: Any) -> Interpretation:
-        """The interpretation around a call that is given other tensors, to be tried."""
-        return self
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""
@@ -138,10 +132,10 @@ class Interpretation:
         return run
 
     def begins(self, call: Any) -> None:
-        """Hears of what a gradient call comes down to, on one microbatch."""
+        """Called before each microbatch's forward pass, with its ``GradientCall``."""
 
     def ends(self, outcome: Any) -> None:
-        """Hears of what that gave, before anybody sums it."""
+        """Called after its backward pass, before its gradients are accumulated."""
 
 
 class Stage(Interpretation):
@@ -180,7 +174,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Frame:
-    """The transforms in reach and where in the step we are.
+    """The active transforms, and the current position in the step.
 
     Args:
         handlers: interpretations, outermost first.

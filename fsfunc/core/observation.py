@@ -49,7 +49,7 @@ def observe_gradients(
     Raises:
         LawError: where a rank's own gradient does not exist as such: in a pipeline,
             under ``torch.func`` or of arguments that require grad, of ``Weighted``
-            losses, of parameters that a loss reads beside units under ``shard``, or of
+            losses, of parameters that a loss reads outside units under ``shard``, or of
             leaves that ranks of the data own.
 
     Cost: what ``measure`` costs; a psum of its result over each set of axes that leaves
@@ -117,7 +117,7 @@ class Observation(Interpretation):
                 self.see(x, ())
         elif x._local is not None:
             if x.layout.flat is not None:
-                raise LawError(UNSEEN.format(f"{x.name!r} is read beside units"))
+                raise LawError(UNSEEN.format(f"{x.name!r} is read outside units"))
             self.see(x.local, x.layout.axes)
 
     def see(self, gradient: Tensor, axes: tuple[str, ...]) -> None:

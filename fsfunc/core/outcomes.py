@@ -32,11 +32,11 @@ def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
 class GradientCall:
     """A gradient call: interpretations pass it along, and change it.
 
-    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
-    those of their leaves that are used beside units, with their gradients. ``by``: what
-    it comes down to, in place of autograd's own forward and backward: with a pipeline
-    around, the run of its stages. ``cotangent``: what the backward starts from; the
-    outcome's gradients are divided by it in the end. ``create_graph``: the outcome is
+    ``packed``: by id, the buffers whose gradients ``shard`` accumulates itself, outside
+    autograd; ``parts``: their shards that the loss reads outside units, as autograd
+    leaves. ``by``: replaces the forward and backward pass (``pipeline`` sets it).
+    ``cotangent``: the ``grad_outputs`` of the loss, i.e. the loss scale; gradients are
+    divided by it at the end. ``create_graph``: the outcome is
     differentiable, by the arguments and by what ``fn`` closes over. ``batch_argnums``:
     which arguments are cut into microbatches, if the call says so itself.
     """
@@ -76,10 +76,10 @@ class Outcome:
         count: of how many microbatches all this is the sum; whoever made the outermost
             call divides by it, so that a transform on the way need not.
         due: what is still to be done to the gradients, once all has been summed.
-        own: ``grads``, if nobody else holds their memory; once a transform has put
-            others in their place, it is not they.
+        own: the gradients that may be modified in place: ``grads`` itself, or None. If
+            a transform replaced ``grads``, the two differ, and neither may be.
         scale: what ``grads`` are multiplied by, and are divided by in the end.
-        shown: what is made of them after that, if anything.
+        shown: a function applied to the final gradients, or None.
     """
 
     total: Tensor

@@ -30,7 +30,7 @@ class GradientSteps(Interpretation):
 
         Args:
             keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
-                is used beside units.
+                is used outside units.
         """
         raise NotImplementedError
 

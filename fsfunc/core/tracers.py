@@ -26,11 +26,11 @@ class Tracer:
     A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
     while a step is tried, an ``Observer`` while one is planned.
 
-    complete: whether all that a step does is done, as a plan needs it; else a donated
-        state is not used up, and a pipeline need not run its stages.
-    draws: whether units draw their own random numbers: fake tensors have none.
-    forward_only: whether gradients have their shapes alone, and no backward pass runs.
-    fills: whether objects that are given may be filled, as a cache is: they are copies.
+    complete: whether the whole step runs (planning); otherwise ``donate`` does not
+        invalidate its input, and a pipeline may skip its stages.
+    draws: whether units seed the generators: needless for fake tensors.
+    forward_only: whether backward is skipped; gradients then have only a shape.
+    fills: whether mutable arguments (a cache) may be written: they are copies.
     """
 
     complete = False

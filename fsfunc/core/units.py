@@ -46,10 +46,10 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
             pytree out. Units nest; an outer one gathers only what no inner one takes.
             It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
             step is recorded and planned with the plain function.
-        whole: gather at the entry all that this unit or units within it take, and run
-            them as plain functions: for derivatives by parameters inside, as per-sample
-            gradients or a task's own inner step. Cost: one gather of all of it, held
-            until the unit has run, and one reduction in its backward.
+        whole: gather the parameters of this unit and of all nested units on entry, and
+            run nested units as plain functions. Needed to differentiate with respect to
+            parameters inside the unit (per-sample gradients, MAML's inner loop). Cost:
+            one gather, kept until the unit returns, and one reduction in its backward.
 
     Raises (when called):
         RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the

@@ -34,7 +34,7 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     bits are those of the usual step, and so are the messages.
 
     A buffer is stepped once all unit calls that read it have given their gradients, in
-    the last microbatch of an `accumulate` within. What a loss reads beside units, or
+    the last microbatch of an `accumulate` within. What a loss reads outside units, or
     without a gradient, and whole parameters, are stepped when the backward is over; so
     is everything where no `shard` is around, as on one device.
 

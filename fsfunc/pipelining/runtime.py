@@ -119,8 +119,7 @@ class Worker:
             for value, x in received.items():
                 x.requires_grad_(cut.spec(value).requires_grad)
         tied = bool(self.values) and bool(self.frame.runtimes)
-        adds_to = frozenset(map(id, self.values)) if self.whole else None
-        stage = StageRun(cut, cut.stages[a.stage], received, tied, adds_to)
+        stage = StageRun(cut, cut.stages[a.stage], received, tied)
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
         f = self.frame.but(

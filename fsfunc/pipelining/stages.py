@@ -23,7 +23,7 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.core.execution_context import Running, Thread, run_as
+from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Stage
 from fsfunc.core.units import Call
 from fsfunc.pipelining.backward_split import SplitBackward
@@ -71,7 +71,6 @@ class StageRun(Stage):
         plan: the stage.
         received: values of other stages that this one depends on.
         tied: whether each call needs a thread, so that its backward always runs.
-        adds_to: see `Running`; of whole backwards the parameters, else None.
 
     After the run ``made`` has the values that other stages depend on, ``starts`` and
     ``ends`` those of the threads.
@@ -81,7 +80,6 @@ class StageRun(Stage):
     plan: StagePlan
     received: Mapping[Value, Tensor]
     tied: bool
-    adds_to: frozenset[int] | None
 
     def __post_init__(self) -> None:
         consumers = self.cut.consumers(self.plan.number)
@@ -152,11 +150,11 @@ class StageRun(Stage):
     def _here(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         leaves = tree.leaves(params) if self.tied else []
         device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
-        thread = Thread(device) if self.tied else None
+        thread = UnitToken(device) if self.tied else None
         # A recompute holds the call, and we hold its outputs: no circle of the two.
         handlers = (_HERE, *call.frame.handlers[1:])
         inner = replace(call, frame=call.frame.but(handlers=handlers))
-        with run_as(Running(thread, adds_to=self.adds_to)), standing(self.stance):
+        with run_as(Running(thread)), standing(self.stance):
             out = inner.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)

@@ -29,7 +29,7 @@ class BufferPool:
     """
 
     poison = False
-    fresh = 0  # how many there are who want every buffer to be a fresh one
+    fresh = 0  # depth of `fresh_buffers` blocks: reuse is off while positive
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.runtime.memory import OFFLOADED, advise, count_as
 from fsfunc.runtime.scopes import Scoped
+from fsfunc.runtime.storage_tables import StorageTable
 
 __all__ = [
     "MemorySpace",
@@ -143,13 +143,13 @@ class MemorySpace:
         return x if dtype is None else x.to(dtype)
 
     def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``x`` in this space, in ``dtype``; if it moves, in memory used in turn."""
+        """``x`` in this space, in ``dtype``; if it moves, in memory from a pool."""
         return x if dtype is None else x.to(dtype)
 
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """New memory here, of the dtype of ``x`` if none is given, and used in turn."""
+        """Uninitialized pooled memory here, by default of the dtype of ``x``."""
         return x.new_empty(shape, dtype=dtype)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
@@ -224,20 +224,12 @@ class Offloaded(MemorySpace):
             advise(x, mmap.MADV_WILLNEED)
 
     def mark(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        key = storage._cdata
-
-        def gone(reference: Any, known: Any = _SPACES) -> None:  # at exit, too
-            if key in known and known[key][0] is reference:
-                del known[key]
-
-        _SPACES[key] = weakref.ref(storage, gone), self
+        _SPACES[x] = self
         count_as(OFFLOADED, [x])
         return x
 
 
-# By the address of a storage; the reference takes the entry away when that dies.
-_SPACES: dict[int, tuple[weakref.ref, Offloaded]] = {}
+_SPACES = StorageTable[Offloaded]()
 _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 
 
@@ -248,15 +240,14 @@ def _over(storage: torch.UntypedStorage, count: int, dtype: torch.dtype) -> Tens
 
 def any_offloaded() -> bool:
     """True if any memory of this process is offloaded."""
-    return bool(_SPACES)
+    return bool(_SPACES.facts)
 
 
 def space_of(x: Tensor) -> MemorySpace:
     """The space in which ``x`` is."""
-    if not _SPACES or _torch.is_wrapped(x) or x.layout != torch.strided:
+    if not _SPACES.facts or _torch.is_wrapped(x) or x.layout != torch.strided:
         return _DEVICE
-    found = _SPACES.get(_torch.storage_key(x))
-    return _DEVICE if found is None else found[1]
+    return _SPACES.get(x) or _DEVICE
 
 
 def moments_go_to(store: Store | None) -> Scoped:

@@ -22,12 +22,12 @@ __all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
 __all__ += ["KEPT", "OPERATORS", "whole_shape"]
 
 KEPT = (
-    "its gradient is not there inside of the shard that reduces it as it appears: read "
-    "and change gradients outside, as in mine(shard(step))"
+    "this gradient is not available inside of the shard that reduces it in backward: "
+    "read or modify gradients outside, as in mine(shard(step))"
 )
 
 
-# Of one gradient call, by buffer and layout: the parts used beside units.
+# Of one gradient call, by buffer and layout: the parts used outside units.
 Parts = dict[tuple[int, int], Tensor]
 
 
@@ -57,9 +57,9 @@ class Sharded:
     >>> ff.spmd(main, mesh)()[0]
     [0.0, 0.0, 1.0, 1.0]
 
-    ``packed`` is the buffer that it lies in, if that is so. Of a buffer whose gradient
-    a gradient call gathers, that call makes leaves of its own: units read the buffer,
-    and whoever else uses such a leaf's part differentiates it, as one of ``parts``.
+    ``packed``: the flat buffer that ``local`` is a view of, or None. Within a gradient
+    call that accumulates the buffer's gradient itself, ``local`` is instead a separate
+    autograd leaf, kept in ``parts``; only code outside units reads it.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class Sharded:
         return type(self)(local, self.layout)
 
     def tracked(self, parts: Parts) -> Sharded:
-        """This leaf of a buffer as a gradient call sees it that differentiates both."""
+        """A copy whose ``local``, if read, is an autograd leaf in ``parts``."""
         packed = self.packed
         if packed is None:
             raise ValueError(f"{self.layout} lies in no buffer")
@@ -156,7 +156,7 @@ class Sharded:
         return leaf
 
     def twin(self) -> Sharded:
-        """Another leaf over the same memory, with a tensor of its own, of no graph."""
+        """A detached leaf that shares this one's storage."""
         if self.spent:
             self.check()  # which raises
         part = self._part if self._range is None else None  # made when asked for
@@ -377,10 +377,10 @@ class FlatShard:
         return new
 
     def renewed(self) -> FlatShard:
-        """Another one over the same memory, which is about to be written over.
+        """A new FlatShard over the same storage, for an in-place update.
 
-        So unit calls gather anew, as after an update that writes elsewhere: on all
-        ranks alike, whether each of them could write in place or not.
+        Being a new object, it invalidates cached gathers as an out-of-place update
+        does: so all ranks gather again, whether or not each could update in place.
         """
         new = FlatShard(self.members, self.flat, self.coordinates, self.whole)
         new._spans, new._views, new._version = self.spans, self.views, self._version

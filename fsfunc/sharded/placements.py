@@ -71,7 +71,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class Own:
-    """A value of each rank's own along axes: there is no tensor of which it is a part.
+    """Rank-local along ``axes``: each rank has its own value; no global tensor exists.
 
     Of leaves that no unit takes, in ``layouts`` of `place` and `init_state`: a hidden
     state that is carried on, statistics of a rank's batches. The axes are those of the

@@ -7,7 +7,6 @@ memory, so that it holds for a detached or donated leaf too, and ends with that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.runtime.storage_tables import StorageTable
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
@@ -24,8 +24,7 @@ __all__ += ["lay_returned", "returned_state"]
 
 WHOLE = Whole()
 _Range = tuple[int, int]  # of a storage: offset and number of elements
-# By the address of a storage; the reference takes the entry away when that dies.
-_LAID: dict[int, tuple[weakref.ref, dict[_Range, Whole | Own]]] = {}
+_LAID = StorageTable[dict[_Range, Whole | Own]]()
 
 
 def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
@@ -34,20 +33,13 @@ def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
     if x.layout != torch.strided:
         return
     with _torch.plain_tensors():  # a donated leaf too
-        storage, at = x.untyped_storage(), (int(x.storage_offset()), x.numel())
-    key = storage._cdata
-    found = _LAID.get(key)
-    if found is None or found[0]() is None:
-
-        def gone(reference: Any, laid: Any = _LAID) -> None:  # at exit, too
-            if key in laid and laid[key][0] is reference:
-                del laid[key]
-
-        found = _LAID[key] = weakref.ref(storage, gone), {}
+        found, at = _LAID.get(x), (int(x.storage_offset()), x.numel())
+        if found is None:
+            found = _LAID[x] = {}
     if how is None:
-        found[1].pop(at, None)
+        found.pop(at, None)
     else:
-        found[1][at] = how
+        found[at] = how
 
 
 def laid_as(x: Any) -> Whole | Own | None:
@@ -56,9 +48,8 @@ def laid_as(x: Any) -> Whole | Own | None:
         return None
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():
-        found = _LAID.get(_torch.storage_key(x))
-        at = (int(x.storage_offset()), x.numel()) if found else (0, 0)
-    return None if found is None else found[1].get(at)
+        found = _LAID.get(x)
+        return found.get((int(x.storage_offset()), x.numel())) if found else None
 
 
 def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:

@@ -102,7 +102,7 @@ class DrawnModel:
         layers: the leaves of each layer beside ``w``: names of ``EXTRAS``.
         nested: whether a unit is around units.
         tied: whether layers share a leaf; ``twice``: whether one is called again.
-        outside: whether the loss reads a leaf beside units.
+        outside: whether the loss reads a leaf outside units.
         frozen: whether there are parameters that are not differentiated.
         whole: whether the loss is a unit too.
     """

@@ -189,7 +189,7 @@ def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]
     ``model.loss(params, frozen, batch)``, a batch being one of `batches`.
 
     Args:
-        outside: whether some read a leaf beside units; ``frozen``: whether some have
+        outside: whether some read a leaf outside units; ``frozen``: whether some have
             parameters that are not differentiated.
     """
     names = st.lists(st.sampled_from(sorted(EXTRAS)), max_size=3, unique=True)
@@ -205,7 +205,7 @@ def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]
         frozen=maybe(frozen),
         whole=st.booleans(),
     )
-    # What a unit is given it may gather, and what is read beside units must stay whole.
+    # A unit may gather what it is given; what is read outside units must stay whole.
     return drawn.filter(lambda m: not (m.outside and m.whole))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.runtime.storage_tables import StorageTable
 from fsfunc.sharded.placements import describe
-from fsfunc.tracing.runs import StorageTable
 
 __all__ = ["Names", "below", "nested"]
 

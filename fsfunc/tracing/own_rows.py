@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.runtime.storage_tables import StorageTable
 from fsfunc.tracing.provenance import Gradient, Rows
-from fsfunc.tracing.runs import StorageTable
 
 __all__ = ["OwnTensors"]
 

@@ -8,13 +8,11 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 from __future__ import annotations
 
 import copy
-import functools
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,46 +30,11 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.steadiness import Outside
 
 __all__ = [
-    "StorageTable",
     "place_without_data",
     "shadows",
     "with_data",
     "without_data",
 ]
-
-
-Fact = TypeVar("Fact")
-
-
-class StorageTable(Generic[Fact]):
-    """Facts by storage: views share one, and it goes when the storage is freed.
-
-    An address may be another storage's afterwards, which begins without a fact.
-
-    Args:
-        freed: is called with the fact of each storage that is freed.
-    """
-
-    def __init__(self, freed: Callable[[Fact], Any] = lambda fact: None):
-        self.freed = freed
-        self.facts: dict[int, Fact] = {}  # by the storage's address
-        self._alive: dict[int, weakref.ref] = {}
-
-    def get(self, x: Tensor) -> Fact | None:
-        """The fact of a tensor's storage, if there is one."""
-        return self.facts.get(_torch.storage_key(_torch.unwrapped(x)))
-
-    def __setitem__(self, x: Tensor, fact: Fact) -> None:
-        base = _torch.unwrapped(x)
-        key = _torch.storage_key(base)
-        if key not in self.facts:
-            forget = functools.partial(self._forget, key)
-            self._alive[key] = weakref.ref(_torch.storage(base), forget)
-        self.facts[key] = fact
-
-    def _forget(self, key: int, _: Any) -> None:
-        del self._alive[key]
-        self.freed(self.facts.pop(key))
 
 
 def place_without_data() -> Here | None:

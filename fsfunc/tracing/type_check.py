@@ -217,20 +217,16 @@ class _Trial:
             _torch.quiet_fakes(),
         ):
             f, coordinates = frame(), at.mesh.coordinates(at.rank)
-            seen = [h.given for h in f.handlers], given
-            around, (args, named) = shadows(
-                None if self.real else mode, seen, coordinates, apart=True
-            )
+            copying = None if self.real else mode
+            args, named = shadows(copying, given, coordinates, apart=True)
             for mine, its in zip(*map(_first, (self.args, args)), strict=False):
                 if how := laid_as(mine):
                     lay_leaf(its, how)
             if times > 1:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]
-            on = zip(f.handlers, around, strict=True)
-            handlers = tuple(h if x is None else h.on(x) for h, x in on)
             with (
-                inside(f.but(tracer=checker, at=now, handlers=handlers)),
+                inside(f.but(tracer=checker, at=now)),
                 watching(checker),
                 checker,
                 Asked(checker),

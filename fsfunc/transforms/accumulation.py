@@ -94,9 +94,6 @@ class _Accumulate(Interpretation):
         with inside(replace(outer, handlers=(*outer.handlers, one))):
             return f(*args, **keywords)
 
-    def on(self, given: Any) -> Interpretation:
-        return _Accumulate(self.n, self.chosen, given, self.once)
-
     def recorded(self, recorder: Any) -> Interpretation:
         return _Accumulate(self.n, self.chosen, once=True)  # others show the same
 

@@ -47,7 +47,7 @@ def enter(
 
     Args:
         flats: the buffers' ranges, with their history.
-        apart: whether parameters' gradients are asked for one by one.
+        apart: give each parameter its own autograd node (pipelines ask one by one).
     """
     tracked = token is not None
     for flat in flats:
@@ -77,7 +77,7 @@ def leave(
     outs: list[Any],
     recompute: bool,
 ) -> Tensor | None:
-    """The token; ``outs`` go out, and what they saved of parameters is forgotten.
+    """Passes ``outs`` through ``_Exit``, frees saved parameters; returns the token.
 
     Args:
         inputs: the leaves of what the unit was given beside parameters.

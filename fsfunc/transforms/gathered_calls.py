@@ -15,11 +15,11 @@ Micro = tuple[tuple[int, int], ...]
 
 
 class GatheredCall:
-    """One unit call's hold on one buffer: the whole, while it is held.
+    """The gathered buffer of one unit call, and how its gradient is reduced.
 
-    Nothing in it leads to a graph: the graph holds the runtime, which looks from one
-    call to its neighbours, and a way back would be a circle, in which gradients wait
-    for the garbage collector. So the buffer is held weakly: it may have a history.
+    Autograd nodes reference the runtime, and the runtime references these objects. To
+    avoid a reference cycle (which would keep gradients alive until garbage collection)
+    they reference no autograd graph: the FlatShard, which may have one, by weakref.
 
     Args:
         name, key, micro: of the unit call: its name, which call it was of each body
@@ -31,9 +31,9 @@ class GatheredCall:
 
     Attributes:
         full: the whole buffer in ``dtype``, until it is dropped.
-        lasts: whether the state keeps it: nothing may be written over it.
+        lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
         shared: whether the call before it held the same one: neighbours share it.
-        forgets: whether the graph forgot what the unit saved: it is gathered again.
+        forgets: whether saved views of ``full`` were dropped: backward gathers again.
         grad: the gradient so far, of the calls after it that share the buffer.
     """
 

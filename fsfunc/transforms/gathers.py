@@ -25,7 +25,7 @@ __all__ = ["Gathers"]
 
 
 class _Near(NamedTuple):
-    """A gather that left something to gather from again."""
+    """A gather that kept a partial result, from which to re-gather in backward."""
 
     shard: FlatShard
     version: int
@@ -47,7 +47,7 @@ class Gathers:
         shards: the buffers that the call was given.
         options: those of ``shard``.
         pool: memory for what arrives.
-        again: whether what a gather leaves to gather from again is kept.
+        again: whether partial results of a ``KeptGather`` are kept for the backward.
 
     ``recent`` are the unit calls that hold their buffers now: the last one, and those
     that a backward recomputes.

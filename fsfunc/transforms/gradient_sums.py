@@ -271,11 +271,11 @@ class GradientSums:
 
 
 class _Flow:
-    """A buffer's gradient on its way to the ranks that keep it.
+    """The gradient of one buffer, from accumulation through reduction.
 
     Args:
         name, key: of the unit call.
-        due: of how many microbatches such are summed before they go on.
+        due: the number of microbatches to accumulate before the next stage.
         given: the dtype in which it is kept, if not that of the parameters.
     """
 

@@ -48,7 +48,7 @@ _SUM = LinearMap("psum", "M", "M")
 def kept_here(
     chosen: Any, plainly: Sequence[Any], ours: Callable[[Layout], bool]
 ) -> dict[int, FlatShard]:
-    """By identity, the buffers that are ours and differentiated as a whole.
+    """By id, this shard's buffers all of whose leaves are differentiated.
 
     Args:
         plainly: axes of buffers that are ours, whatever their leaves.
@@ -101,7 +101,7 @@ class Gradients:
         return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
 
     def take_parts(self) -> None:
-        """Takes in gradients by parts that were used beside units."""
+        """Takes in gradients by parts that were used outside units."""
         for i in self._kept() if self.runtime.parts else ():
             x = self.leaves[i]
             part = self.runtime.parts.get((id(x.packed), id(x.layout)))
@@ -112,7 +112,7 @@ class Gradients:
         """Raises where some of a rank's own gradient has been seen by no observer.
 
         Raises:
-            LawError: gradients by parts that the loss used beside units, or of leaves
+            LawError: gradients by parts that the loss used outside units, or of leaves
                 that ranks of the mean hold other blocks of.
         """
         for shard in self.runtime.keeps.values():
@@ -121,7 +121,7 @@ class Gradients:
                 raise LawError(UNSEEN.format(why))
         for i in self._kept():
             if (g := self.found[i]) is not None and g._local is not None:
-                raise LawError(UNSEEN.format(f"{g.name!r} is read beside units"))
+                raise LawError(UNSEEN.format(f"{g.name!r} is read outside units"))
 
     def take_sums(self) -> None:
         """Takes in what the runtime has summed of its buffers."""
@@ -133,7 +133,7 @@ class Gradients:
                 continue
             grad = runtime.sums.grads.get(key)
             shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-        sums, half = [], torch.float16  # of it, and of another dtype, there are means
+        sums, half = [], torch.float16  # GradientSums._keep divided float16 and casts
         for key, s in shards.items():
             if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
                 sums.append(s.flat)
@@ -149,7 +149,7 @@ class Gradients:
                 self.found[i] = None
                 continue
             new = self.found[i] = leaves[id(x.packed)][id(x.layout)]
-            if direct is not None and direct._local is not None:  # beside units
+            if direct is not None and direct._local is not None:  # outside units
                 new.local.add_(direct.local)
 
     def average_whole(self, where: RankGroup) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.execution_context import Thread, running
+from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -61,7 +61,7 @@ def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[...
 
 
 # The unit call before, of a gradient call.
-_LAST: weakref.WeakKeyDictionary[Thread, _Residuals] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[UnitToken, _Residuals] = weakref.WeakKeyDictionary()
 
 
 def _memory(x: Any) -> list[int]:

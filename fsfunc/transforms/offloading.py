@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["Stores", "offload", "offloads_residuals", "settled_in", "stores_of"]
+__all__ = ["Stores", "offload", "settled_in", "stores_of"]
 
 Where = str | os.PathLike | None
 
@@ -131,11 +131,6 @@ def stores_of(f: Callable[..., Any]) -> Stores:
             new = {k: v for k, v in h.stores._asdict().items() if v is not None}
             found = found._replace(**new)
     return found
-
-
-def offloads_residuals(f: Frame) -> bool:
-    """True if what units save for their backward is offloaded."""
-    return any(isinstance(h, _Offload) and h.stores.activations for h in f.handlers)
 
 
 class _Offload(Interpretation):

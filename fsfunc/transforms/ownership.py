@@ -24,7 +24,7 @@ __all__ = ["Ownership", "assume", "storage_of"]
 
 
 class Ownership:
-    """The kinds of the plain tensors that one call of a sharded function was given.
+    """The replicated and the rank-local plain tensors of one sharded call.
 
     Args:
         state: the leaves of its first argument.

@@ -15,7 +15,6 @@ from fsfunc import _torch
 from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
-from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
     "MODES",
@@ -87,12 +86,6 @@ def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) ->
 
 
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
-_TAPED: ContextVar[bool] = ContextVar("fsfunc_taped", default=False)
-
-
-def is_taped() -> bool:
-    """True if a policy numbers the operators that run now."""
-    return _TAPED.get()
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -196,7 +189,7 @@ class Tape:
         """The first run."""
         token = _TAPES.set((*_TAPES.get(), self))
         try:
-            with Scoped(_TAPED, True), _Keeping(self):
+            with _Keeping(self):
                 yield
         finally:
             _TAPES.reset(token)
@@ -206,7 +199,7 @@ class Tape:
     def replay(self, values: Sequence[Tensor]) -> Iterator[None]:
         """The second run."""
         found = dict(zip(self.kept, values, strict=True))
-        with Scoped(_TAPED, True), _Replaying(self.kept, found):
+        with _Replaying(self.kept, found):
             yield
 
 

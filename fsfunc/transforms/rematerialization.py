@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.differentiated import add_gradients
-from fsfunc.core.execution_context import Running, Thread, run_as, running
+from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.frames import Frame, Interpretation
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
@@ -159,7 +159,7 @@ class _Replay:
         return tree.flatten(self.run(params, *inputs, **keywords))
 
     def parts(self) -> list[Tensor]:
-        """Its leaves that are used beside units, maybe in this call."""
+        """Its leaves that are used outside units, maybe in this call."""
         found = {}
         for x in self.leaves:
             if isinstance(x, Sharded) and x.parts:
@@ -227,8 +227,8 @@ class _Place(int):
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, replay: _Replay, output, token, *tensors):  # type: ignore[override]
-        thread = None if token is None else Thread(token.device)
-        with torch.enable_grad(), run_as(Running(thread, forgets=True)):
+        thread = None if token is None else UnitToken(token.device)
+        with torch.enable_grad(), run_as(Running(thread)):
             found = output.take(*replay.first(tensors))
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
@@ -252,10 +252,8 @@ class _Recompute(torch.autograd.Function):
             x.view_as(x) if twice else x.detach().requires_grad_(need)
             for x, need in zip(saved, needs, strict=True)
         ]
-        thread = Thread(saved[0].device if saved else None) if ctx.tracked else None
-        adds_to = frozenset[int]() if ctx.pull_recomputed is _pull else None
-        now = Running(thread, recompute=True, adds_to=adds_to)
-        with torch.enable_grad(), run_as(now):
+        thread = UnitToken(saved[0].device if saved else None) if ctx.tracked else None
+        with torch.enable_grad(), run_as(Running(thread, recompute=True)):
             flat = ctx.replay.again(tensors, kept)
         pairs = [
             (flat[i], g)

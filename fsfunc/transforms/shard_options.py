@@ -78,15 +78,15 @@ class ShardOptions:
         return (*self.replicate, *self.axis)
 
     def own(self, layout: Layout) -> bool:
-        """True if a leaf lies in a buffer over these axes less those that split it.
+        """True if this ``shard`` gathers the leaf: its buffer is cut over ``axis``.
 
-        Most buffers are over all of them, or none: that is asked first, of the buffer.
+        Except for axes that already split the leaf itself (experts).
         """
         flat = layout.flat
         return flat is not None and flat.axes == self.beside(layout.split_axes)
 
     def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes but for those, over which leaves are split already."""
+        """``axis`` without ``split_axes``."""
         return tuple(axis for axis in self.axis if axis not in split_axes)
 
 

@@ -5,9 +5,9 @@ A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies 
 :class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
 gathers the buffer, and reduces the gradient that comes back.
 
-Of a unit call it hears four times: ``take`` before its function runs,
-``after_forward``, ``before_backward``, ``after_backward`` (with ``gradient_of`` each
-buffer). ``gathers`` has the buffers, on their way or held; ``sums`` the gradients.
+Each unit call invokes four hooks: ``take`` (before its forward), ``after_forward``,
+``before_backward`` and ``after_backward`` (then ``gradient_of`` for each buffer).
+``gathers`` holds gathered and prefetched buffers, ``sums`` the reduced gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ShardRuntime:
         first: how many unit calls of the program came before.
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
-            ``parts`` has the parts of their leaves that are used beside units.
+            ``parts`` has the parts of their leaves that are used outside units.
         how_summed: ``observers``, ``feedback``, ``steps``: see ``GradientSums``.
     """
 

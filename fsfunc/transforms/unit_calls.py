@@ -38,11 +38,11 @@ def call_unit(
     *inputs: Any,
     **named: Any,
 ) -> Any:
-    """A unit call: its parameters enter, it runs, and its outputs leave.
+    """Runs a unit call: gathers its parameters, calls it, frees them.
 
-    There are two ways in. By differentiable collectives enter whole parameters that
-    something else differentiates, and under ``torch.func`` all; else packed ones enter
-    by the boundary, which gathers and forgets.
+    Two code paths. Under ``torch.func`` and with ``create_graph`` parameters are
+    gathered by differentiable collectives (``_compose``). Otherwise two
+    ``autograd.Function`` gather, free and re-gather them (``_gather_and_forget``).
     """
     given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
     treedef = spec.child(0)
@@ -121,9 +121,9 @@ def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list
 def _unaveraged(
     leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
 ) -> list[int]:
-    """The positions of whole parameters differentiated by something that takes no mean.
+    """The positions of replicated parameters whose gradient must be averaged here.
 
-    Not those whose gradient the gradient call around will average itself.
+    Excludes those that the enclosing ``value_and_grad`` averages at its end.
     """
     found = []
     for i, x in enumerate(leaves):
@@ -154,9 +154,9 @@ def _gathered_calls(
     call: Call,
     runtime: ShardRuntime,
 ) -> tuple[Any, ...]:
-    """The call's hold on each buffer it reads; the buffers; their ranges.
+    """(GatheredCall, FlatShard, flat tensor) for each buffer that the call reads.
 
-    And the leaves' positions, in the order of the views.
+    As three lists, and a fourth: the positions of the leaves, in order of the views.
     """
     f, calls, shards, flats, order = call.frame, [], [], [], []
     reduce, each, given = None, None, None
@@ -195,7 +195,7 @@ def _compose(
     call: Call,
     runtime: Any,
 ) -> None:
-    """Gathers by differentiable collectives, of any order and under any map."""
+    """Gathers by collectives that support higher-order derivatives and ``vmap``."""
     casts = call.frame.casts
     for positions in by_buffer(leaves, mine):
         chosen = [leaves[i] for i in positions]

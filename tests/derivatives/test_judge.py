@@ -102,7 +102,7 @@ def step_of(node, take):
     return step
 
 
-# A leaf read beside units and in them: its gradient is told with both.
+# A leaf read outside units and in them: its gradient is told with both.
 ROUGH = ("pmean", ("times", ("rough sum", ("w",)), ("msq", ("x",))))
 SHIFT = ("shift", ("unit", ("w",), "a", ("x",)))
 SHIFTED = (

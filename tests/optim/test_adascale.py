@@ -233,7 +233,7 @@ REFUSED = {
     "a pipeline": (stepped(tied, lambda g, m: ff.pipeline(
         g, m, "data", n_microbatches=2)), LawError, "a pipeline"),
     "Weighted": (stepped(weighted, lambda g, m: g), LawError, "Weighted"),
-    "beside units": (stepped(beside, shard), LawError, "beside units"),
+    "outside units": (stepped(beside, shard), LawError, "outside units"),
     "differentiated": (lambda: torch.func.grad(TOTAL)(WS), LawError,
                        "gradients are differentiated"),
     "that ask": (lambda: TOTAL([w.clone().requires_grad_() for w in WS]), LawError,

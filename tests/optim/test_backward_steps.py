@@ -183,7 +183,7 @@ CALLS = st.sampled_from(["unit", "nested", "no_grad", "beside", "detached", "inn
     size=st.sampled_from([1, 2]),
 )
 def test_whatever_a_loss_reads_again(calls, remat, micro, min_bytes, zero, size):
-    """Buffers that several calls read, with a graph, without one, or beside units."""
+    """Buffers that several calls read, with a graph, without one, or outside units."""
 
     def loss(params, batch):
         x, y = batch

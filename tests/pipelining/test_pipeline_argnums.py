@@ -70,7 +70,7 @@ def test_rows_of_a_batch_are_refused_and_the_way_out_is_right(name):
 
 LONG = {
     "a gain": (gained, (0, 1), (PARAMS, GAIN, X, IDS)),
-    "read beside units": (
+    "read outside units": (
         lambda p, x, y: squares(p["layers"], x, y) + p["gain"].sum(), 0,
         ({"layers": PARAMS, "gain": GAIN}, X, Y),
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.core.execution_context import Running, Thread, run_as
+from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Stage, frame, inside
 from fsfunc.pipelining.stages import StageVjp
 from tests.checks import same
@@ -95,7 +95,7 @@ def on_two_ranks(around, halves: bool, **how: Any):
         def threaded(ps, x):
             """As a pipeline's stage calls its units: each with a thread of its own."""
             for i, p in enumerate(ps):
-                thread = Thread(x.device)
+                thread = UnitToken(x.device)
                 here = inside(frame().but(handlers=(Here(), *frame().handlers)))
                 with run_as(Running(thread)), here:
                     x = block(ps[0] if how.get("tied") and i == N - 1 else p, x)
@@ -115,7 +115,7 @@ def on_two_ranks(around, halves: bool, **how: Any):
                 found.extend(part("whole", lambda: vjp.backward(cts)))
             return torch.zeros(()), frame().runtimes
 
-        threads: list[Thread] = []
+        threads: list[UnitToken] = []
         found: list[Any] = []
         grad = ff.value_and_grad(lambda ps: loss(ps)[0])
         grads = around(grad, mesh)(params)[1]

@@ -50,7 +50,7 @@ def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> Non
 
 
 class _Shown:
-    """Told by what it is made of: ranks compare how they send."""
+    """Equality, hash and repr from attributes: ranks compare their configurations."""
 
     exact: bool
 
@@ -161,8 +161,8 @@ class Reduction(_Shown):
         return where.start("psum" if whole else "psum_scatter", sent, what=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
-        """The summed gradient of ``count`` elements, for parameters in ``dtype``.
+        """The summed gradient: ``count`` elements in ``dtype``.
 
-        None: of all that there are, where they are to be summed on and on.
+        With ``count=None`` padding is kept, for a partial sum that is reduced again.
         """
         return arrived
