@@ -11,6 +11,7 @@ from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as
 
 __all__ = [
@@ -136,14 +137,17 @@ def signature(args: Any, keywords: Any) -> Any:
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
     kinds: list[Any] = [treedef]
     truths: list[bool] = []
+    own: list[int] = []
     for x in leaves:
         if isinstance(x, Tensor):
-            kinds.append((x.shape, x.dtype, x.requires_grad, laid_as(x)))
+            kinds.append((x.shape, x.dtype, x.requires_grad, how := laid_as(x)))
+            if isinstance(how, Own):
+                own.append(len(kinds))
         elif is_sharded(x):
             kinds.append((x.layout.shape, x.layout.dtype))
         else:
             kinds.append(type(x))
             if isinstance(x, bool):
                 truths.append(x)
-    kinds[0] = (treedef, *truths)
+    kinds[0] = (treedef, *truths, *own)
     return tuple(kinds)

@@ -29,7 +29,7 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import laid_as, lay_as, lay_leaves
+from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_as, lay_leaves
 
 State = Any
 Init = Callable[[Tree], State]
@@ -307,9 +307,18 @@ def _laying(init: Init) -> Init:
     @functools.wraps(init)
     def laid(params: Any) -> Any:
         leaves = tree.leaves(params, is_leaf=is_sharded)
+        if (path := holds_own(params)) is not None:
+            raise ValueError(_OWN.format(path))
         state = init(params)
         some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
         return lay_leaves(state) if some else state
 
     laid.lays = True  # type: ignore[attr-defined]
     return laid
+
+
+_OWN = (
+    "an optimizer is given {!r}, which is each rank's own: norms and moments over it "
+    "and leaves that are one value have no meaning. Give it those alone, and keep the "
+    "rank's own beside them, as in the extra of a TrainState"
+)

@@ -19,8 +19,8 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
 
-__all__ = ["check_laid_out", "laid_as", "lay_as", "lay_leaf", "lay_leaves"]
-__all__ += ["lay_returned", "returned_state"]
+__all__ = ["check_laid_out", "holds_own", "laid_as", "lay_as", "lay_leaf", "lay_leaves"]
+__all__ += ["laid_returned", "returned_state"]
 
 WHOLE = Whole()
 _Range = tuple[int, int]  # of a storage: offset and number of elements
@@ -87,17 +87,21 @@ def lay_as(new: Any, old: Any) -> Any:
 
 
 def returned_state(args: Sequence[Any], out: Any) -> Any:
-    """The state that a step returned: alone, or first of a tuple."""
+    """The state that a step returned: alone, or of a tuple the like one, or first."""
     if type(out) is not tuple or not out:
         return out
     before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
-    return out if tree.flatten(out, is_leaf=is_sharded)[1] == before else out[0]
+    for x in (out, *out):
+        if tree.flatten(x, is_leaf=is_sharded)[1] == before:
+            return x
+    return out[0]
 
 
-def lay_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> None:
-    """Lays out the plain leaves of a returned state, each as that at its place was.
+def laid_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> Any:
+    """``out``, the plain leaves of its state laid out, each as that at its place was.
 
-    A value of the rank's own where there was another one is laid out as nothing.
+    A value of the rank's own where there was another one is laid out as nothing. Memory
+    that is laid out otherwise already, as another leaf, is copied.
 
     Args:
         args: those of the call; ``out``: what it returned.
@@ -108,12 +112,32 @@ def lay_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> N
     given, before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     paths = tree.paths(state, is_leaf=is_sharded) if plain and own else ()
+    wanted = {}
     for i in plain:
-        how = (laid_as(given[i]) if treedef == before else None) or laid_as(leaves[i])
+        how = laid_as(given[i]) if treedef == before else None
+        how = how or laid_as(leaves[i])
         if not isinstance(how, Own):
             varies = own is None or bool(paths) and paths[i] in own
             how = None if varies else WHOLE
+        wanted[i] = how
+    copies = False
+    for i, how in wanted.items():
+        if laid_as(leaves[i]) not in (None, how):
+            leaves[i], copies = leaves[i].clone(), True
         lay_leaf(leaves[i], how)
+    if not copies:
+        return out
+    new = tree.unflatten(treedef, leaves)
+    return new if state is out else tuple(new if x is state else x for x in out)
+
+
+def holds_own(t: Any) -> str | None:
+    """The path of a leaf that is each rank's own, if there is one."""
+    leaves = tree.leaves(t, is_leaf=is_sharded)
+    for i, x in enumerate(leaves):
+        if isinstance(laid_as(x), Own):
+            return tree.paths(t, is_leaf=is_sharded)[i]
+    return None
 
 
 def check_laid_out(leaves: Sequence[Any], args: Sequence[Any]) -> None:

@@ -36,7 +36,7 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import in_a_row
-from fsfunc.sharded.plain_leaves import lay_leaf
+from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import assemble
 from fsfunc.tracing.groups import plain
 
@@ -192,8 +192,8 @@ def lay_like(t: Any, like: Any) -> Any:
     such as the orthogonalised momenta of Muon.
 
     Args:
-        t: whole floating tensors, the same on every rank, in the structure of ``like``;
-            None, and a leaf that lies so already, stays what it is.
+        t: whole tensors, the same on every rank, in the structure of ``like``; None,
+            numbers, and a leaf that lies so already, stay what they are.
         like: the tree whose layout is wanted; where a leaf is plain, so is the result.
 
     Raises:
@@ -284,7 +284,8 @@ def _back(
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
-        if x is not None and not alike:  # what lies so already stays
+        cut = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
+        if cut and x is not None and not alike:  # what lies so already stays
             _check_like(x, old, what)
             if whole is None:
                 claim(x, what)
@@ -298,9 +299,9 @@ def _back(
         some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
             out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
-    for x in out:
+    for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
-            lay_leaf(x)
+            lay_leaf(x, laid_as(old) or WHOLE if whole is None else WHOLE)
     return tree.unflatten(treedef, out)
 
 

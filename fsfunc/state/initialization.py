@@ -253,19 +253,21 @@ def _laid_out(
         return told("optimizer", known_optimizer(first.optimizer), answers(params))
 
     run.interpretations = handlers  # type: ignore[attr-defined]
+    given_own = {p: r for p, r in own.items() if p.split("/")[0] in ("params", "extra")}
+    apart = own_leaves(step, {"params": params, "extra": extra}, given_own)
+    if not beside:
+        apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
+    told_of: dict[str, Any] = {"own": apart, "given": given}
     if beside:
         both = _Whole(params, extra)
         layouts = {f"params/{p}": rule for p, rule in layouts.items()}
-        beside_own = {p: r for p, r in own.items() if p.split("/")[0] == "extra"}
-        apart = own_leaves(step, {"extra": extra}, beside_own)
         like = {
             f"extra/{p}".strip("/"): f"params/{q}".strip("/")
             for p, q in (like or {}).items()
         }
-        told_of = {"layouts": layouts, "like": like, "own": apart, "given": given}
-        laid, extra = lay(run, both, batch, **told_of)
+        laid, extra = lay(run, both, batch, layouts=layouts, like=like, **told_of)
     else:
-        laid = lay(run, params, batch, layouts=layouts, like=like, given=given)
+        laid = lay(run, params, batch, layouts=layouts, like=like, **told_of)
     source.release()
     store = stores_of(step).moments
     with moments_go_to(store):

@@ -17,7 +17,7 @@ from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import lay_leaves
+from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
 from fsfunc.state.agreeing import (
     Agreement,
     compare_programs,
@@ -151,7 +151,8 @@ def lay_out(
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     found = dict(zip(paths, leaves, strict=True))
     splits: dict[str, tuple[Split, ...]] = {}
-    own = own or {}
+    kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
+    own = {**kept, **(own or {})}  # what is laid out stays so
 
     def said() -> Lines:
         return [*given(), ("record", record), *told("layouts", layouts or {})]
@@ -286,7 +287,8 @@ def _check_types(
     What the step itself raises meanwhile it raises in its first call, if it still does:
     the state may not be as it will be.
     """
-    if recorder.plain and recorder.handlers:  # on batches of any shape
+    own = holds_own(args) is not None
+    if recorder.plain and recorder.handlers and not own:  # on batches of any shape
         sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
         sharding.first_calls.note_own(recorder.own_paths)
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":

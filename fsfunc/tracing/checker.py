@@ -61,6 +61,7 @@ class Checker(Tracer, Watcher, Operators):
         self.said: list[NumbersGiven] = []
         self.own_paths: set[str] = set()
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
+        self._whole: set[int] = set()  # memory of leaves that are one value
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
         self._answered: set[str] = set()  # those whose backward sends something
@@ -179,8 +180,11 @@ class Checker(Tracer, Watcher, Operators):
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(x._local, replace(seen, value=value))
                 elif isinstance(x, Tensor):
-                    own = i or isinstance(laid_as(x), Own) or self._varies(x)
+                    how = laid_as(x)
+                    own = i and how is None or isinstance(how, Own) or self._varies(x)
                     kind = self.own if own else Kind.I
+                    if not own:
+                        self._whole.add(_torch.storage_key(_torch.unwrapped(x)))
                     self.known.meet(x, Seen(kind, name, value=value))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
@@ -336,6 +340,10 @@ class Checker(Tracer, Watcher, Operators):
         own = {p for p, y in plain if isinstance(y, Tensor) and self._varies(y)}
         self.own_paths = own
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
+        for x in leaves:
+            if isinstance(x, Tensor) and self._varies(x):
+                if _torch.storage_key(_torch.unwrapped(x)) in self._whole:
+                    raise refusal("written", "", [self.known.of(x)], None)
         if treedef != other:
             return  # it returns something else
         for x, y in zip(leaves, found, strict=True):

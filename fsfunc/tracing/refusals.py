@@ -200,6 +200,11 @@ _TEXTS = {
         'of the rank\'s data (zeros_like(x)) or ff.pcast(x, axis, to="V"); if it is a '
         "parameter, pass it in the first argument"
     ),
+    "written": (
+        "the step writes a value that differs from rank to rank ({first}) into a leaf "
+        "of its state that is one value on all ranks: return it, in the place of a "
+        'leaf that was laid out by layouts={{path: ff.Own("data")}}'
+    ),
     "returned": (
         "the step returns, in the place of {first}, a value that differs from rank to "
         "rank ({second}): the ranks' parameters would part. Take ff.pmean of it, or "

@@ -86,6 +86,7 @@ def check(
     if varying:
         trial.run(at, varying=varying)
     trial.other_ways(at, found)
+    found.own_paths |= trial.own_paths
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found
@@ -136,6 +137,7 @@ class _Trial:
         self.axes, self.asked = axes, asked
         self.real, self.forgets, self.turn = False, False, 0
         self.checker: Any = None
+        self.own_paths: set[str] = set()  # of all runs
 
     def first(self, at: Here) -> Checker:
         """The first run that comes to its end: of the last way it must."""
@@ -219,7 +221,7 @@ class _Trial:
             f, coordinates = frame(), at.mesh.coordinates(at.rank)
             copying = None if self.real else mode
             args, named = shadows(copying, given, coordinates, apart=True)
-            for mine, its in zip(*map(_first, (self.args, args)), strict=False):
+            for mine, its in zip(*map(_leaves, (self.args, args)), strict=False):
                 if how := laid_as(mine):
                     lay_leaf(its, how)
             if times > 1:
@@ -232,12 +234,12 @@ class _Trial:
                 Asked(checker),
             ):
                 self.call(*args, **named)
+        self.own_paths |= checker.own_paths
         return checker
 
 
-def _first(args: Any) -> list[Any]:
-    """The leaves of the first argument."""
-    return tree.leaves(args[:1], is_leaf=is_sharded)
+def _leaves(args: Any) -> list[Any]:
+    return tree.leaves(args, is_leaf=is_sharded)
 
 
 def _repeated(x: Any, times: int) -> Any:

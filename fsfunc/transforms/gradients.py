@@ -19,6 +19,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
@@ -38,6 +39,7 @@ __all__ = [
     "averaged",
     "check_derivatives",
     "check_mapped",
+    "check_whole",
     "kept_here",
     "shown",
 ]
@@ -47,16 +49,20 @@ _SUM = LinearMap("psum", "M", "M")
 
 def kept_here(
     chosen: Any, plainly: Sequence[Any], ours: Callable[[Layout], bool]
-) -> dict[int, FlatShard]:
+) -> tuple[dict[int, FlatShard], int]:
     """By id, this shard's buffers all of whose leaves are differentiated.
+
+    And the number of leaves that are plain tensors.
 
     Args:
         plainly: axes of buffers that are ours, whatever their leaves.
     """
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
+    plain = 0
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if not is_sharded(x) or x.packed is None or x.parts is not None:
+            plain += isinstance(x, Tensor)
             continue
         key, known = id(x.packed), x.packed.place.axes in plainly
         if known or key in found or ours(x.layout):
@@ -66,7 +72,7 @@ def kept_here(
         real = shard.flat.is_floating_point() and not shard.flat.requires_grad
         if not real or counts[key] != len(shard.members):
             del found[key]
-    return found
+    return found, plain
 
 
 class Gradients:
@@ -218,6 +224,22 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
         weight=weight,
         aux=tree.unflatten(spec, aux),
     )
+
+
+def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
+    """Raises where ranks differentiate unlike values of what must be one value.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(
+        runtime.differentiated, is_leaf=is_sharded
+    )
+    mine = [
+        x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
+    ]
+    if any(x is not None for x in mine):
+        compare([whole_values(paths, mine, where.link.notes)], where)
 
 
 def _packed(

@@ -1,7 +1,7 @@
 """Replicated or rank-local: the kind of a plain tensor in a sharded call.
 
 The first argument of a sharded function is its state, of which each leaf is laid out;
-whatever else it is given is the rank's own.
+in others laid out leaves keep their layout, and all else is the rank's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import laid_as
+from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
 __all__ = ["Ownership", "assume", "storage_of"]
 
@@ -28,16 +28,20 @@ class Ownership:
 
     Args:
         state: the leaves of its first argument.
+        leaves: those of all arguments, of which laid out ones keep their layout.
     """
 
-    def __init__(self, state: Sequence[Any]):
-        self._state = state
+    def __init__(self, state: Sequence[Any], leaves: Sequence[Any]):
+        self._state, self._leaves = state, leaves
         self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
 
     @cached_property
     def _replicated(self) -> set[int]:
         plain = [x for x in self._state if isinstance(x, Tensor)]
-        return {storage_of(x) for x in plain if not isinstance(laid_as(x), Own)}
+        found = {storage_of(x) for x in plain if not isinstance(laid_as(x), Own)}
+        every = [x for x in self._leaves if isinstance(x, Tensor)]
+        others = [x for x in every if laid_as(x) == WHOLE]
+        return found.union(map(storage_of, others))
 
     def is_replicated(self, x: Tensor) -> bool:
         """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.

@@ -22,10 +22,11 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
-from fsfunc.sharded.plain_leaves import check_laid_out, lay_returned
+from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
+    check_whole,
     kept_here,
     shown,
 )
@@ -43,6 +44,9 @@ class Sharding(Interpretation):
     Args:
         options: where and how leaves are cut, and what moves them.
         first_calls: the check of a call with arguments of new shapes.
+
+    ``compared_whole``: by rank, the whole leaves of which values were compared, told by
+    how many there were in which arguments.
     """
 
     lays_out = True
@@ -53,6 +57,7 @@ class Sharding(Interpretation):
         self.cut, self.mesh, self.axis = options, options.mesh, options.axis
         self.axes, self.zero = options.axes, options.zero
         self.min_bytes = options.min_bytes
+        self.compared_whole: frozenset[Any] = frozenset()
         self.new = True  # nothing was returned as yet
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
@@ -72,7 +77,7 @@ class Sharding(Interpretation):
         with inside(found):
             if repacked(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
-            runtime = self._runtime(leaves, at.rank, Ownership(state))
+            runtime = self._runtime(leaves, at.rank, Ownership(state, leaves))
             runtimes = (*found.runtimes, (self, runtime))
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
@@ -85,9 +90,10 @@ class Sharding(Interpretation):
             self.ran(at)
             made, outdef = tree.flatten(out, is_leaf=is_sharded)
             again = repacked(made, coordinates)
+            out = tree.unflatten(outdef, made) if again else out
             if not all(map(is_sharded, made)):
-                lay_returned(args, out, self.first_calls.own_paths)
-            return tree.unflatten(outdef, made) if again else out
+                out = laid_returned(args, out, self.first_calls.own_paths)
+            return out
 
     def entered(
         self,
@@ -247,9 +253,9 @@ class Sharding(Interpretation):
         """The runtime of a gradient call that is about to run."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         plainly = (self.axis, ())
-        keeps: dict[int, FlatShard] = {}
+        keeps, plain = {}, 0
         if not (call.composable or f.create_graph):
-            keeps = kept_here(chosen, plainly, self.cut.own)
+            keeps, plain = kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
         feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
@@ -270,6 +276,10 @@ class Sharding(Interpretation):
             keeps=keeps,
             parts=parts,
         )
+        key = at.rank, plain, call.argnums
+        if plain and at.link.moves and key not in self.compared_whole:
+            check_whole(runtime, group(runtime.mean_axes, at))
+            self.compared_whole |= {key}
         return runtime
 
     def _ended(

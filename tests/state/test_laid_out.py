@@ -9,7 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from tests.checks import refused, same, simulated
+from tests.checks import close, refused, same, simulated
 from tests.models import floats
 
 MESH = simulated(2)
@@ -248,3 +248,126 @@ def test_own_is_for_leaves_of_no_unit_along_the_axes_of_the_shard(what):
     step = ff.shard(carried, MESH, "data")
     place = lambda: ff.place(step, begun, mine(), layouts=layouts)  # noqa: E731
     refused(lambda: everywhere(place), error, says)
+
+
+# Programs that once gave another number on each rank, in silence
+
+
+def by_hidden(s, x):
+    return ff.value_and_grad(lambda h: (h * x).sum())(s["h"])[1]
+
+
+def with_hidden(f, x, **begun):
+    state = {**W, "h": torch.zeros(2, 3), **begun}
+    return ff.place(f, state, x, layouts={"h": ff.Own("data")})
+
+
+def test_an_own_place_that_is_given_a_whole_leaf_leaves_that_whole():
+    def main():
+        x, shard = mine(), lambda f: ff.shard(f, MESH, "data")
+        reset = shard(lambda s, x: {**s, "h": s["h0"]})
+        state = with_hidden(reset, x, h0=torch.ones(2, 3))
+        new = reset(state, x)
+        grad = shard(
+            lambda s, x: ff.value_and_grad(lambda a: (a * x).sum())(s["h0"])[1]
+        )
+        return grad(state, x), grad(new, x), shard(by_hidden)(new, x)
+
+    one, other = everywhere(main)
+    mean = X.view(2, 2, 3).mean(0)
+    for found, rows in zip((one, other), X.chunk(2), strict=True):
+        same(found, (mean, mean, rows))
+
+
+def test_what_is_own_stays_so_in_the_library_s_hands():
+    def main():
+        x, f = mine(), ff.shard(by_hidden, MESH, "data")
+        s = with_hidden(f, x)
+        alike = ff.lay_like({**s, "s": s["s"] * 0.5}, s)
+        return f(alike, x), f(s, x), f(ff.place(f, s, x), x)
+
+    for found, rows in zip(everywhere(main), X.chunk(2), strict=True):
+        same(found, (rows, rows, rows))
+
+
+KINDS_OF_STEPS = {
+    "an optimizer": lambda x: ff.sgd(0.1).init(
+        with_hidden(ff.shard(by_hidden, MESH, "data"), x)
+    ),
+    "clipped by what is own": lambda x: with_hidden(
+        ff.shard(clipped_with_hidden, MESH, "data"), x
+    ),
+}
+
+
+def clipped_with_hidden(s, x):
+    g = ff.value_and_grad(lambda w: (unit(w, x) + s["h"]).square().mean())(s["w"])[1]
+    by = (s["h"] + x).sum()
+    return {**s, "w": ff.tree_scale(g, by)}
+
+
+@pytest.mark.parametrize("what", KINDS_OF_STEPS)
+def test_own_values_meet_no_optimizer(what):
+    says = "which is each rank's own|differs from rank to rank"
+    refused(lambda: everywhere(lambda: KINDS_OF_STEPS[what](mine())), ValueError, says)
+
+
+# A value of each rank in the place of "s", and how it came there.
+APART = {
+    "the rank's index": lambda s, x: s["s"] * (1 + ff.axis_index("data")),
+    "a choice of the rank's": lambda s, x: s["s"] + x.mean(0) * (MESH.rank > 0),
+    "a branch": lambda s, x: x.mean(0) if s["s"].sum() > -1e9 else s["s"],
+}
+
+
+@pytest.mark.parametrize("what", APART)
+def test_a_value_that_differs_is_never_taken_for_one(what):
+    def main():
+        f = ff.shard(lambda s, x: {**s, "s": APART[what](s, x)}, MESH, "data")
+        train = ff.shard(sgd, MESH, "data")
+        return train(f(ff.place(train, W, mine()), mine()), mine())
+
+    with pytest.raises(ValueError, match="'s' f32.*not laid out"):
+        everywhere(main)
+
+
+def writes(s, x):
+    s["s"].copy_(x.mean(0))
+    return unit(s["w"], x).mean()
+
+
+def test_writes_into_a_leaf_that_is_one_value_are_refused():
+    def main():
+        f = ff.shard(writes, MESH, "data")
+        f(ff.place(ff.shard(sgd, MESH, "data"), W, mine()), mine())
+
+    refused(lambda: everywhere(main), ValueError, "writes a value that differs")
+
+
+def test_ranks_that_wrote_unlike_values_outside_are_told():
+    def main():
+        f = ff.shard(sgd, MESH, "data")
+        p = ff.place(f, W, mine())
+        p["s"].add_(MESH.rank)
+        f(p, mine())
+
+    with pytest.raises(RanksDiffer, match="'0/s'"):
+        everywhere(main)
+
+
+def test_laid_out_leaves_of_other_arguments_stay_so():
+    def second(p, q, x):
+        return ff.value_and_grad(loss)(q, x)[1]
+
+    def main():
+        f = ff.shard(sgd, MESH, "data")
+        p, q = (ff.place(f, W, mine()) for _ in "pq")
+        g = ff.shard(second, MESH, "data")(p, q, mine())
+        returned = ff.shard(lambda p, x: ff.value_and_grad(loss)(p, x), MESH, "data")
+        step = ff.shard(lambda p, g: tree.map(lambda a, g: a - g, p, g), MESH, "data")
+        both = step(step(p, g), returned(p, mine())[1])
+        return ff.unshard(g), ff.unshard(both)
+
+    g = ff.value_and_grad(loss)(W, X)[1]
+    for found in everywhere(main):
+        close(found, (g, tree.map(lambda a, g: a - g - g, W, g)))

@@ -24,7 +24,7 @@ from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.optim.arguments import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import lay_leaves
+from fsfunc.sharded.plain_leaves import check_laid_out, holds_own, lay_leaves
 from fsfunc.transforms.local.averaging import (
     LocalState,
     Relabeled,
@@ -170,6 +170,8 @@ class LocalUpdates(Interpretation):
         where, coordinates = group(self.axes, at), at.mesh.coordinates(at.rank)
         state = self._own(args, keywords)
         mine = self.copies.copy(state.copies, coordinates)
+        if (path := holds_own(mine)) is not None:
+            raise ValueError(_OWN.format(self.called, path))
         if isinstance(args[0], LocalState):  # else as the caller laid it out
             lay_leaves(mine)
         if before.donated is not None:
@@ -189,6 +191,8 @@ class LocalUpdates(Interpretation):
             )
         new, *metrics = out
         _check_state(new, f"the step under {self.called} returns", "state")
+        if isinstance(args[0], LocalState) and at.link.moves:
+            check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
         fields: dict[str, Any] = {}
         with internal(), torch.no_grad(), label("", self.called):
             params, fields = self.meet(state, held, new.params, state.count + 1, where)
@@ -277,3 +281,9 @@ def _tell(mine: Any, given: Any) -> None:
     for x, y in zip(ours, theirs, strict=True):
         if (why := why_spent(x)) and frame().donated is None:
             spend(y, why)
+
+
+_OWN = (
+    "{}: {!r} is each rank's own along the axes of a shard within, and its copies have "
+    "no mean: keep it outside of the state"
+)
