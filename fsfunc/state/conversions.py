@@ -284,13 +284,13 @@ def _back(
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
-        cut = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
-        if cut and x is not None and not alike:  # what lies so already stays
+        real = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
+        if real and x is not None and not alike:  # what lies so already stays
             _check_like(x, old, what)
             if whole is None:
                 claim(x, what)
             axes = ()
-            if is_sharded(old):
+            if isinstance(old, Sharded):
                 blocks[i] = _block(old, what)
                 values[i], axes = _cut(x, old.layout), blocks[i].axes
             chosen.setdefault((axes, x.dtype), []).append(i)

@@ -7,10 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
+from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.shard_linear_maps import ENTER
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -22,7 +27,7 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
-from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
+from fsfunc.sharded.plain_leaves import WHOLE, check_laid_out, laid_as, laid_returned
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
@@ -77,7 +82,10 @@ class Sharding(Interpretation):
         with inside(found):
             if repacked(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
-            runtime = self._runtime(leaves, at.rank, Ownership(state, leaves))
+            ownership = Ownership(state, leaves)
+            runtime = self._runtime(leaves, at.rank, ownership)
+            if found.tracer is None and self._enter_tracked(leaves, runtime):
+                args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
@@ -94,6 +102,20 @@ class Sharding(Interpretation):
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             return out
+
+    def _enter_tracked(self, leaves: list[Any], runtime: ShardRuntime) -> bool:
+        """Enters leaves that are one value, and differentiated outside of this call.
+
+        In place; whether there are any. Their gradients are means, as those of parts.
+        One that merely asks for a gradient does not count, but in a loss around.
+        """
+        plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        tracked = [i for i, x in plain if _is_tracked(x) and laid_as(x) == WHOLE]
+        for i in tracked:
+            where = group(runtime.mean_axes, here(self.mesh))
+            leaves[i] = apply_map(leaves[i], ENTER, where)
+            runtime.ownership.declare(leaves[i], True)
+        return bool(tracked)
 
     def entered(
         self,
@@ -322,6 +344,14 @@ class Sharding(Interpretation):
             if f.micro or len(within) > 1:
                 raise ValueError(_AROUND)
         return steps
+
+
+def _is_tracked(x: Tensor) -> bool:
+    """True if what is around differentiates ``x``."""
+    if _torch.differentiated_at(x):
+        return True
+    in_graph = x.grad_fn is not None or bool(frame().in_loss)
+    return x.requires_grad and in_graph and torch.is_grad_enabled()
 
 
 _LATE = (

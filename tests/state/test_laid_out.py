@@ -371,3 +371,38 @@ def test_laid_out_leaves_of_other_arguments_stay_so():
     g = ff.value_and_grad(loss)(W, X)[1]
     for found in everywhere(main):
         close(found, (g, tree.map(lambda a, g: a - g - g, W, g)))
+
+
+OUTSIDE = {
+    "value_and_grad": lambda f, p, x: ff.value_and_grad(f)(p, x)[1],
+    "torch.func.grad": lambda f, p, x: torch.func.grad(f)(p, x),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_a_gradient_taken_outside_of_a_sharded_loss_is_a_mean(how, zero):
+    """By leaves that units take, and by leaves that are one value."""
+
+    def main():
+        f = ff.shard(loss, MESH, "data", zero=zero)
+        return ff.unshard(OUTSIDE[how](f, ff.place(f, W, mine()), mine()))
+
+    expected = ff.value_and_grad(loss)(W, X)[1]
+    for found in everywhere(main):
+        close(found, expected)
+
+
+def test_a_gradient_within_it_is_one_too():
+    def step(p, x):
+        g = ff.value_and_grad(loss)(p, x)[1]
+        return loss(tree.map(lambda a, g: a - 0.1 * g, p, g), x)
+
+    def main():
+        f = ff.shard(step, MESH, "data")
+        p = ff.place(f, W, mine())
+        return ff.unshard(ff.value_and_grad(f)(p, mine())[1])
+
+    expected = ff.value_and_grad(step)(W, X)[1]
+    for found in everywhere(main):
+        close(found, expected)
