@@ -64,7 +64,7 @@ def measure_hardware(
     watch = Stopwatch(kind or torch.device("cpu"), at, seconds / PASSES)
     with torch.no_grad():
         found = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
-    return Hardware(name=name, **middle(found))
+    return Hardware(name=name, **peaked(middle(found)))
 
 
 def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
@@ -82,6 +82,17 @@ def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
         level, sending, fields["overlap"] = links(watch, watch.where, sizes)
         rates, levels = {**rates, **sending}, (level,)
     return {**fields, "overhead": overhead, "rates": rates, "levels": levels}
+
+
+def peaked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same rates of products, of which the largest is the peak.
+
+    Each pass has a peak of its own, perhaps at another size than the others'.
+    """
+    top = max(share for _, share in fields["efficiency"])
+    peak = {name: rate * top for name, rate in fields["peak"].items()}
+    curve = [(n, share / top) for n, share in fields["efficiency"]]
+    return {**fields, "peak": peak, "efficiency": curve}
 
 
 def middle(found: Sequence[Any]) -> Any:

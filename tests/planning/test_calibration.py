@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.planning.calibration import measure_hardware, middle
+from fsfunc.planning.calibration import measure_hardware, middle, peaked
 from fsfunc.planning.hardware import Level
 from fsfunc.planning.rank_timing import line
 
@@ -39,6 +39,13 @@ def test_operators_are_measured_under_the_names_that_plans_have(machine):
     assert names <= set(machine.rates)
     # What computes for long is not taken for a copy.
     assert machine.rates["aten.tanh"] < machine.rates["aten.copy_"]
+
+
+def test_the_largest_rate_is_the_peak():
+    """Also where the passes had theirs at other sizes."""
+    fields = {"peak": {"float32": 8.0}, "efficiency": [(64, 0.25), (128, 0.5)]}
+    expected = {"peak": {"float32": 4.0}, "efficiency": [(64, 0.5), (128, 1.0)]}
+    assert peaked(fields) == expected
 
 
 def test_a_disturbed_pass_is_not_in_the_median():
