@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Interpretation:
-    """How a transform handles unit and gradient calls; the default leaves them as is.
+    """A transform's handling of unit and gradient calls; the default leaves them as is.
 
     For a transform of your own derive from it, say what becomes of a call, and reach
     the calls inside a function by ``transformed(f, interpretation)``. Of a unit call

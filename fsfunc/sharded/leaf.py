@@ -4,7 +4,7 @@ A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leav
 one unit lie in one buffer, each rank owning one contiguous range of it: a
 :class:`FlatShard`, of which their parts are views. A gather or a reduction then needs
 no copy in or out, and an optimizer sees one long tensor in place of many short ones.
-A user's ``tree_map`` makes leaves on their own; ``packing.repack`` packs them again.
+A user's ``tree_map`` makes leaves on their own; ``packing.repacked`` packs them again.
 """
 
 from __future__ import annotations

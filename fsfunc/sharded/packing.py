@@ -28,27 +28,20 @@ __all__ = [
     "joined",
     "pack",
     "packed_of",
-    "repack",
     "side_by_side",
     "split_alike",
     "split_buffers",
 ]
 
 
-def repack(t: Any, coordinates: Mapping[str, int]) -> Any:
-    """``t`` with every flat leaf in a buffer: leaves that have none are packed.
+def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
+    """Packs flat leaves that have no buffer, in place; whether there were any.
 
     A leaf that somebody differentiates stays as it is.
 
     Cost: one copy of the leaves that had lost their buffer, which is what a user's own
     elementwise update costs.
     """
-    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
-    return tree.unflatten(treedef, leaves) if repacked(leaves, coordinates) else t
-
-
-def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
-    """:func:`repack` of a flat tree, in place; whether anything was to be packed."""
     whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
     loose = [i for i, x in enumerate(leaves) if i not in whole and _can_pack(x)]
     for positions in side_by_side(leaves, loose):

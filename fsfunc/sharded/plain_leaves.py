@@ -23,7 +23,7 @@ __all__ = ["check_laid_out", "holds_own", "laid_as", "lay_as", "lay_leaf", "lay_
 __all__ += ["laid_returned", "returned_state"]
 
 WHOLE = Whole()
-_Range = tuple[int, int]  # of a storage: offset and number of elements
+_Range = tuple[int, int, int]  # of a storage: offset, number of elements, extent
 _LAID = StorageTable[dict[_Range, Whole | Own]]()
 
 
@@ -33,7 +33,7 @@ def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
     if x.layout != torch.strided:
         return
     with _torch.plain_tensors():  # a donated leaf too
-        found, at = _LAID.get(x), (int(x.storage_offset()), x.numel())
+        found, at = _LAID.get(x), _range(x)
         if found is None:
             found = _LAID[x] = {}
     if how is None:
@@ -49,7 +49,12 @@ def laid_as(x: Any) -> Whole | Own | None:
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():
         found = _LAID.get(x)
-        return found.get((int(x.storage_offset()), x.numel())) if found else None
+        return found.get(_range(x)) if found else None
+
+
+def _range(x: Tensor) -> _Range:
+    steps = zip(x.shape, x.stride(), strict=True)
+    return int(x.storage_offset()), x.numel(), sum((n - 1) * step for n, step in steps)
 
 
 def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:

@@ -86,7 +86,7 @@ def _summed(
 def _lying(
     op: OperatorClass, given: Sequence[Any], x: Tensor, made: Tensor, along: Along
 ) -> Along | None:
-    """Where rows lie in a result that lie in ``x`` along a dim; None: they are summed.
+    """The dim of a result along which rows of ``x`` lie; None: they are summed.
 
     Views have the memory of another tensor, so a dim is told by its stride there.
     """

@@ -6,21 +6,23 @@ in others laid out leaves keep their layout, and all else is the rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import assumed
-from fsfunc.comm.groups import group
+from fsfunc.comm.collective_ops import apply_map, assumed
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis
+from fsfunc.comm.shard_linear_maps import ENTER
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
-__all__ = ["Ownership", "assume", "storage_of"]
+__all__ = ["Ownership", "assume", "enter_tracked", "storage_of"]
 
 
 class Ownership:
@@ -56,6 +58,33 @@ class Ownership:
     def declare(self, x: Tensor, replicated: bool) -> None:
         """Sets the kind of ``x`` for this call."""
         self._said[storage_of(x)] = replicated, _torch.unwrapped(x)
+
+
+def enter_tracked(
+    leaves: list[Any], ownership: Ownership, where: Callable[[], RankGroup]
+) -> bool:
+    """Enters leaves that are one value, and differentiated around a sharded call.
+
+    In place; whether there are any. Their gradients are means, as those of parts. One
+    that merely asks for a gradient does not count, but in a loss around.
+
+    Args:
+        where: gives the ranks of the mean.
+    """
+    plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    tracked = [i for i, x in plain if _is_tracked(x) and laid_as(x) == WHOLE]
+    for i in tracked:
+        leaves[i] = apply_map(leaves[i], ENTER, where())
+        ownership.declare(leaves[i], True)
+    return bool(tracked)
+
+
+def _is_tracked(x: Tensor) -> bool:
+    """True if something around differentiates ``x``."""
+    if _torch.differentiated_at(x):
+        return True
+    in_graph = x.grad_fn is not None or bool(frame().in_loss)
+    return x.requires_grad and in_graph and torch.is_grad_enabled()
 
 
 def storage_of(x: Tensor) -> int:

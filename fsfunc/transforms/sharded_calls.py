@@ -7,15 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comm.shard_linear_maps import ENTER
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -27,7 +22,7 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
-from fsfunc.sharded.plain_leaves import WHOLE, check_laid_out, laid_as, laid_returned
+from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
@@ -35,7 +30,7 @@ from fsfunc.transforms.gradients import (
     kept_here,
     shown,
 )
-from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.ownership import Ownership, enter_tracked
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
@@ -84,7 +79,8 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
-            if found.tracer is None and self._enter_tracked(leaves, runtime):
+            where = partial(group, runtime.mean_axes, at)
+            if found.tracer is None and enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             with inside(replace(found, runtimes=runtimes)):
@@ -102,20 +98,6 @@ class Sharding(Interpretation):
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             return out
-
-    def _enter_tracked(self, leaves: list[Any], runtime: ShardRuntime) -> bool:
-        """Enters leaves that are one value, and differentiated outside of this call.
-
-        In place; whether there are any. Their gradients are means, as those of parts.
-        One that merely asks for a gradient does not count, but in a loss around.
-        """
-        plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        tracked = [i for i, x in plain if _is_tracked(x) and laid_as(x) == WHOLE]
-        for i in tracked:
-            where = group(runtime.mean_axes, here(self.mesh))
-            leaves[i] = apply_map(leaves[i], ENTER, where)
-            runtime.ownership.declare(leaves[i], True)
-        return bool(tracked)
 
     def entered(
         self,
@@ -344,14 +326,6 @@ class Sharding(Interpretation):
             if f.micro or len(within) > 1:
                 raise ValueError(_AROUND)
         return steps
-
-
-def _is_tracked(x: Tensor) -> bool:
-    """True if what is around differentiates ``x``."""
-    if _torch.differentiated_at(x):
-        return True
-    in_graph = x.grad_fn is not None or bool(frame().in_loss)
-    return x.requires_grad and in_graph and torch.is_grad_enabled()
 
 
 _LATE = (

@@ -12,12 +12,12 @@ from fsfunc.sharded.packing import (
     joined,
     pack,
     packed_of,
-    repack,
     side_by_side,
     split_buffers,
 )
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
+from tests.sharded.packed_trees import repack
 
 SHAPES, NAMES = [(3,), (0,), (2, 2), ()], ["a", "b", "c", "d"]
 AT = [{"data": i} for i in range(3)]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.packing import repack, side_by_side, split_alike, split_buffers
+from fsfunc.sharded.packing import side_by_side, split_alike, split_buffers
 from fsfunc.sharded.slices import take
 from fsfunc.tree.structure import TreeMismatch
+from tests.sharded.packed_trees import repack
 
 AT = {"data": 1}
 SHAPES = st.lists(

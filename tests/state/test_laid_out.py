@@ -406,3 +406,16 @@ def test_a_gradient_within_it_is_one_too():
     expected = ff.value_and_grad(step)(W, X)[1]
     for found in everywhere(main):
         close(found, expected)
+
+
+def test_other_elements_of_a_leaf_s_memory_are_no_leaf():
+    """As many of them, from the same one on."""
+
+    def main():
+        f = ff.shard(lambda s, x: s["a"].sum(), MESH, "data")
+        a = ff.place(f, {"a": torch.arange(5.0)}, mine())["a"]
+        f({"a": a.view(5)}, mine())
+        ff.lay_like({"a": a[:3]}, {"a": a[:3]})
+        f({"a": a[::2]}, mine())
+
+    refused(lambda: everywhere(main), ValueError, "'a' f32.*not laid out")
