@@ -150,8 +150,7 @@ class Unit:
         seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
         leaves = {id(x) for x in known}
         with torch.inference_mode(False), torch.enable_grad():
-            with internal():
-                start = _torch.sequence_number(_newborn().view(0).grad_fn)
+            start = _torch.next_sequence_number()
             out = self.fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")
             roots = [x for x in roots if isinstance(x, Tensor)]
@@ -285,10 +284,6 @@ _VERSION = operator.attrgetter("_version")
 def _tensors(given: list[Any]) -> list[Tensor]:
     """The tensors among leaves, and the parts of sharded ones."""
     return [x for x in tree.leaves(given) if isinstance(x, Tensor)]
-
-
-def _newborn() -> Tensor:
-    return torch.empty(0, requires_grad=True)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

@@ -103,12 +103,14 @@ def said(func: Any, args: Any, kwargs: dict[str, Any] | None) -> NumbersGiven | 
 
     For modes: of the function that called them.
     """
-    if sys._getframe(2).f_code.co_filename.startswith(_INNER):
+    name = getattr(func, "__name__", "?")
+    inner = sys._getframe(2).f_code.co_filename.startswith(_INNER)
+    if inner or name == "_set_grad_enabled":  # by a unit's first call alone, say
         return None
     found = _numbers((*args, *kwargs.values())) if kwargs else _numbers(args)
     if not found:
         return None
-    return NumbersGiven(getattr(func, "__name__", "?"), tuple(found), source_line())
+    return NumbersGiven(name, tuple(found), source_line())
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:
