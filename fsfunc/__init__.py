@@ -11,8 +11,8 @@ losses
 meshes and ranks
     make_mesh Mesh spmd axis_index axis_size local_batch ledger
 collectives
-    psum pmean pmax all_gather psum_scatter all_to_all ppermute pbroadcast pcast
-    start collective
+    psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
+    pcast start collective
 layouts and states
     place init_state abstract_state TrainState unshard lay_like reduce_like assume
     Sharded is_sharded Layout Flat Split Owned Own randn_like
@@ -53,9 +53,9 @@ from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
     pbroadcast,
-    pcast,
     pmax,
     pmean,
+    pmin,
     ppermute,
     psum,
     psum_scatter,
@@ -64,6 +64,7 @@ from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.autodiff import Weighted, value_and_grad
 from fsfunc.core.frames import Interpretation, recording
 from fsfunc.core.losses import Summed

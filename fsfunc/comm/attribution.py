@@ -1,4 +1,4 @@
-"""Attribution of collectives to a unit, a phase, and a line of the user's.
+"""Attribution of collectives and errors to a unit, a phase, and a line of the user's.
 
 A collective's record and its errors name all three.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from fsfunc.runtime.scopes import Scoped
+from fsfunc import _torch
+from fsfunc.runtime.scopes import Scoped, plainly
 
 __all__ = [
     "INTERNAL",
+    "asks_for_a_value",
     "called_by_user",
     "current_label",
     "internal",
@@ -25,6 +29,7 @@ __all__ = [
     "is_own_call",
     "label",
     "source_line",
+    "told_where",
     "traceback_line",
 ]
 
@@ -105,3 +110,33 @@ def is_own_call() -> bool:
             return name.startswith(_OURS) and not name.endswith(_ANYBODYS)
         frame = frame.f_back
     return False
+
+
+def asks_for_a_value(error: BaseException) -> bool:
+    """True if ``error`` is a fake tensor refusing to tell a value."""
+    return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
+
+
+@contextmanager
+def told_where(what: str, instead: str) -> Iterator[None]:
+    """Replaces a refusal of fake tensors by an error that names the line.
+
+    What is compiled runs plainly inside: see there.
+
+    Args:
+        what: who asked.
+        instead: what to do about it, as the message goes on.
+
+    Raises:
+        RuntimeError: in place of torch's own error.
+    """
+    try:
+        with plainly():
+            yield
+    except Exception as error:
+        if not asks_for_a_value(error):
+            raise
+        raise RuntimeError(
+            f"{what} asks for a tensor's value at {traceback_line(error)} (.item(), "
+            f"`if tensor`, a boolean mask){instead}"
+        ) from error

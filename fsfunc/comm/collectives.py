@@ -30,16 +30,15 @@ from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup, axis_size, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis, asks, here
-from fsfunc.comm.shard_linear_maps import ENTER, OWN, PART
-from fsfunc.comm.typed_maps import check_cut, check_types, checked_dim, typed
+from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
 
 __all__ = [
     "all_gather",
     "all_to_all",
     "pbroadcast",
-    "pcast",
     "pmax",
     "pmean",
+    "pmin",
     "ppermute",
     "psum",
     "psum_scatter",
@@ -130,6 +129,18 @@ def pmax(x: Any, axis: Axis) -> Any:
     [1, 1]
     """
     return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
+
+
+def pmin(x: Any, axis: Axis) -> Any:
+    """The elementwise minimum over the ranks along ``axis``: see :func:`pmax`.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> main = lambda: ff.pmin(torch.tensor(ff.axis_index("data")), "data").item()
+    >>> ff.spmd(main, mesh)()
+    [0, 0]
+    """
+    return over(x, axis, lambda leaf, where: LinearMap("pmin", to="I"))
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
@@ -284,47 +295,6 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         return typed(where, "pbroadcast", "V", to, source=source)
-
-    return over(x, axis, how)
-
-
-_CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
-_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
-
-
-def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
-    """``x`` with another type over ``axis``; nothing moves in the forward pass.
-
-    Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
-    and V->P each other; R->I what the first rank holds.
-
-    Under ``shard``, I->V is how one value, such as a parameter, enters the ranks' own
-    losses: its gradient is their mean. S->V takes this rank's part of a sharded leaf
-    for a tensor of its own, and V->S takes it back: for what is done to each part
-    alone, on purpose. Transposes: divided by n, and times n.
-
-    Args:
-        x: tensors; the result shares their memory.
-        of, to: the types before and after: I->V, I->R, R->V, R->I or V->P; over axes
-            of ``shard`` I->V, S->V or V->S.
-
-    Raises:
-        ValueError: another pair of types.
-
-    Cost: nothing forward; I->V and I->R one all-reduce backward.
-
-    >>> import fsfunc as ff, torch
-    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
-    >>> share = lambda x: (ff.pcast(x, "data", to="V") * ff.axis_index("data")).sum()
-    >>> main = lambda: torch.func.grad(share)(torch.ones(1)).item()
-    >>> ff.spmd(main, mesh)()
-    [1.0, 1.0]
-    """
-
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
-        check_types(where, "pcast", row, sorted(known))
-        return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
 
     return over(x, axis, how)
 

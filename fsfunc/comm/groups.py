@@ -13,6 +13,7 @@ from torch import Tensor
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.mesh import Axis, Here, asks, here
+from fsfunc.comm.operations import is_source
 
 __all__ = [
     "RankGroup",
@@ -86,9 +87,7 @@ class RankGroup:
                 "their own: a loss is one rank's there. Send what the step returns, "
                 "outside of it"
             )
-        sends = False
-        for s, d in how.get("pairs", ()):
-            sends = sends or (s == self.index and s != d)
+        sends = is_source(how.get("pairs"), self.index)
         sizes = how.get("sizes")
         stays = x[: sizes[self.index][self.index]].numel() if sizes else None
         note(op, self.axis, self.size, x, self.rank, sends, what, stays)

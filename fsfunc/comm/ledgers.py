@@ -3,7 +3,7 @@
 For ``b`` bytes of a rank's own input and ``n`` ranks, a rank sends
 
 ==================  ==================
-psum, pmax          2 (n-1)/n b
+psum, pmax, pmin    2 (n-1)/n b
 all_gather          (n-1) b
 psum_scatter        (n-1)/n b
 all_to_all          (n-1)/n b
@@ -30,6 +30,7 @@ import torch
 
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.mesh import Axis, axis_names
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
@@ -151,11 +152,8 @@ def note(
     logs = _LEDGERS.get()
     if not logs:
         return
-    b, n = x.numel() * x.element_size(), size
-    share = {"psum": 2, "pmax": 2, "all_gather": n, "ppermute": 0}.get(op, 1)
-    sent = Fraction(b * (n - 1) * share, n)
-    if op == "ppermute":
-        sent = Fraction(b if sends else 0)
+    b = x.numel() * x.element_size()
+    sent = Fraction(b * OPERATIONS[op].sends(size) if sends else 0)
     if stays is not None:
         sent = Fraction(b - stays * x.element_size())
     unit, phase = current_label()

@@ -29,6 +29,7 @@ from torch import Tensor
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
+from fsfunc.comm.operations import OPERATIONS, SUM
 
 __all__ = ["TRANSPOSES", "LinearMap", "combine", "meanings"]
 
@@ -82,7 +83,7 @@ def meanings(op: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """One linear map between ranks, as data (pmax too, which has no transpose).
+    """One linear map between ranks, as data (pmax and pmin too, without a transpose).
 
     Args:
         op: a collective, or what moves nothing: ``cast``; ``keep`` (zero but on
@@ -113,10 +114,10 @@ class LinearMap:
     def transpose(self) -> LinearMap:
         """The map that the cotangent takes."""
         leaves, comes = self.of == "M", self.to == "M"
-        if self.op == "pmax":
+        if self.ordered:
             raise RuntimeError(
-                "pmax has no derivative here: give it x.detach(), where it only scales "
-                "or shifts"
+                f"{self.op} has no derivative here: give it x.detach(), where it only "
+                "scales or shifts"
             )
         row = self.op, *("V" if kind == "M" else kind for kind in (self.of, self.to))
         op, of, to = TRANSPOSES[row]  # type: ignore[index]
@@ -141,6 +142,20 @@ class LinearMap:
         return None if self.op in _LOCAL else {"collect": "psum"}.get(self.op, self.op)
 
     @property
+    def ordered(self) -> bool:
+        """True if it picks elements by their order, as pmax does."""
+        found = OPERATIONS.get(self.op)
+        reduction = None if found is None else found.fold
+        return reduction is not None and reduction.ordered
+
+    @property
+    def agrees(self) -> bool:
+        """True if all ranks have one result."""
+        return (
+            self.op == "enter" or self.op in OPERATIONS and OPERATIONS[self.op].agrees
+        )
+
+    @property
     def how(self) -> dict[str, Any]:
         """The arguments of the collective beside the op."""
         if self.op == "ppermute":
@@ -157,10 +172,10 @@ class LinearMap:
                 order, of which there is no largest.
         """
         check_kind(self.op, x, where)
-        if self.op == "pmax" and x.is_complex():
+        if self.ordered and x.is_complex():
             raise TypeError(
-                f"pmax over {where.name} of {x.dtype}: complex numbers have no order; "
-                "take it of x.abs(), or of x.real and x.imag"
+                f"{self.op} over {where.name} of {x.dtype}: complex numbers have no "
+                "order; take it of x.abs(), or of x.real and x.imag"
             )
 
     def before(self, x: Tensor) -> Tensor:
@@ -172,7 +187,8 @@ class LinearMap:
 
     def _counted(self, x: Tensor) -> Tensor:
         """``x`` in a dtype that holds the sum: truth values and means are counted."""
-        if self.sends not in ("psum", "psum_scatter"):
+        found = OPERATIONS.get(self.sends or "")
+        if found is None or found.fold is not SUM:
             return x
         real = x.is_floating_point() or x.is_complex()
         counts = x.dtype == torch.bool or self.power < 0 and not real
@@ -254,19 +270,12 @@ def combine(
     Sums run in rank order, which fixes their bits. The results may share memory with
     each other, never with an input.
     """
-    n = len(xs)
-    if op == "psum":
-        total = xs[0] + xs[1]
-        for x in xs[2:]:
-            total = total + x
-        return [total] * n
-    if op == "pmax":
-        return [torch.stack(list(xs)).amax(0)] * n
+    n, found = len(xs), OPERATIONS.get(op)
+    if found is not None and found.fold is not None:
+        total = found.fold.of(xs)
+        return list(total.tensor_split(n)) if found.rows else [total] * n
     if op == "all_gather":
         return [torch.cat(list(xs))] * n
-    if op == "psum_scatter":
-        total = combine("psum", xs)[0]
-        return list(total.tensor_split(n))
     if op == "all_to_all":
         cuts = zip(xs, sizes or [None] * n, strict=True)
         parts = [x.split(cut) if cut else x.tensor_split(n) for x, cut in cuts]

@@ -1,4 +1,4 @@
-"""Checked arguments of the collectives: dims, cuts, and types over an axis."""
+"""Types over an axis: casts, and the arguments of collectives, checked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.mesh import Axis
+from fsfunc.comm.shard_linear_maps import ENTER, OWN, PART
 
-__all__ = ["check_cut", "check_types", "checked_dim", "typed"]
+__all__ = ["check_cut", "checked_dim", "pcast", "typed"]
 
 
 def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
@@ -45,13 +48,13 @@ def typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearM
     legal = meanings(op)
     if where.mean:  # a value is the rank's own, or one value that somebody asked for
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    check_types(where, op, f"{of}->{to}", legal)
+    _check_types(where, op, f"{of}->{to}", legal)
     if where.mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
     return LinearMap(op, of, to, **fields)
 
 
-def check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
+def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
     """Raises where an op has no map between two types.
 
     Raises:
@@ -63,3 +66,44 @@ def check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> No
             f"{op} {row} over {where.name}{what} has no meaning; it has: "
             f"{', '.join(legal)}"
         )
+
+
+_CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
+_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
+
+
+def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
+    """``x`` with another type over ``axis``; nothing moves in the forward pass.
+
+    Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
+    and V->P each other; R->I what the first rank holds.
+
+    Under ``shard``, I->V is how one value, such as a parameter, enters the ranks' own
+    losses: its gradient is their mean. S->V takes this rank's part of a sharded leaf
+    for a tensor of its own, and V->S takes it back: for what is done to each part
+    alone, on purpose. Transposes: divided by n, and times n.
+
+    Args:
+        x: tensors; the result shares their memory.
+        of, to: the types before and after: I->V, I->R, R->V, R->I or V->P; over axes
+            of ``shard`` I->V, S->V or V->S.
+
+    Raises:
+        ValueError: another pair of types.
+
+    Cost: nothing forward; I->V and I->R one all-reduce backward.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> share = lambda x: (ff.pcast(x, "data", to="V") * ff.axis_index("data")).sum()
+    >>> main = lambda: torch.func.grad(share)(torch.ones(1)).item()
+    >>> ff.spmd(main, mesh)()
+    [1.0, 1.0]
+    """
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
+        _check_types(where, "pcast", row, sorted(known))
+        return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
+
+    return over(x, axis, how)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collectives import all_gather, pcast
+from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.interop.split_values import SplitTensor, is_split, joined, own_positions
 from fsfunc.sharded.leaf import is_sharded
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import over
-from fsfunc.comm.collectives import all_gather, pcast
+from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_index, axis_size, group
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.experts import expert_layer
 from fsfunc.nn.routing import route

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fsfunc.comm.collectives import pcast
 from fsfunc.comm.groups import axis_size, group
 from fsfunc.comm.mesh import Axis, here
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.losses import Summed
 from fsfunc.nn.normalization import normalized, normalizer, shifted_sums, summed
 from fsfunc.nn.statistics import (

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.comm.collectives import all_gather, pcast, psum, psum_scatter
+from fsfunc.comm.collectives import all_gather, psum, psum_scatter
 from fsfunc.comm.groups import group
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.token_losses import own_rows, refuse_mean
 from fsfunc.sharded.leaf import Sharded
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.comm.collectives import all_gather, pcast
+from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import is_transformed
 from fsfunc.nn.dtypes import autocast, wide

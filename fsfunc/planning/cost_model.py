@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fsfunc.comm.ledgers import Record
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware, nearest
 
@@ -221,7 +222,7 @@ def collective_seconds(
             if record.op == "all_to_all":
                 leaves = sent * members * (n - members) / (n - 1)
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
-            if record.op in ("psum", "pmax"):
+            if OPERATIONS[record.op].all_reduces:
                 steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
             passed = 0.0 if record.op == "ppermute" else latency
             steps = 1 if record.op == "ppermute" else steps

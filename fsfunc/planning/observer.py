@@ -25,9 +25,8 @@ from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
-from fsfunc.runtime.memory import OFFLOADED
+from fsfunc.runtime.memory import OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.runtime.storage_tables import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.knowledge import flat
 from fsfunc.tracing.operators import OperatorMode

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here

@@ -1,4 +1,4 @@
-"""Memory: its purposes, its pages taken in time, and what is being saved."""
+"""Memory: its purposes, its pages taken in time, facts about it, and what is saved."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ctypes
 import functools
 import mmap
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fsfunc.runtime.scopes import Scoped
 __all__ = [
     "KINDS",
     "OFFLOADED",
+    "StorageTable",
     "advise",
     "count_as",
     "counting",
@@ -107,3 +109,38 @@ def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
 def is_held(tensors: Iterable[Tensor]) -> bool:
     """True if any of ``tensors`` lies in held memory."""
     return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)
+
+
+Fact = TypeVar("Fact")
+
+
+class StorageTable(Generic[Fact]):
+    """Facts by storage: views share one, and it goes when the storage is freed.
+
+    An address may be another storage's afterwards, which begins without a fact.
+
+    Args:
+        freed: is called with the fact of each storage that is freed.
+    """
+
+    def __init__(self, freed: Callable[[Fact], Any] = lambda fact: None):
+        self.freed = freed
+        self.facts: dict[int, Fact] = {}  # by the storage's address
+        self._alive: dict[int, weakref.ref] = {}
+
+    def get(self, x: Tensor) -> Fact | None:
+        """The fact of a tensor's storage, if there is one."""
+        return self.facts.get(_torch.storage_key(_torch.unwrapped(x)))
+
+    def __setitem__(self, x: Tensor, fact: Fact) -> None:
+        base = _torch.unwrapped(x)
+        key = _torch.storage_key(base)
+        if key not in self.facts:
+            forget = functools.partial(self._forget, key)
+            self._alive[key] = weakref.ref(_torch.storage(base), forget)
+        self.facts[key] = fact
+
+    def _forget(self, key: int, gone: Any) -> None:
+        if self._alive.get(key) is gone:  # else its address is another one's by now
+            del self._alive[key]
+            self.freed(self.facts.pop(key))

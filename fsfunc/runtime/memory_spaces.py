@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.memory import OFFLOADED, advise, count_as
+from fsfunc.runtime.memory import OFFLOADED, StorageTable, advise, count_as
 from fsfunc.runtime.scopes import Scoped
-from fsfunc.runtime.storage_tables import StorageTable
 
 __all__ = [
     "MemorySpace",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.storage_tables import StorageTable
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe

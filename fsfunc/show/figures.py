@@ -83,6 +83,7 @@ SENDING = _by_title(
     Look("psum_scatter", "s", "#edb83d", "yellow"),
     Look("psum", "+", "#b8a13c", "olive"),
     Look("pmax", "^", "#b8a13c", "olive"),
+    Look("pmin", "v", "#b8a13c", "olive"),
     Look("all_to_all", "x", "#c26a9a", "terrible"),
     Look("pbroadcast", "b", "#6bb3b8", "good"),
     Look("ppermute", "p", "#ecae85", "rail_animation"),

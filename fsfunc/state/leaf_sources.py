@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import told_where
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.comparison import ALIKE, Section, whole_values
-from fsfunc.comm.fake_errors import told_where
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take

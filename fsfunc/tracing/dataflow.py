@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.core.units import Call
-from fsfunc.runtime.storage_tables import StorageTable
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value

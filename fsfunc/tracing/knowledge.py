@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.comparison import checksums, has_values
-from fsfunc.runtime.storage_tables import StorageTable
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.own_rows import OwnTensors
 from fsfunc.tracing.provenance import NOTHING, Provenance, Rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.runtime.storage_tables import StorageTable
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.placements import describe
 
 __all__ = ["Names", "below", "nested"]

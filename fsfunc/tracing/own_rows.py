@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.runtime.storage_tables import StorageTable
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.tracing.provenance import Gradient, Rows
 
 __all__ = ["OwnTensors"]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
-from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.runtime.buffer_pool import fresh_buffers

@@ -161,9 +161,6 @@ def misused(how: LinearMap, kind: Kind) -> str:
     return ""
 
 
-_AGREE = {"psum", "pmax", "all_gather", "pbroadcast", "enter"}
-
-
 def moved_to(how: LinearMap, kind: Kind) -> Kind:
     """The type of what a move makes of a value of this type."""
     mean = how.power == -1 and how.op in ("psum", "enter")
@@ -171,8 +168,8 @@ def moved_to(how: LinearMap, kind: Kind) -> Kind:
         return kind if kind is Kind.K else Kind.A  # the mean of what is the same
     if kind in PARTS and how.of == how.to == "M":
         return kind
-    if how.op == "pmax":
+    if how.ordered:
         return Kind.A
     if how.to == "M":
-        return Kind.A if how.op in _AGREE else Kind.V
+        return Kind.A if how.agrees else Kind.V
     return {"I": Kind.I, "R": Kind.R, "P": Kind.P}.get(how.to, Kind.S)

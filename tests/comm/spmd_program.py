@@ -35,6 +35,7 @@ def every_collective(x, axis):
         "psum": ff.psum(x, axis),
         "pmean": ff.pmean(x, axis),
         "pmax": ff.pmax(x.detach(), axis),
+        "pmin": ff.pmin(x.detach(), axis),
         "all_gather": ff.all_gather(x, axis, dim=-1),
         "psum_scatter": ff.psum_scatter(x, axis),
         "psum_scatter, not contiguous": ff.psum_scatter(x.t(), axis, dim=1),
@@ -102,6 +103,7 @@ def into_buffers(axis):
     for op, rows in {
         "psum": 6,
         "pmax": 6,
+        "pmin": 6,
         "all_gather": 6 * n,
         "psum_scatter": 6 // n,
         "all_to_all": 6,

@@ -242,6 +242,7 @@ MOVES = {
     "psum_scatter": lambda x: ff.psum_scatter(x, "data"),
     "pmean": lambda x: ff.pmean(x, "data"),
     "pmax": lambda x: ff.pmax(x, "data"),
+    "pmin": lambda x: ff.pmin(x, "data"),
     "all_gather": lambda x: ff.all_gather(x, "data"),
     "all_to_all": lambda x: ff.all_to_all(x, "data", split_dim=0, concat_dim=0),
     "ppermute": lambda x: ff.ppermute(x, "data", []),
@@ -261,13 +262,15 @@ def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(dtype, mesh):
     assert found == expected
 
 
-def with_pmax(x):
-    return (x * ff.pmax(x, "data")).sum()
+def with_extreme(extreme, x):
+    return (x * extreme(x, "data")).sum()
 
 
+with_pmax, with_pmin = (partial(with_extreme, f) for f in (ff.pmax, ff.pmin))
 PAIRS = [[(0, 1), (0, 2)], [(0, 1), (2, 1)], [(0, 3)], [(-1, 0)]]
 REFUSED = {
     "grad of pmax": (grad(with_pmax), RuntimeError, r"give it x.detach\(\)"),
+    "grad of pmin": (grad(with_pmin), RuntimeError, r"pmin .* give it x.detach\(\)"),
     "jvp of pmax": (
         lambda x: jvp(with_pmax, (x,), (x,))[1], RuntimeError, r"give it x.detach\(\)",
     ),

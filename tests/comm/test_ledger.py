@@ -30,6 +30,7 @@ def ring(b, n):
 RING = {
     "psum": (lambda x, n: ff.psum(x, "data"), lambda b, n: 2 * ring(b, n)),
     "pmax": (lambda x, n: ff.pmax(x, "data"), lambda b, n: 2 * ring(b, n)),
+    "pmin": (lambda x, n: ff.pmin(x, "data"), lambda b, n: 2 * ring(b, n)),
     "all_gather": (lambda x, n: ff.all_gather(x, "data"), lambda b, n: b * (n - 1)),
     "psum_scatter": (lambda x, n: ff.psum_scatter(x, "data"), ring),
     "all_to_all": (

@@ -73,6 +73,7 @@ def test_every_rank_has_a_forward_mode_level_of_its_own():
         (lambda x: ff.psum_scatter(x, "data"), lambda r: 6),
         (lambda x: ff.all_to_all(x, "data", split_dim=0, concat_dim=0), lambda r: 1),
         (lambda x: ff.pmax(x, "data"), lambda r: 3),
+        (lambda x: ff.pmin(x, "data"), lambda r: 1),
     ],
 )
 def test_results_belong_to_their_rank(call, first):

@@ -57,6 +57,7 @@ def calls(axis, n):
         "psum": lambda x: ff.psum(x, axis),
         "pmean": lambda x: ff.pmean(x, axis),
         "pmax": lambda x: ff.pmax(x, axis),
+        "pmin": lambda x: ff.pmin(x, axis),
         "all_gather": lambda x: ff.all_gather(x, axis),
         "all_gather, last": lambda x: ff.all_gather(x, axis, dim=-1),
         "psum_scatter": lambda x: ff.psum_scatter(x, axis),
@@ -72,10 +73,10 @@ def plain(name, xs):
     """What each rank gets of all ranks' inputs; None where it is refused."""
     n, dtype = len(xs), xs[0].dtype
     xs = [x.resolve_conj().resolve_neg().contiguous() for x in xs]
-    if dtype in REFUSED or (name == "pmax" and dtype.is_complex):
+    if dtype in REFUSED or (name in ("pmax", "pmin") and dtype.is_complex):
         return None
     if not xs[0].ndim and name not in (
-        "psum", "pmean", "pmax", "ring", "one way", "pbroadcast", "two phases"
+        "psum", "pmean", "pmax", "pmin", "ring", "one way", "pbroadcast", "two phases"
     ):  # fmt: skip
         return None
     if name in ("psum", "two phases", "pmean", "psum_scatter"):
@@ -88,8 +89,9 @@ def plain(name, xs):
         if name == "psum_scatter":
             return list(total.tensor_split(n))
         return [total / n if name == "pmean" else total] * n
-    if name == "pmax":
-        return [torch.stack(xs).amax(0)] * n
+    if name in ("pmax", "pmin"):
+        stacked = torch.stack(xs)
+        return [stacked.amax(0) if name == "pmax" else stacked.amin(0)] * n
     if name.startswith("all_gather"):
         return [torch.cat(xs, -1 if "last" in name else 0)] * n
     if name == "all_to_all":

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.link import Done, Handle, Link
-from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
+from fsfunc.comm.operations import OPERATIONS, SUM, is_source
 
 __all__ = [
     "AbstractLink",
@@ -54,17 +55,13 @@ class AbstractLink(Link):
         what: str = "",
         **how: Any,
     ) -> Handle:
-        n = where.size
         if out is not None:
             return Done(out)
-        if op == "all_gather":
-            return Done(x.new_empty((n * x.shape[0], *x.shape[1:])))
-        if op == "psum_scatter":
-            return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
         if sizes := how.get("sizes"):
             rows = sum(row[where.index] for row in sizes)
             return Done(x.new_empty((rows, *x.shape[1:])))
-        return Done(x.clone())
+        shape = OPERATIONS[op].result_shape(x.shape, where.size)
+        return Done(x.clone() if shape == x.shape else x.new_empty(shape))
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return Done(x.new_empty(0))
@@ -91,7 +88,7 @@ class EchoLink(AbstractLink):
             found = x.repeat(n, *[1] * (x.ndim - 1))
         elif op == "psum_scatter":
             found = x.view(n, -1, *x.shape[1:])[where.index] * n
-        elif op == "psum":
+        elif OPERATIONS[op].fold is SUM:
             found = x * n
         elif sizes := how.get("sizes"):
             rows = sum(row[where.index] for row in sizes)
@@ -208,7 +205,7 @@ class VmapLink(Link):
             for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
                 results[r] = y
                 if how.sends and len(ranks) > 1:
-                    sent = any(s == i and s != d for s, d in how.pairs)
+                    sent = is_source(how.how.get("pairs"), i)
                     note(how.sends, where.axis, len(ranks), inputs[r], r, sent)
         return torch.stack(results)
 

@@ -26,6 +26,7 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, digest
+from fsfunc.comm.operations import OPERATIONS, SUM, Fold
 from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.runtime.buffer_pool import BufferPool
 
@@ -39,7 +40,6 @@ _KNOWN = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
 }  # fmt: skip
-_REDUCES = {"psum", "psum_scatter", "pmax"}
 
 
 def issue(
@@ -50,25 +50,22 @@ def issue(
     Other dtypes than NCCL's travel as bytes, or are reduced as what holds them: complex
     numbers as two real ones, short integers as longer ones.
     """
-    dtype, shape = x.dtype, list(x.shape)
-    if op == "all_gather":
-        shape[0] *= where.size
-    elif op == "psum_scatter":
-        shape[0] //= where.size
+    dtype, operation = x.dtype, OPERATIONS[op]
+    shape = operation.result_shape(x.shape, where.size)
     if not x.numel() and not how.get("sizes"):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
     if dtype in _KNOWN:
         works, y = _issue(op, x, where, out, group, **how)
         return works, lambda: y
-    if op not in _REDUCES:
+    if operation.fold is None:
         x = x.view(-1).view(torch.uint8)
     else:
         x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
     works, found = _issue(op, x, where, None, group, **how)
 
     def finish() -> Tensor:
-        if op not in _REDUCES:
+        if operation.fold is None:
             y = found.view(dtype).view(shape)
         else:
             y = torch.view_as_complex(found) if dtype.is_complex else found.to(dtype)
@@ -89,6 +86,7 @@ def _issue(
 ) -> tuple[list[Any], Tensor]:
     """The works of ``op`` on ``x``, and where its result will be."""
     n = where.size
+    room = OPERATIONS[op].result_shape(x.shape, n)
     if op == "ppermute":
         y, sent, got = _permuted(x, where.index, out, pairs)
         calls = [
@@ -100,10 +98,10 @@ def _issue(
         works = dist.batch_isend_irecv(calls) if calls else []
         return works, y
     if op == "all_gather":
-        y = x.new_empty((n * x.shape[0], *x.shape[1:])) if out is None else out
+        y = x.new_empty(room) if out is None else out
         work = ALL_GATHER(y, x, group=group, async_op=True)
     elif op == "psum_scatter":
-        y = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
+        y = x.new_empty(room) if out is None else out
         work = _REDUCE_SCATTER(y, x, group=group, async_op=True)
     elif op == "all_to_all":
         sent, got = _cut(x, n, where.index, sizes)
@@ -115,7 +113,9 @@ def _issue(
             root = where.ranks[source]
             work = dist.broadcast(y, root, group=group, async_op=True)
         else:
-            kind = dist.ReduceOp.MAX if op == "pmax" else dist.ReduceOp.SUM
+            reduction = OPERATIONS[op].fold
+            assert reduction is not None, f"{op} reduces nothing"
+            kind = getattr(dist.ReduceOp, reduction.name)
             work = dist.all_reduce(y, kind, group=group, async_op=True)
     return [work], y
 
@@ -184,6 +184,13 @@ class Pairs:
         shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
         return self.pool.get(times * x.numel(), x.dtype, x).view(shape)
 
+    def start(self, op: str, x: Tensor, out: Tensor | None, **how: Any) -> Handle:
+        """Begins a collective of a rank's ``x``."""
+        found = OPERATIONS.get(op)
+        if found is not None and found.fold is not None and found.all_reduces:
+            return self.all_reduce(found.fold, x, out, **how)
+        return getattr(self, op)(x, out, **how)
+
     def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
         full = self._room(x, self.n) if out is None else out
         parts = full.tensor_split(self.n)
@@ -196,17 +203,19 @@ class Pairs:
         mine = parts[self.me]
         got = {r: self._room(mine) for r in self.others}
         works = self._swap(self._each(*parts), got)
-        return self._exchange(works, lambda: _sum(mine, got, self.me, out), x)
+        return self._exchange(works, lambda: _reduce(SUM, mine, got, self.me, out), x)
 
-    def psum(self, x: Tensor, out: Tensor | None, hops: int = 1) -> Handle:
+    def all_reduce(
+        self, by: Fold, x: Tensor, out: Tensor | None, hops: int = 1
+    ) -> Handle:
         """In one hop: for two ranks, the bytes of a ring."""
         if hops == 2:
-            return self._psum_in_two(x, out)
+            return self._reduce_in_two(by, x, out)
         got = {r: self._room(x) for r in self.others}
         works = self._swap(self._each(x), got)
-        return self._exchange(works, lambda: _sum(x, got, self.me, out), x)
+        return self._exchange(works, lambda: _reduce(by, x, got, self.me, out), x)
 
-    def _psum_in_two(self, x: Tensor, out: Tensor | None) -> Handle:
+    def _reduce_in_two(self, by: Fold, x: Tensor, out: Tensor | None) -> Handle:
         """A scatter, and in its wait a gather: all ranks must come to that wait."""
         n, me = self.n, self.me
         total = self._room(x) if out is None else out
@@ -215,20 +224,10 @@ class Pairs:
         works = self._swap(self._each(*cuts), got)
 
         def finish() -> Tensor:
-            _sum(cuts[me], got, me, sums[me])
+            _reduce(by, cuts[me], got, me, sums[me])
             works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
             settle(works, self.record)
             return total
-
-        return self._exchange(works, finish, x)
-
-    def pmax(self, x: Tensor, out: Tensor | None) -> Handle:
-        got = {r: self._room(x) for r in self.others}
-        works = self._swap(self._each(x), got)
-
-        def finish() -> Tensor:
-            largest = torch.stack([x, *got.values()]).amax(0)
-            return largest if out is None else out.copy_(largest)
 
         return self._exchange(works, finish, x)
 
@@ -258,14 +257,13 @@ class Pairs:
         return self._exchange(works, lambda: y.copy_(x), x)
 
 
-def _sum(mine: Tensor, got: Mapping[int, Tensor], me: int, out: Any) -> Tensor:
-    """The sum of the ranks' parts in rank order, as the simulated ranks add them.
+def _reduce(
+    by: Fold, mine: Tensor, got: Mapping[int, Tensor], me: int, out: Any
+) -> Tensor:
+    """The reduction of the ranks' parts in rank order, as on simulated ranks.
 
     It is made in the first received part: that memory is warm.
     """
     parts = [mine if r == me else got[r] for r in range(len(got) + 1)]
     total = (parts[1] if me == 0 else parts[0]) if out is None else out
-    torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
-    return total
+    return by.of(parts, total)

@@ -49,6 +49,7 @@ from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
 from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.comm.watch.watchdog import patience_of, the_watchdog
 from fsfunc.runtime.buffer_pool import BufferPool
@@ -180,8 +181,9 @@ class ProcessLink(Link):
         compared = where.compared and not self.checks
         if self.checks:  # a buffer has a name; what has none is its unit's
             what = what or current_label()[0]
-        if op == "psum" and where.size > 2 and x.numel() >= 1024:
-            if x.device.type == "cpu" and self.paired:
+        if where.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
+            by_pairs = x.device.type == "cpu" and self.paired
+            if by_pairs and OPERATIONS[op].all_reduces:
                 how = {"hops": 1 if any_order else 2}
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
@@ -202,7 +204,7 @@ class ProcessLink(Link):
     ) -> Handle:
         op, where = record.said[0], record.where
         if x.device.type == "cpu" and self.paired:
-            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
+            return Pairs(record, group, self.pool, compared).start(op, x, out, **how)
         if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
