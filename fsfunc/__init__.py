@@ -5,7 +5,7 @@
 
 transforms
     unit value_and_grad shard remat remat_calls accumulate pipeline donate offload
-    precision SaveOnly SaveAllBut checkpoint_name
+    precision SaveOnly SaveAllBut checkpoint_name Store
 losses
     Weighted Summed
 meshes and ranks
@@ -126,6 +126,7 @@ from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify
 from fsfunc.planning import hardware
 from fsfunc.planning.machines import Hardware, Level
+from fsfunc.runtime.memory_spaces import Store
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own

@@ -271,6 +271,38 @@ def test_a_schedule():
         assert_equals_one_device(PLAIN, mine, pipe, *given(), axis=())
 
 
+class Counted(ff.Store):
+    """The host's memory, of which it is known how much was taken."""
+
+    kind = "counted"
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def allocate(self, count, dtype, device):
+        self.taken.append(count)
+        return torch.empty(count, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["params", "moments"])
+def test_a_place_to_offload_to(kind):
+    optimizer, store = ff.sharded_adam(0.1), Counted()
+    plain = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    beside, (params, x) = ff.offload(plain, **{kind: store}), given()
+
+    def trained(step):
+        rows = ff.local_batch(x, mesh, "data")
+        state, _ = step(ff.init_state(step, params, optimizer, rows), rows)
+        return ff.unshard(state.params)
+
+    found, expected = (ff.spmd(trained, mesh)(step) for step in (beside, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert store.taken
+    with pytest.raises(ValueError, match=f"{kind}='host', but .* to counted already"):
+        ff.offload(beside, **{kind: "host"})
+
+
 def test_a_layout():
     grid = ff.make_mesh({"pipe": 2, "model": 2}, "simulated")
     parts = ff.Owned("pipe", 2, 1), ff.Split(1, "model", 2)

@@ -8,6 +8,7 @@ moves buffers need not ask where they are.
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import tempfile
@@ -25,6 +26,8 @@ from fsfunc.runtime.memory import OFFLOADED, StorageTable, advise, count_as
 from fsfunc.runtime.scopes import Scoped
 
 __all__ = [
+    "Folder",
+    "HostMemory",
     "MemorySpace",
     "Offloaded",
     "Store",
@@ -36,50 +39,59 @@ __all__ = [
 
 
 class Store:
-    """The host's memory (pinned where the device is a GPU), or a folder's disk.
+    """Memory beside the device that computes; ``offload`` takes one in any place.
 
-    On disk, memory is a file of its own that is mapped, whose blocks are taken at once
-    (or a write into memory would find the disk full, and kill the process), and which
-    has no name any more: no two ranks, processes or runs can meet in it, whatever they
-    call their folder, nothing is left behind by a run that is killed, and whoever
-    deletes the folder takes nothing away from a state.
+    The host's and a folder's disk are two. One of your own derives from this and says
+    ``allocate``; what is fetched and put back is copied as between any two tensors.
+    ``kind`` names it alike on all ranks.
 
-    Args:
-        where: "host", or a folder; it is made where it is not there.
+    >>> import torch, fsfunc as ff
+    >>> class Shared(ff.Store):
+    ...     kind = "shared memory"
+    ...     def allocate(self, count, dtype, device):
+    ...         return torch.empty(count, dtype=dtype).share_memory_()
+    >>> step = ff.offload(lambda state, x: state, params=Shared())
     """
 
-    def __init__(self, where: str | os.PathLike):
-        self.folder = None if where == "host" else os.path.abspath(os.fspath(where))
+    kind = ""
+
+    def __init__(self) -> None:
         self._spare: list[torch.UntypedStorage] = []
         self._twin: Store | None = None
         self._lock = Lock()
 
     def __str__(self) -> str:
-        return "host" if self.folder is None else self.folder
+        return self.kind
 
     def check(self) -> None:
         """Raises where nothing can be kept here.
 
         Raises:
-            OSError: names the folder, and the way out.
+            OSError: names the place, and the way out.
         """
-        if self.folder is not None:
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-            except OSError as error:
-                raise self._said(error, "keeps memory in this folder") from error
-            self._mapped(mmap.PAGESIZE)
+
+    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[count]`` elements here, at the start of memory of their own.
+
+        Args:
+            device: computes with what is kept in them.
+
+        Raises:
+            OSError: there is no room.
+        """
+        raise NotImplementedError
+
+    def read_ahead(self, x: Tensor) -> None:
+        """Hears that ``x``, which is here, will be read soon."""
 
     def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
         """``[count]`` elements that lie here and are computed with on ``device``."""
-        size, device = count * dtype.itemsize, torch.device(device)
-        if _torch.fake_active() or device.type == "meta" or not size:
+        device = torch.device(device)
+        if _torch.fake_active() or device.type == "meta" or not count:
             on = "meta" if device.type == "meta" else "cpu"
             found = torch.empty(count, dtype=dtype, device=on)
-        elif self.folder is None:
-            found = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
         else:
-            found = _over(self._mapped(size), count, dtype)
+            found = self.allocate(count, dtype, device)
         return Offloaded(self, device).mark(found)
 
     def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
@@ -93,17 +105,63 @@ class Store:
                     return _over(storage, count, dtype)
             # Marked as another one's: a mark that led here would keep all of it alive.
             if self._twin is None:
-                self._twin = Store("host" if self.folder is None else self.folder)
+                self._twin = copy.copy(self)
+                Store.__init__(self._twin)
             found = self._twin.empty(count, dtype, device)
             if size:
                 self._spare.append(found.untyped_storage())
             return found
 
+
+class HostMemory(Store):
+    """The host's memory, pinned where the device is a GPU."""
+
+    kind = "host"
+
+    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class Folder(Store):
+    """A folder's disk.
+
+    Memory is a file of its own that is mapped, whose blocks are taken at once (or a
+    write into memory would find the disk full, and kill the process), and which has no
+    name any more: no two ranks, processes or runs can meet in it, whatever they call
+    their folder, nothing is left behind by a run that is killed, and whoever deletes
+    the folder takes nothing away from a state.
+
+    Args:
+        path: it is made where it is not there.
+    """
+
+    kind = "disk"
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__()
+        self.path = os.path.abspath(os.fspath(path))
+
+    def __str__(self) -> str:
+        return self.path
+
+    def check(self) -> None:
+        try:
+            os.makedirs(self.path, exist_ok=True)
+        except OSError as error:
+            raise self._said(error, "keeps memory in this folder") from error
+        self._mapped(mmap.PAGESIZE)
+
+    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _over(self._mapped(count * dtype.itemsize), count, dtype)
+
+    def read_ahead(self, x: Tensor) -> None:
+        advise(x, mmap.MADV_WILLNEED)
+
     def _mapped(self, size: int) -> torch.UntypedStorage:
         """A file's ``size`` bytes, all zero."""
         path = None
         try:
-            file, path = tempfile.mkstemp(prefix="offload-", dir=self.folder)
+            file, path = tempfile.mkstemp(prefix="offload-", dir=self.path)
             try:
                 os.posix_fallocate(file, 0, size)
             finally:
@@ -119,7 +177,7 @@ class Store:
     def _said(self, error: Exception, what: str) -> OSError:
         return OSError(
             getattr(error, "errno", None) or 0,
-            f"offload to {self.folder!r} {what}, and cannot: "
+            f"offload to {self.path!r} {what}, and cannot: "
             f"{getattr(error, 'strerror', None) or error}. Make room there and go on "
             "from the state that the step was given, or save that and give offload "
             'a folder on another disk, or "host"',
@@ -219,8 +277,8 @@ class Offloaded(MemorySpace):
         return self.empty_like(x).copy_(x.detach())
 
     def read_ahead(self, x: Tensor) -> None:
-        if self.store.folder and not _torch.fake_active():
-            advise(x, mmap.MADV_WILLNEED)
+        if not _torch.fake_active():
+            self.store.read_ahead(x)
 
     def mark(self, x: Tensor) -> Tensor:
         _SPACES[x] = self

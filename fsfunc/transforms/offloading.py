@@ -12,14 +12,21 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.units import Call
-from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
+from fsfunc.runtime.memory_spaces import (
+    Folder,
+    HostMemory,
+    MemorySpace,
+    Offloaded,
+    Store,
+    space_of,
+)
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["Stores", "offload", "settled_in", "stores_of"]
 
-Where = str | os.PathLike | None
+Where = str | os.PathLike | Store | None
 
 
 class Stores(NamedTuple):
@@ -40,9 +47,10 @@ def offload(
     """``f``, of which parameters, moments or saved activations lie beside the device.
 
     Each says where on its own: ``"host"`` is the host's memory (pinned where the device
-    is a GPU), a path is a folder, on whose disk memory is mapped. Give the transformed
-    step to ``init_state`` (or ``place``): where a leaf lies is a property of the value,
-    and what a step returns lies where what it was given did. Its order with ``shard``,
+    is a GPU), a path is a folder, on whose disk memory is mapped, and a ``Store`` is a
+    place of your own. Give the transformed step to ``init_state`` (or ``place``): where
+    a leaf lies is a property of the value, and what a step returns lies where what it
+    was given did. Its order with ``shard``,
     ``remat``, ``accumulate``, ``precision`` and ``donate`` is free. The numbers are
     those of ``f``, to the bit where device and host compute alike.
 
@@ -65,7 +73,7 @@ def offload(
         activations: where residuals wait that units save for their backward.
 
     Raises:
-        TypeError: a place that is neither "host" nor a path.
+        TypeError: a place that is neither "host" nor a path nor a store.
         ValueError: nothing to offload, or the same twice; parameters without ``shard``,
             or at zero 1 or 2 (when the state is laid out); a state that lies elsewhere.
         OSError: a folder that cannot be made or written, or whose disk is full: at
@@ -96,12 +104,13 @@ def offload(
     True
     """
     given = {"params": params, "moments": moments, "activations": activations}
-    for name, where in given.items():
-        path = isinstance(where, str | os.PathLike) and os.fspath(where)
-        if where is not None and not (isinstance(path, str) and path):
-            raise TypeError(
-                f'{name}={where!r}: it is "host", a folder\'s path, or None'
-            )
+    places: dict[Any, Store] = {}  # one store for each
+    stores = Stores(*(_store_at(k, v, places) for k, v in given.items()))
+    if not places:
+        raise ValueError(
+            "nothing to offload: give params=, moments= or activations= a place, "
+            '"host" or a folder\'s path'
+        )
     before = stores_of(f)
     twice = [k for k, v in given.items() if v is not None and getattr(before, k)]
     if twice:
@@ -109,18 +118,29 @@ def offload(
             f"{twice[0]}={given[twice[0]]!r}, but they are offloaded to "
             f"{getattr(before, twice[0])} already: say it once"
         )
-    stores: dict[str, Store] = {}  # one for each folder
-    for where in given.values():
-        if where is not None and str(where) not in stores:
-            stores[str(where)] = Store(where)
-            stores[str(where)].check()
-    if not stores:
-        raise ValueError(
-            "nothing to offload: give params=, moments= or activations= a place, "
-            '"host" or a folder\'s path'
+    for store in places.values():
+        store.check()
+    return transformed(f, _Offload(stores))
+
+
+def _store_at(name: str, where: Any, places: dict[Any, Store]) -> Store | None:
+    """The store at a place that is the argument ``name``; ``places`` has those so far.
+
+    Raises:
+        TypeError: it is no place.
+    """
+    if where is None:
+        return None
+    if isinstance(where, Store):
+        return places.setdefault(where, where)
+    path = isinstance(where, str | os.PathLike) and os.fspath(where)
+    if not (isinstance(path, str) and path):
+        raise TypeError(
+            f'{name}={where!r}: it is "host", a folder\'s path, a Store, or None'
         )
-    found = [None if w is None else stores[str(w)] for w in given.values()]
-    return transformed(f, _Offload(Stores(*found)))
+    if path not in places:
+        places[path] = HostMemory() if path == "host" else Folder(path)
+    return places[path]
 
 
 def stores_of(f: Callable[..., Any]) -> Stores:
@@ -143,9 +163,7 @@ class _Offload(Interpretation):
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         # Not the folder: each rank may have a disk of its own.
         return tuple(
-            (k, "host" if v.folder is None else "disk")
-            for k, v in self.stores._asdict().items()
-            if v is not None
+            (k, v.kind) for k, v in self.stores._asdict().items() if v is not None
         )
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
