@@ -5,7 +5,7 @@
 
 transforms
     unit value_and_grad shard remat remat_calls accumulate pipeline donate offload
-    precision SaveOnly SaveAllBut checkpoint_name Store
+    precision jit SaveOnly SaveAllBut checkpoint_name Store
 losses
     Weighted Summed
 meshes and ranks
@@ -138,6 +138,7 @@ from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
+from fsfunc.transforms.compilation import jit
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.local import graphs
 from fsfunc.transforms.local.averaging import LocalState, consensus

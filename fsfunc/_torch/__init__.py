@@ -93,6 +93,7 @@ from fsfunc._torch.internals import (
     held,
     hook_tables,
     is_compiled,
+    is_of_compiler,
     keep_process_groups,
     set_compiler_stance,
     set_tables,

@@ -98,6 +98,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """True if torch.compile raised this, of what it was to compile."""
+    module = sys.modules.get("torch._dynamo.exc")
+    return module is not None and isinstance(error, module.TorchDynamoException)
+
+
 # What compiles the code that runs in this thread; None (or False: nothing new) where no
 # compiled function is running. As torch has it: a frame of ours it would compile too.
 compiler_at_work: Callable[[], Any] = (

@@ -186,6 +186,7 @@ class Frame:
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
         casts: the dtypes that ``precision`` asked for, if any.
+        compiler: says by ``of(call)`` which function runs for a unit's, under ``jit``.
         donated: the memory of the state that may be written in place, if any.
         tracer: looks on while a step is recorded, checked, or planned.
         in_loss: how many gradient calls are around us.
@@ -205,6 +206,7 @@ class Frame:
     numbers: tuple[int, ...] = ()
     counter: Counter = field(default_factory=Counter)
     casts: Casts | None = None
+    compiler: Any = None
     donated: Donation | None = None
     tracer: Tracer | None = None
     in_loss: int = 0

@@ -46,7 +46,7 @@ class Tracer:
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function."""
         with internal(False):
-            return call.unit.checked(params, inputs, keywords)
+            return call.unit.checked(params, inputs, keywords, call.unit.fn)
 
     def know(self, x: Tensor, path: str) -> None:
         """Hears that ``x`` is in place of a leaf of the step's first argument."""

@@ -98,8 +98,10 @@ class Unit:
     def __repr__(self) -> str:
         return f"unit({self.__name__})"
 
-    def checked(self, params: Any, inputs: Any, keywords: Any) -> Any:
-        """Calls the function and looks at what it did to its surroundings."""
+    def checked(
+        self, params: Any, inputs: Any, keywords: Any, fn: Callable[..., Any]
+    ) -> Any:
+        """Calls the function, as ``fn``, and looks at what it did around it."""
         given = tree.shown(
             (params, inputs, keywords), self, "is given", _PARTS, is_sharded
         )
@@ -117,9 +119,9 @@ class Unit:
         watched = [] if untracked else watched
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
         if untracked or key in self._seen or _torch.functorch_active():
-            out = self.fn(params, *inputs, **keywords)
+            out = fn(params, *inputs, **keywords)
         else:
-            out = self._first(_tensors(given), params, inputs, keywords)
+            out = self._first(_tensors(given), params, inputs, keywords, fn)
             self._seen.add(key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
@@ -140,7 +142,14 @@ class Unit:
                         "must leave its inputs as they are; work on a copy"
                     )
 
-    def _first(self, given: list[Tensor], params: Any, inputs: Any, keywords: Any):
+    def _first(
+        self,
+        given: list[Tensor],
+        params: Any,
+        inputs: Any,
+        keywords: Any,
+        fn: Callable[..., Any],
+    ):
         """The first call for these shapes: is a differentiated tensor captured?"""
         recording = torch.is_grad_enabled()
         thread = running().thread
@@ -151,7 +160,7 @@ class Unit:
         leaves = {id(x) for x in known}
         with torch.inference_mode(False), torch.enable_grad():
             start = _torch.next_sequence_number()
-            out = self.fn(params, *inputs, **keywords)
+            out = fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")
             roots = [x for x in roots if isinstance(x, Tensor)]
             roots = [x for x in roots if x.requires_grad]
@@ -246,7 +255,9 @@ class Call:
                 if f.tracer is not None:
                     out = f.tracer.body(self, params, inputs, keywords)
                 else:
-                    out = self.unit.checked(params, inputs, keywords)
+                    plain = f.compiler is None or f.composable
+                    fn = self.unit.fn if plain else f.compiler.of(self)
+                    out = self.unit.checked(params, inputs, keywords, fn)
                 if casts is None or casts.output is None:
                     return out
                 with internal():

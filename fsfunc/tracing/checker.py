@@ -216,7 +216,7 @@ class Checker(Tracer, Watcher, Operators):
             self.captured = self.known.each_made_of(given)
         self.given = before | taken  # whole parameters may lie where their parts do
         with internal(False):
-            out = call.unit.checked(params, inputs, keywords)
+            out = call.unit.checked(params, inputs, keywords, call.unit.fn)
         self.given = before
         self.nodes.body(start)
         return self._owned(call, out, taken, given) if outermost else out

@@ -23,6 +23,7 @@ __all__ = [
     "SaveOnly",
     "Tape",
     "checkpoint_name",
+    "keeping",
     "recomputes",
 ]
 
@@ -86,6 +87,11 @@ def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) ->
 
 
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
+
+
+def keeping() -> bool:
+    """True if what runs is of a unit of which named values are kept."""
+    return bool(_TAPES.get())
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:

@@ -1,0 +1,141 @@
+"""``jit``: units as compiled functions."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fsfunc import _torch
+from fsfunc.comm.attribution import traceback_line
+from fsfunc.core.frames import frame, inside
+from fsfunc.core.units import Call
+from fsfunc.sharded.inputs import check_function
+from fsfunc.transforms.policies import keeping
+from fsfunc.tree.structure import matches
+
+__all__ = ["jit"]
+
+
+def jit(
+    f: Callable[..., Any],
+    *,
+    only: str | Sequence[str] = "**",
+    **options: Any,
+) -> Callable[..., Any]:
+    """``f`` with its units compiled, forward and backward, each function once.
+
+    What is around units stays Python: which unit runs when, what is gathered, sent and
+    forgotten is as without ``jit``, and so are bytes and layouts. Equal layers that are
+    calls of one unit share what is compiled for it; other shapes compile once more.
+    Where a step is recorded, checked or planned, under ``torch.func``, and for a
+    gradient that is differentiated itself, the plain function runs.
+
+    Its order with other transforms is free. The numbers are those of the fused kernels:
+    near the plain ones, not their bits; random numbers are others, and repeat in a
+    recompute as ever.
+
+    Args:
+        f: a train step, a loss, or a unit.
+        only: patterns of the names of unit calls to compile, as in ``precision``:
+            ``"block"``, ``"model/block"`` of one within another, ``"**/block"`` for
+            both. A unit that calls units does not compile: leave it out.
+        options: of ``torch.compile``: ``dynamic=``, ``mode=``, ``backend=``,
+            ``options=``; ``fullgraph`` is True unless given, so that what the compiler
+            cannot take is an error with its line, and never slow.
+
+    Raises (when a unit is compiled, at its first call for a set of shapes):
+        RuntimeError: the function cannot be compiled, or the machine has no compiler
+            for it; names the unit and the line.
+        ValueError: ``remat`` around it keeps values by name: operators that are fused
+            have no such values.
+
+    Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
+    call. What a backward keeps is the compiler's choice: a plan, which is of the plain
+    functions, may say more than is held.
+
+    Source: torch.compile (Ansel et al., 2024); as units of their own, as FSDP2 is
+    compiled block by block.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda w, x: torch.sin(x * w))
+    >>> step = ff.jit(ff.value_and_grad(lambda w: layer(w, torch.ones(3)).sum()),
+    ...               backend="aot_eager")
+    >>> step(torch.tensor(0.0))[1].item()
+    3.0
+    """
+    check_function(f, "jit")
+    patterns = (only,) if isinstance(only, str) else tuple(only)
+    compiler = _Compiler(patterns, {"fullgraph": True, **options})
+
+    @functools.wraps(f)
+    def run(*args: Any, **keywords: Any) -> Any:
+        with inside(replace(frame(), compiler=compiler)):
+            return f(*args, **keywords)
+
+    return run
+
+
+class _Compiler:
+    """Compiles the functions of unit calls, each once.
+
+    Args:
+        patterns: of the names of calls; ``options``: torch.compile's.
+    """
+
+    def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
+        self.patterns, self.options = patterns, options
+        self._made: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+        self._lock = Lock()  # simulated ranks are threads
+        self._names: dict[str, bool] = {}
+
+    def of(self, call: Call) -> Callable[..., Any]:
+        """The function to run for a unit call: compiled, if its name is meant."""
+        name, plain = call.name, call.unit.fn
+        if name not in self._names:
+            self._names[name] = any(matches(p, name) for p in self.patterns)
+        if not self._names[name]:
+            return plain
+        if keeping():
+            raise ValueError(_NAMED.format(name))
+        with self._lock:
+            found = self._made.get(call.unit)
+            if found is None:
+                made = torch.compile(plain, **self.options)
+                self._made[call.unit] = found = _told(made, call.unit.__name__)
+        return found
+
+
+def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``compiled``, the errors of the compiler naming the unit and the line."""
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        try:
+            return compiled(*args, **keywords)
+        except Exception as error:
+            if not _torch.is_of_compiler(error):
+                raise
+            said = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+            line = ":".join(said[-1]) if said else traceback_line(error)
+            first = str(error).strip().partition("\n")[0]
+            raise RuntimeError(_REFUSED.format(name, line, first)) from error
+
+    return run
+
+
+_REFUSED = (
+    "unit {!r} cannot be compiled, at {}: {}. Change that, or leave the unit as it is: "
+    'jit(..., only=patterns of other names), such as "**/block"; fullgraph=False '
+    "compiles what lies between such lines"
+)
+_NAMED = (
+    "unit {!r} is compiled by jit under a remat that keeps values by name: fused "
+    "operators have no such values. Give remat no policy under jit, or leave the unit "
+    "out of jit's only="
+)
