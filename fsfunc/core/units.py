@@ -255,8 +255,9 @@ class Call:
                 if f.tracer is not None:
                     out = f.tracer.body(self, params, inputs, keywords)
                 else:
-                    plain = f.compiler is None or f.composable
-                    fn = self.unit.fn if plain else f.compiler.of(self)
+                    compiler, fn = f.compiler, self.unit.fn
+                    if compiler is not None and not f.composable:
+                        fn = compiler.of(self)
                     out = self.unit.checked(params, inputs, keywords, fn)
                 if casts is None or casts.output is None:
                     return out

@@ -4,6 +4,7 @@ modules.py patterns.py   from_module, to_module; selection of units
 structures.py stubs.py   copies that run, and placeholders in them
 module_tensors.py arguments.py   a module's tensors; arguments and results of units
 call_tensors.py attributes.py   changes to tensors and attributes
+compiled_units.py   units as functions that jit compiles
 layer_plans.py plan_words.py   plans of split layers; their words, and transformers' own
 split_shapes.py     shape rules of split features
 split_layers.py split_flow.py   torch's layers as they run split; casts and gathers

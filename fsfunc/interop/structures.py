@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -27,6 +28,11 @@ from fsfunc.interop.arguments import (
 )
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
+from fsfunc.interop.compiled_units import (
+    Compile,
+    compiled_unit,
+    refuse_compiled_unit,
+)
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import (
@@ -297,8 +303,23 @@ class _Part:
 
         run.__name__ = name
         run.as_given = 1  # type: ignore[attr-defined]  # statistics stay exact
+        run.compiled_by = partial(self._compiled, asked)  # type: ignore[attr-defined]
         self.units[asked] = unit(run)
         return self.units[asked]
+
+    def _compiled(self, asked: Extras, compile: Compile) -> Callable[..., Any]:
+        """The unit's function as ``jit`` compiles it."""
+        structure, who = self.structure, self.known.who
+        if structure.units_within(self.name):
+            refuse_compiled_unit(who, "holds other units")
+        if any(
+            x == self.name or x.startswith(f"{self.name}.")
+            for x in structure.plan.words
+        ):
+            refuse_compiled_unit(who, "has layers that a plan splits")
+        if asked.fills or not asked.is_plain:
+            refuse_compiled_unit(who, "is asked for more than its output")
+        return compiled_unit(*copied(self.template), who, compile)
 
 
 _PARAMS = "params of the module's"  # a keyword that no module has

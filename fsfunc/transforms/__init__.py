@@ -2,7 +2,7 @@
 
 Each gives `transforming.transformed` an interpretation, whose ``call`` runs the
 function and whose ``unit`` and ``gradient`` reinterpret the calls that it makes; but
-``precision`` and ``donate``, which change the frame alone.
+``precision``, ``donate`` and ``jit``, which change the frame alone.
 
 A unit call under ``shard``: `unit_calls` finds the buffers that it reads,
 `shard_runtime` has `gathers` gather them by `wire` and prefetch the next, `boundary`
@@ -27,5 +27,5 @@ rematerialization.py policies.py selecting.py   remat; its policies; remat_calls
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units
-casting.py donation.py   precision; donate
+casting.py donation.py compilation.py   precision; donate; jit
 """

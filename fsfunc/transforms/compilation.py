@@ -46,9 +46,11 @@ def jit(
         only: patterns of the names of unit calls to compile, as in ``precision``:
             ``"block"``, ``"model/block"`` of one within another, ``"**/block"`` for
             both. A unit that calls units does not compile: leave it out.
-        options: of ``torch.compile``: ``dynamic=``, ``mode=``, ``backend=``,
-            ``options=``; ``fullgraph`` is True unless given, so that what the compiler
-            cannot take is an error with its line, and never slow.
+        options: of ``torch.compile``: ``mode=``, ``backend=``, ``options=``. Unless
+            given, ``dynamic`` is False: each set of shapes has kernels of its own (8 of
+            one function at most, ``torch._dynamo.config.recompile_limit``); and
+            ``fullgraph`` is True, so that what the compiler cannot take is an error
+            with its line, and never slow.
 
     Raises (when a unit is compiled, at its first call for a set of shapes):
         RuntimeError: the function cannot be compiled, or the machine has no compiler
@@ -72,7 +74,7 @@ def jit(
     """
     check_function(f, "jit")
     patterns = (only,) if isinstance(only, str) else tuple(only)
-    compiler = _Compiler(patterns, {"fullgraph": True, **options})
+    compiler = _Compiler(patterns, {"fullgraph": True, "dynamic": False, **options})
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
@@ -107,9 +109,14 @@ class _Compiler:
         with self._lock:
             found = self._made.get(call.unit)
             if found is None:
-                made = torch.compile(plain, **self.options)
+                # A unit of a module says itself what a compiler can take.
+                by = getattr(plain, "compiled_by", None)
+                made = self._compile(plain) if by is None else by(self._compile)
                 self._made[call.unit] = found = _told(made, call.unit.__name__)
         return found
+
+    def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(fn, **self.options)
 
 
 def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def test_equal_layers_and_steps_compile_once_and_another_shape_once_more():
     def loss(params, x):  # the first layer's input is differentiated, as the others'
         return loss_of(plain)(params["layers"], x * params["scale"])
 
-    step = ff.jit(ff.value_and_grad(loss), backend=backend, dynamic=False)
+    step = ff.jit(ff.value_and_grad(loss), backend=backend)
     given = {"layers": params(), "scale": of((WIDTH,))[0]}
     for rows, made in (8, 1), (8, 1), (4, 2), (8, 2):
         step(given, BATCH[:rows])

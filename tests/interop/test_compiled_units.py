@@ -1,0 +1,132 @@
+"""Units of modules under jit: the plain step, and equal layers compiled once."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsfunc as ff
+from tests.checks import close, same
+from tests.core.test_compiled import RAN, counted, forgotten  # noqa: F401
+from tests.models import floats
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+MESH = ff.make_mesh({"data": 2}, "simulated")
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, number, norm=nn.LayerNorm):
+        super().__init__()
+        self.number = number
+        self.norm = norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, 1, bias=False)
+        self.head.weight = nn.Parameter(self.embed.weight[:1].detach().clone())
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def of(net, **options):
+    apply, params, buffers = ff.from_module(net.double(), **options)
+    return lambda p, x: apply(p, buffers, x), params
+
+
+X = floats(8, WIDTH, seed=3, dtype=torch.float64)
+
+
+def trained(net, transform, **options):
+    loss, params = of(net, **options)
+    optimizer = ff.sgd(0.1)
+
+    def main():
+        step = transform(optimizer(ff.value_and_grad(loss)))
+        mine = ff.local_batch(X, MESH, "data")
+        state, losses = ff.init_state(step, params, optimizer, mine), []
+        for _ in range(2):
+            state, metrics = step(state, mine)
+            losses.append(metrics["loss"])
+        return losses, ff.unshard(state.params)
+
+    return ff.spmd(main, MESH)()[0]
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net(*(Block(i) for i in range(4)))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_jitted_module_trains_as_it_does_plainly(net, zero):
+    stack = lambda step: ff.shard(ff.remat(step), MESH, "data", zero=zero)  # noqa: E731
+    expected = trained(net, stack, units="layers.*")
+    assert not RAN
+    jit = lambda step: ff.jit(stack(step), backend=counted)  # noqa: E731
+    same(trained(net, jit, units="layers.*"), expected)
+    assert len({id(graph) for graph in RAN}) == 3, "embed, the layers, head"
+
+
+def test_equal_layers_compile_once(net):
+    """What differs between them and is not read, such as a number, does not tell."""
+    loss, params = of(net, units="layers.*")
+    step = ff.jit(ff.value_and_grad(loss), only="layers.*", backend=counted)
+    close(step(params, X), ff.value_and_grad(loss)(params, X))
+    assert len(RAN) == 4 and len({id(graph) for graph in RAN}) == 1
+
+
+REFUSED = {
+    "statistics": (
+        lambda: Net(Block(0, nn.BatchNorm1d)), {"units": "layers.*"}, ValueError,
+        r"'layers.0'.* holds 'norm', which writes running statistics.*only=",
+    ),
+    "units in it": (
+        lambda: Net(Block(0)), {"units": ["layers.*", "layers.*.up"]}, ValueError,
+        "holds other units.*only=",
+    ),
+    "what it leaves": (
+        lambda: Net(Counts(0)), {"units": "layers.*"}, RuntimeError, "calls",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_unit_that_does_not_compile_is_refused(case):
+    make, options, error, said = REFUSED[case]
+    loss, params = of(make(), **options)
+    with pytest.raises(error, match=said):
+        ff.jit(ff.value_and_grad(loss), backend=counted)(params, X)
+
+
+def test_a_tied_weight_and_an_eval_norm_compile(net):
+    """A parameter under two names has one gradient; statistics are read."""
+    net = Net(Block(0, nn.BatchNorm1d)).eval()
+    net.layers[0].up.weight = net.layers[0].down.weight
+    loss, params = of(net, units="layers.*")
+    grad = ff.value_and_grad(loss)
+    same(ff.jit(grad, backend=counted)(params, X), grad(params, X))
+    assert RAN
