@@ -36,10 +36,11 @@ def build(
     zero: int | None = None,
     remat: bool = False,
     donate: bool = True,
+    jit: bool = False,
 ) -> Competitor:
     """A competitor; `zero=None` is one device, with no transform around the step.
 
-    Recomputation is put on the blocks alone, as the peers put theirs.
+    Recomputation is put on the blocks alone, as the peers put theirs, and so is `jit`.
     """
     loss_fn = functional_loss(setting.size, ff.unit, ff.remat if remat else _same)
     step = train = train_step(loss_fn)
@@ -48,6 +49,8 @@ def build(
     if zero is not None:
         mesh = ff.make_mesh({"data": setting.ranks}, backend="processes")
         step = ff.shard(step, mesh, "data", zero=zero)
+    if jit:
+        step = ff.jit(step, only="block")
     params = init_params(setting.size, device=setting.device)
     batch = setting.batch()
     held = [ff.init_state(step, params, train.optimizer, batch)]
@@ -161,6 +164,10 @@ def _builders() -> dict[str, Callable[[Setting], Competitor]]:
     made = {name: functools.partial(build, **kind) for name, kind in kinds.items()}
     for name, kind in kinds.items():
         made[f"{name}_pure"] = functools.partial(build, donate=False, **kind)
+    for name in ("ours", "zero0", "zero3", "zero3_remat"):
+        made[f"{name}_jit"] = functools.partial(build, jit=True, **kinds[name])
+        more = {"jit": True, "donate": False, **kinds[name]}
+        made[f"{name}_jit_pure"] = functools.partial(build, **more)
     return made
 
 

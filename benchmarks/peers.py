@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,8 +115,21 @@ def checkpointed(setting: Setting) -> Competitor:
     return loop(model, adamw(model.parameters()), setting.batch())
 
 
-def ddp(setting: Setting) -> Competitor:
-    model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+def compiled(setting: Setting) -> Competitor:
+    """One device, each block compiled: the floor under compiled steps."""
+    model = _compiled_blocks(setting.model())
+    return loop(model, adamw(model.parameters()), setting.batch())
+
+
+def _compiled_blocks(model: Gpt) -> Gpt:
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def ddp(setting: Setting, *, compile: bool = False) -> Competitor:
+    model = _compiled_blocks(setting.model()) if compile else setting.model()
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     sent = 2 * setting.alpha * setting.size.parameters * FLOAT
     return loop(model, adamw(model.parameters()), setting.batch(), sent=sent)
 
@@ -130,7 +144,9 @@ def zero_redundancy(setting: Setting) -> Competitor:
     return loop(model, optimizer, setting.batch(), sent=sent)
 
 
-def fsdp2(setting: Setting, *, recompute: bool = False) -> Competitor:
+def fsdp2(
+    setting: Setting, *, recompute: bool = False, compile: bool = False
+) -> Competitor:
     """`fully_shard` on each block and on the root, with its defaults.
 
     Its default keeps the root gathered (embedding and head) after the forward, and
@@ -146,6 +162,8 @@ def fsdp2(setting: Setting, *, recompute: bool = False) -> Competitor:
     for i, block in enumerate(model.blocks):
         if recompute:
             model.blocks[i] = block = checkpoint_wrapper(block)
+        if compile:  # around the recompute, as torchtitan does
+            block.compile(fullgraph=True, dynamic=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     gathered = torch.empty(0, dtype=setting.compute or torch.float32).element_size()
@@ -197,4 +215,8 @@ BUILDERS: dict[str, Callable[[Setting], Competitor]] = {
     "zero_redundancy": zero_redundancy,
     "fsdp2": fsdp2,
     "fsdp2_checkpoint": fsdp2_checkpointed,
+    "compiled": compiled,
+    "ddp_compiled": partial(ddp, compile=True),
+    "fsdp2_compiled": partial(fsdp2, compile=True),
+    "fsdp2_checkpoint_compiled": partial(fsdp2, recompute=True, compile=True),
 }

@@ -103,6 +103,8 @@ def floor_of(group: str) -> str | None:
     """
     if group.startswith(("pipeline", "split")):
         return "plain_whole"
+    if group.startswith("jit"):
+        return "compiled"
     if group == "one_device" or group.startswith("zero"):
         return "plain"
     return None
@@ -245,6 +247,52 @@ ROWS = [
         "memory",
         ours="zero2",
         theirs="zero_redundancy",
+        unit="MiB",
+    ),
+    Row(
+        "jit",
+        "jit step, one device",
+        "torch.compile of blocks",
+        "jit one_device",
+        ours="ours_jit",
+        theirs="compiled",
+        bar=1.00,
+    ),
+    Row(
+        "jit_zero0",
+        "jit, zero=0 step",
+        "DDP, compiled blocks",
+        "jit zero0",
+        ours="zero0_jit",
+        theirs="ddp_compiled",
+        bar=1.00,
+    ),
+    Row(
+        "jit_zero3",
+        "jit, zero=3 step",
+        "FSDP2, compiled blocks",
+        "jit zero3",
+        ours="zero3_jit",
+        theirs="fsdp2_compiled",
+        bar=0.70,
+    ),
+    Row(
+        "jit_zero3_remat",
+        "jit, zero=3 + remat step",
+        "FSDP2 + checkpoint_wrapper, compiled",
+        "jit zero3 and remat",
+        ours="zero3_remat_jit",
+        theirs="fsdp2_checkpoint_compiled",
+        bar=0.88,
+    ),
+    Row(
+        "jit_zero3_memory",
+        "jit, zero=3 peak memory",
+        "FSDP2, compiled blocks",
+        "memory",
+        ours="zero3_jit",
+        theirs="fsdp2_compiled",
+        bar=0.95,
         unit="MiB",
     ),
     Row(
