@@ -215,6 +215,21 @@ def test_nodes_are_numbered_in_order():
     assert _torch.next_sequence_number() >= number
 
 
+def test_a_meta_tensor_is_a_fake_one_of_the_cpu():
+    what = "plans of models on meta hold every score of their attention"
+    mode = _torch.fake_mode_of(())
+    x = torch.empty(2, 3, device="meta", requires_grad=True).t()
+    for found in (_torch.fake_of(mode, x.detach()), _under(mode, lambda: x * 1)):
+        assert found.device.type == "cpu" and found.shape == (3, 2), breaks(what)
+    one, other = _torch.fake_of(mode, x), _torch.fake_of(mode, x)
+    assert one is other and one.stride() == x.stride(), breaks(what)
+
+
+def _under(mode, run):
+    with mode:
+        return run()
+
+
 def test_modes_are_seen():
     what = "spmd drops a mode, or hooks, around it in silence"
     assert _torch.active_modes() == [] and not _torch.saved_tensors_hooked()

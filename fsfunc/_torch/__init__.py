@@ -20,6 +20,7 @@ from fsfunc._torch.dispatch import (
     beneath_modes,
     check_device,
     device_of,
+    device_of_fake,
     fake_active,
     fake_mode,
     fake_mode_of,

@@ -14,6 +14,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsfunc._torch.fake_results import CPU, fake_result
 
@@ -261,7 +262,31 @@ def _teach() -> None:
 
 def _new_fake_mode() -> FakeTensorMode:
     _teach()
-    return HereFakeMode(allow_non_fake_inputs=True)
+    mode = HereFakeMode(allow_non_fake_inputs=True)
+    _take_meta_for_cpu(mode)
+    return mode
+
+
+def _take_meta_for_cpu(mode: FakeTensorMode) -> None:
+    """Makes fake tensors of the CPU of a mode's meta tensors.
+
+    On "meta" torch takes an operator's slowest way (attention with all its scores),
+    which no device runs.
+    """
+    converter: Any = mode.fake_tensor_converter
+    plainly, made = converter.from_real_tensor, WeakTensorKeyDictionary()
+
+    def converted(fake_mode: FakeTensorMode, x: Tensor, *args: Any, **how: Any) -> Any:
+        if x.device.type != "meta" or isinstance(x, FakeTensor):
+            return plainly(fake_mode, x, *args, **how)
+        if x not in made:
+            like = {"dtype": x.dtype, "requires_grad": x.requires_grad}
+            where = device_of_fake(x)
+            with mode:
+                made[x] = torch.empty_strided(x.shape, x.stride(), device=where, **like)
+        return made[x]
+
+    converter.from_real_tensor = converted
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
@@ -292,6 +317,11 @@ def fake_active() -> bool:
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """``x`` without its data."""
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+
+
+def device_of_fake(x: Tensor) -> torch.device:
+    """The device of a tensor's fake one: see ``_take_meta_for_cpu``."""
+    return CPU if x.device.type == "meta" else x.device
 
 
 def device_of(x: Tensor) -> torch.device:

@@ -2,6 +2,7 @@
 
 plan_command.py hardware_command.py checkpoint_commands.py names_command.py
 build_scripts.py    scripts with build(mesh); what is printed, written
+hugging_face.py     the step of a model, of its config.json
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fsfunc.cli.build_scripts import (
     write_json,
     writing,
 )
+from fsfunc.cli.hugging_face import HuggingFaceStep
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Mesh
@@ -35,6 +37,7 @@ from fsfunc.show.estimates import estimate as estimate_tables
 
 __all__ = ["add_to", "facts"]
 
+HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
 THIS = "this"  # as a hardware's name: the machine at hand
 MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
 
@@ -53,7 +56,20 @@ def add_to(commands: Any) -> None:
     )
     one.set_defaults(run=_run)
     add = one.add_argument
-    add("script", type=Path, metavar="SCRIPT", help="a Python file with build(mesh)")
+    add(
+        "script",
+        type=Path,
+        nargs="?",
+        metavar="SCRIPT",
+        help="a Python file with build(mesh)",
+    )
+    add(
+        "--hf",
+        type=Path,
+        metavar="CONFIG",
+        help="in place of a script: the config.json of a Hugging Face language model, "
+        f"of which a step is planned; {HF_OPTIONS}",
+    )
     add(
         "--mesh",
         required=True,
@@ -99,26 +115,41 @@ def _run(options: argparse.Namespace) -> None:
     _check(options)
     machine = _machine(options.hardware)
     seen: list[tuple[Plan, Estimate | None]] = []
-    with started(options.script, options.passed):
-        build = build_of(options.script)
+    script = options.hf or options.script
+    with _builder(options) as build:
         for mesh in options.mesh:
-            found, times = plan_of(build, mesh, options.script), None
+            found, times = plan_of(build, mesh, script), None
             if machine is not None:
-                with refusing(options.script):
-                    how = {"tokens": options.tokens, "attention": options.attention}
+                tokens = options.tokens
+                if tokens is None and isinstance(build, HuggingFaceStep):
+                    tokens = build.tokens(mesh)
+                with refusing(script):
+                    how = {"tokens": tokens, "attention": options.attention}
                     times = estimate(found, machine, **how)
             seen.append((found, times))
             _show(found, times, machine, options)
     if len(seen) > 1:
         put(comparison(seen))
     if options.json:
-        about = {"script": str(options.script), "arguments": options.passed}
+        about = {"script": str(script), "arguments": options.passed}
         plans = [facts(found, times, machine) for found, times in seen]
         write_json(options.json, {**about, "plans": plans})
 
 
+@contextmanager
+def _builder(options: argparse.Namespace) -> Iterator[Any]:
+    """What makes the step for a mesh: a script's build, or that of a config."""
+    if options.hf is not None:
+        yield HuggingFaceStep(options.hf, options.passed)
+        return
+    with started(options.script, options.passed):
+        yield build_of(options.script)
+
+
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
+    if (options.script is None) == (options.hf is None):
+        raise Refused("name a SCRIPT with build(mesh), or --hf CONFIG: one of the two")
     for name in ("streams", "trace", "tokens", "attention"):
         if getattr(options, name) and not options.hardware:
             names = ", ".join(known.name for known in machines.GIVEN)

@@ -154,7 +154,8 @@ def _like(mode: Any, x: Tensor) -> Tensor:
     if mode is None or isinstance(x, _torch.FakeTensor) or _is_odd(x):
         return _shadow(mode, x, {})
     with mode:
-        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        where = _torch.device_of_fake(x)
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
         space_of(x).mark(fake)
     return fake.requires_grad_(x.requires_grad)
 
@@ -169,7 +170,8 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
     key = _torch.storage_key(x)
     with nullcontext() if mode is None else mode:
         if key not in storages:
-            storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
+            where = x.device if mode is None else _torch.device_of_fake(x)
+            storages[key] = torch.empty(size, dtype=torch.uint8, device=where)
             if mode is None:
                 storages[key].untyped_storage().copy_(x.untyped_storage())
             space_of(x).mark(storages[key])

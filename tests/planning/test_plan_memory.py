@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.planning.events import Ran
 from fsfunc.runtime.memory import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
@@ -263,3 +264,33 @@ def test_a_batch_that_is_a_part_of_something_larger():
 
     for both in ff.spmd(main, LINE)():
         both.check()
+
+
+def test_a_plan_of_meta_tensors_is_that_of_tensors_with_data():
+    """On "meta" torch takes attention's slowest way, which holds all its scores."""
+
+    @ff.unit
+    def attend(p, x):
+        q, k, v = (x @ p).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).reshape(2, 64, 32)
+
+    mesh, optimizer = ff.make_mesh({"data": 4}, "abstract"), ff.sharded_adam(0.1)
+
+    def planned(params, batch):
+        beside = torch.ones(32, device=params)  # of a closure
+
+        def loss(p, x):
+            return attend(p["b"], attend(p["a"], x * beside)).square().mean()
+
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+        given = {k: torch.empty(32, 96, device=params) for k in "ab"}
+        x = torch.empty(2, 64, 32, device=batch)
+        plan = ff.plan(step, given, optimizer, x, mesh=mesh)
+        ops = [e.op.name for e in plan[0].events if isinstance(e, Ran)]
+        return plan.peak_bytes, plan.flops, plan.bytes(), ops
+
+    expected = planned("cpu", "cpu")
+    assert any("flash_attention" in name for name in expected[3])
+    for params, batch in ("meta", "meta"), ("meta", "cpu"), ("cpu", "meta"):
+        assert planned(params, batch) == expected

@@ -1,0 +1,115 @@
+"""A train step of a Hugging Face model, of its config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsfunc.cli.build_scripts import Refused
+from fsfunc.comm.mesh import Mesh
+from fsfunc.core.autodiff import value_and_grad
+from fsfunc.interop.modules import from_module
+from fsfunc.optim.adam import sharded_adam
+from fsfunc.transforms.casting import precision
+from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.sharding import shard
+
+__all__ = ["HuggingFaceStep"]
+
+MODEL = "model"  # an axis of this name splits layers, all others the data
+LONGEST = 4096
+
+
+class HuggingFaceStep:
+    """The train step of a causal language model, for any mesh: AdamW, in bfloat16.
+
+    Its parameters have no data. Its units are the layers that the model itself does
+    not split; of a mesh with an axis "model", that splits them by the model's own plan.
+
+    Args:
+        path: a config.json, or the folder of one.
+        passed: options of the command line, see ``--hf CONFIG -- --help``.
+
+    Raises:
+        Refused: no such file, no model that transformers knows, or no transformers.
+    """
+
+    def __init__(self, path: Path, passed: Sequence[str]):
+        self.path = path / "config.json" if path.is_dir() else path
+        self.options = _options(passed)
+        self.config = _config(self.path)
+        known = getattr(self.config, "max_position_embeddings", None) or LONGEST
+        self.length = self.options.length or min(known, LONGEST)
+
+    def tokens(self, mesh: Mesh) -> int:
+        """The tokens of a step over all ranks of a mesh."""
+        ranks = mesh.size // mesh.axes.get(MODEL, 1)
+        return ranks * self.options.sequences * self.length
+
+    def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
+        """What a script's build(mesh) returns."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(
+                    self.config, dtype=torch.float32
+                )
+            except ValueError as error:
+                raise Refused(f"{self.path}: {error}") from None
+        kinds = set(model._no_split_modules or ())
+        split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
+        apply, params, buffers = from_module(
+            model, units=lambda _, m: type(m).__name__ in kinds, **split
+        )
+
+        def loss_fn(params: Any, tokens: Any) -> Any:
+            found = apply(
+                params, buffers, input_ids=tokens, labels=tokens, use_cache=False
+            )
+            return found.loss
+
+        optimizer, wanted = sharded_adam(1e-4), self.options
+        step: Callable[..., Any] = optimizer(value_and_grad(loss_fn))
+        step = remat(step) if wanted.remat else step
+        step = precision(step, torch.bfloat16, reduce=torch.float32)
+        axes = tuple(name for name in mesh.axes if name != MODEL)
+        step = shard(step, mesh, axes, zero=wanted.zero) if axes else step
+        batch = torch.empty(wanted.sequences, self.length, dtype=torch.int64)
+        return step, lambda: params, optimizer, batch, apply.layouts
+
+
+def _options(passed: Sequence[str]) -> argparse.Namespace:
+    one = argparse.ArgumentParser(prog="python -m fsfunc plan --hf CONFIG ... --")
+    add = one.add_argument
+    add("--sequences", type=int, default=1, help="of a rank's batch (default: 1)")
+    add("--length", type=int, help=f"of each (the model's, {LONGEST} at most)")
+    add("--zero", type=int, default=3, choices=range(4), help="of shard (default: 3)")
+    add("--no-remat", dest="remat", action="store_false", help="keep all residuals")
+    found = one.parse_args(list(passed))
+    for name in ("sequences", "length"):
+        if (value := getattr(found, name)) is not None and value < 1:
+            one.error(f"--{name} is 1 or more: {value}")
+    return found
+
+
+def _config(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise Refused(f"--hf needs transformers: {error}") from None
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} is no config.json of a model: {error}") from None
+    kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except (TypeError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        raise Refused(f"{path}: model_type {kind!r} is no model: {said}") from None

@@ -1,0 +1,76 @@
+"""``python -m fsfunc plan --hf config.json``: a model's plan without a script."""
+
+import json
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.__main__ import main
+from fsfunc.cli.hugging_face import HuggingFaceStep
+from fsfunc.planning.events import Ran
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(**changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(LLAMA | changes))
+        return path
+
+    return write
+
+
+def parameters():
+    width, inner, kv = 32, 48, 16
+    layer = 2 * width * width + 2 * width * kv + 3 * width * inner + 2 * width
+    return 2 * 64 * width + 2 * layer + width
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+def test_a_config_is_planned_as_the_step_that_it_describes(axes, config, tmp_path):
+    """Every number is that of a plan by hand; attention keeps no scores."""
+    out = tmp_path / "plan.json"
+    mesh = ",".join(f"{k}={v}" for k, v in axes.items())
+    passed = ["--sequences", "3", "--length", "8"]
+    path = config()
+    assert not main(
+        ["plan", "--hf", str(path), "--mesh", mesh, "--hardware", "h100"]
+        + ["--json", str(out), "--", *passed]
+    )
+    (found,) = json.loads(out.read_text())["plans"]
+    build = HuggingFaceStep(path, passed)
+    abstract = ff.make_mesh(axes, "abstract")
+    step, init, optimizer, batch, layouts = build(abstract)
+    plan = ff.plan(step, init, optimizer, batch, mesh=abstract, layouts=layouts)
+    assert found["peak_bytes"] == plan.peak_bytes
+    assert found["flops"] == plan.flops
+    assert build.tokens(abstract) == axes["data"] * 3 * 8
+    assert batch.shape == (3, 8) and batch.dtype == torch.int64
+    assert sum(x.numel() for x in init().values()) == parameters()
+    names = {e.op.name for e in plan[0].events if isinstance(e, Ran)}
+    assert any("flash_attention" in name for name in names)
+    assert not any("softmax" in n and "log" not in n for n in names)
+    assert (plan.count("psum", axis="model") > 0) == ("model" in axes)
+
+
+REFUSED = {
+    "no such model": ({"model_type": "pelican"}, [], "'pelican' is no model"),
+    "no language model": ({"model_type": "vit"}, [], "config.json"),
+    "no file": (None, [], "is no config.json of a model"),
+    "both": ({}, ["script.py"], "one of the two"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_planned_is_refused(case, config, tmp_path, capsys):
+    changes, more, said = REFUSED[case]
+    path = tmp_path / "nothing" if changes is None else config(**changes)
+    assert main(["plan", *more, "--hf", str(path), "--mesh", "data=2"])
+    assert said in capsys.readouterr().err
