@@ -15,17 +15,6 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import all_gather, pmax, psum
 from fsfunc.comm.mesh import Here
 
-__all__ = [
-    "advised",
-    "attempt",
-    "check_alike",
-    "everywhere",
-    "gathered",
-    "raise_everywhere",
-    "way_out",
-]
-
-
 _T = TypeVar("_T")
 
 _PLAIN = (

@@ -20,8 +20,6 @@ from fsfunc.checkpoint.opening import open_regular
 from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored
 from fsfunc.runtime.memory import populate
 
-__all__ = ["Blocks", "Threads", "bytes_of", "check_files", "copy", "prove"]
-
 # A thread waits for the disk, sums and copies in turn: with several of them disk and
 # cores are both busy. A slab fits a core's cache, so that it comes from memory once.
 SLAB = 2 * BLOCK  # bytes that a thread reads at once

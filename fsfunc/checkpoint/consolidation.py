@@ -26,8 +26,6 @@ from fsfunc.checkpoint.safetensors import write_file
 from fsfunc.checkpoint.stored import BLOCK, Stored, StoredTensor
 from fsfunc.sharded.slices import Box
 
-__all__ = ["consolidate"]
-
 
 def consolidate(
     path: str | os.PathLike, file: str | os.PathLike, *, at: str = ""

@@ -27,8 +27,6 @@ from fsfunc.checkpoint.stored import (
 )
 from fsfunc.runtime.scopes import uncollected
 
-__all__ = ["metadata"]
-
 
 def metadata(path: str | os.PathLike) -> Stored:
     """The leaves and metadata of the checkpoint at ``path``; reads no tensor.

@@ -31,17 +31,6 @@ from fsfunc.checkpoint.stored import (
 )
 from fsfunc.runtime.scopes import uncollected
 
-__all__ = [
-    "PART_OF",
-    "Entry",
-    "Header",
-    "check_headers",
-    "header_at",
-    "header_of",
-    "seal",
-    "with_sums",
-]
-
 PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
 
 _OURS, _SUMS = "fsfunc", "fsfunc.sums"

@@ -36,8 +36,6 @@ from fsfunc.sharded.packing import PackedTree, split_buffers
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 
-__all__ = ["load"]
-
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "
     "returned"

@@ -41,18 +41,6 @@ from fsfunc.checkpoint.stored import (
 )
 from fsfunc.runtime.scopes import uncollected
 
-__all__ = [
-    "MANIFEST",
-    "SAFE_DTYPES",
-    "VERSION",
-    "as_hex",
-    "dtype_name",
-    "from_hex",
-    "parse",
-    "read_manifest",
-    "write_manifest",
-]
-
 MANIFEST = "fsfunc.json"
 VERSION = 1
 SAFE_DTYPES = {

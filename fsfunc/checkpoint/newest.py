@@ -21,8 +21,6 @@ from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.printing.tables import visible
 
-__all__ = ["keep_newest", "latest", "remember", "tell_of_others"]
-
 
 def latest(
     folder: str | os.PathLike, pattern: str = "*", *, proven: bool = False

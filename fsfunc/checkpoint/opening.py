@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fsfunc.checkpoint.stored import CheckpointError
 
-__all__ = ["is_pickle", "open_regular", "read_regular", "refuse_pickle", "stays"]
-
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
 
 

@@ -17,21 +17,6 @@ from typing import Any
 
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 
-__all__ = [
-    "DEEPEST",
-    "LEAVES",
-    "LONGEST",
-    "Said",
-    "Wrong",
-    "check_depth",
-    "check_path",
-    "number_of",
-    "numbers_of",
-    "proven",
-    "say",
-    "table_of",
-]
-
 LEAVES = 1 << 18  # of a tree
 DEEPEST = 200  # names in a path, and levels of metadata
 LONGEST = 1 << 28  # bytes of JSON: the checksums of 32 TiB

@@ -15,8 +15,6 @@ from fsfunc.checkpoint.blocks import Blocks, Threads, bytes_of
 from fsfunc.checkpoint.stored import BLOCK, Chunk, Stored, StoredTensor
 from fsfunc.sharded.slices import Box
 
-__all__ = ["Request", "read", "requests"]
-
 # What waits to be put in another order: bytes, and tensors.
 _HELD, _MANY = 8 * BLOCK, 1024
 

@@ -24,8 +24,6 @@ from fsfunc.comm.comparison import Section, checksums, difference
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here
 
-__all__ = ["Copies", "compared", "copies_of"]
-
 _ADVICE = (
     "Every rank saves the same paths, shapes, dtypes and values. A number that is each "
     "rank's own can be saved as a tensor, torch.tensor(x): of those each rank's is kept"

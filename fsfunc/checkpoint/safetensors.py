@@ -24,8 +24,6 @@ from fsfunc.checkpoint.manifest import VERSION
 from fsfunc.checkpoint.stored import BLOCK, Chunk, StoredFile
 from fsfunc.sharded.slices import Box
 
-__all__ = ["write_file", "write_parts"]
-
 _STRIDE = 8 * BLOCK  # bytes handed to the system at a time
 
 

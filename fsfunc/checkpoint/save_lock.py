@@ -22,20 +22,6 @@ from fsfunc.checkpoint.opening import read_regular
 from fsfunc.checkpoint.parsing import Wrong, table_of
 from fsfunc.checkpoint.stored import CheckpointError
 
-__all__ = [
-    "MARK",
-    "describe_job",
-    "has_gone",
-    "is_alive",
-    "is_fresh",
-    "is_marked",
-    "job_of",
-    "mark",
-    "own_name",
-    "this_job",
-    "unlock",
-]
-
 MARK = "fsfunc.saving"
 
 _PATIENCE = 120.0  # seconds in which a save elsewhere writes something

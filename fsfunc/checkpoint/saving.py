@@ -24,8 +24,6 @@ from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.donated import refuse_spent
 
-__all__ = ["save", "save_async"]
-
 
 def save(
     path: str | os.PathLike,

@@ -18,8 +18,6 @@ from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.watch.mailboxes import Message, is_final
 
-__all__ = ["Others", "RankStatus", "report", "take_status"]
-
 _PATIENCE = 5.0  # seconds without a word, after which a rank is asked where it is
 
 

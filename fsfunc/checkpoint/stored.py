@@ -21,16 +21,6 @@ import torch
 from fsfunc.printing.tables import of_axes, visible, visible_lines
 from fsfunc.sharded.placements import describe
 
-__all__ = [
-    "BLOCK",
-    "CheckpointError",
-    "Chunk",
-    "Stored",
-    "StoredFile",
-    "StoredTensor",
-    "tiles",
-]
-
 BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
 _FIELD = (1 << 127) - 1  # a prime
 

@@ -31,8 +31,6 @@ from fsfunc.comm.mesh import Here
 from fsfunc.runtime.memory import hold
 from fsfunc.transforms.donation import version
 
-__all__ = ["SaveTask", "in_flight"]
-
 
 @dataclass
 class SaveTask:

@@ -14,8 +14,6 @@ from fsfunc.cli.build_scripts import Refused, put
 from fsfunc.printing.tables import of_bytes
 from fsfunc.show.shardings import checkpoint
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds ``checkpoint`` and ``consolidate`` to argparse's subparsers."""

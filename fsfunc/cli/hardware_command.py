@@ -15,8 +15,6 @@ from fsfunc.planning.hardware import to_json
 from fsfunc.planning.machines import Hardware
 from fsfunc.show.estimates import description
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds ``hardware`` to argparse's subparsers."""

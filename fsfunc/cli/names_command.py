@@ -10,8 +10,6 @@ from typing import Any
 import fsfunc as ff
 from fsfunc.cli.build_scripts import Refused
 
-__all__ = ["add_to", "public", "sentence"]
-
 ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
 THINGS = {  # objects without a docstring of their own
     "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",

@@ -33,8 +33,6 @@ from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 
-__all__ = ["add_to", "facts"]
-
 THIS = "this"  # as a hardware's name: the machine at hand
 MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
 

@@ -17,17 +17,6 @@ from fsfunc import _torch, tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "GivenTensor",
-    "Signature",
-    "are_filled",
-    "handed",
-    "is_object",
-    "opened",
-    "taken",
-    "without_caches",
-]
-
 
 def opened(values: Any, who: str) -> bool:
     """Looks for tensors that are held out of sight.

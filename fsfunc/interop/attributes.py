@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from fsfunc import _torch
 from fsfunc.interop.stubs import Absent, hook_tables
 
-__all__ = ["Attributes"]
-
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _FIXED = (
     Absent, tuple, frozenset, range, slice, torch.device, functools.partial,

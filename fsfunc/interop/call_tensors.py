@@ -19,8 +19,6 @@ from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.split_flow import SplitFlow
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["CallTensors", "Knowledge"]
-
 
 @dataclass
 class Knowledge:

@@ -18,8 +18,6 @@ from fsfunc.interop.split_values import kind_of
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["LayerPlan", "planned"]
-
 
 class LayerPlan:
     """The layers of a module that are split.

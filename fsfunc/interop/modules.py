@@ -17,8 +17,6 @@ from fsfunc.interop.plan_words import own_plan
 from fsfunc.interop.structures import Structure
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["from_module", "to_module"]
-
 
 def from_module(
     module: nn.Module,

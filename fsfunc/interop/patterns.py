@@ -13,8 +13,6 @@ from torch import nn
 from fsfunc import _torch
 from fsfunc.tree.structure import matches
 
-__all__ = ["BySize", "by_size", "called", "chosen", "completed"]
-
 Units = Any  # a class, a name, a pattern, a size, a predicate; or several
 
 

@@ -12,8 +12,6 @@ from fsfunc.interop.split_layers import KINDS
 from fsfunc.interop.split_values import check_experts
 from fsfunc.tree.structure import matches
 
-__all__ = ["own_plan", "words_of"]
-
 
 def own_plan(module: nn.Module) -> dict[str, str]:
     """The plan that a model of transformers has of itself, in the words used here.

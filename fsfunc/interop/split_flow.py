@@ -20,8 +20,6 @@ from fsfunc.comm.groups import axis_size
 from fsfunc.interop.split_values import SplitTensor, is_split, joined, own_positions
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["SplitFlow"]
-
 
 class SplitFlow:
     """The split features of one call of a unit.

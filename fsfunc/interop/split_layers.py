@@ -20,8 +20,6 @@ from fsfunc.interop.stubs import Absent
 from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["KINDS", "SplitModule"]
-
 
 class ColumnLinear(nn.Linear):
     """Its output is this rank's features."""

@@ -21,8 +21,6 @@ from fsfunc import _torch, tree
 from fsfunc.interop.arguments import GivenTensor, Signature, is_object
 from fsfunc.interop.stubs import Absent
 
-__all__ = ["run_shapes"]
-
 _MARK = 1_000_003  # a prime that no other size has as a factor
 
 

@@ -40,8 +40,6 @@ from fsfunc.interop.stubs import (
 from fsfunc.nn.draws import own_draws
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Structure"]
-
 
 @dataclass(frozen=True)
 class Extras:

@@ -14,18 +14,6 @@ from torch import nn
 
 from fsfunc import _torch
 
-__all__ = [
-    "Absent",
-    "Hook",
-    "LateHooks",
-    "UnitStub",
-    "Seen",
-    "hook_tables",
-    "make_stub",
-    "run_late",
-    "shown_by",
-]
-
 
 class Absent:
     """Placeholder of a tensor; any use raises."""

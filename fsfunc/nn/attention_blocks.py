@@ -21,8 +21,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.nn.dtypes import wide
 
-__all__ = ["Attended", "attend", "attend_in_place", "joined", "pull"]
-
 
 class Attended(NamedTuple):
     """Attention of queries to some keys.

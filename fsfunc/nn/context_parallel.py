@@ -28,8 +28,6 @@ from fsfunc.nn.sequence_order import (
     zigzag_parts,
 )
 
-__all__ = ["all_to_all_attention", "ring_attention"]
-
 
 def ring_attention(
     q: Tensor,

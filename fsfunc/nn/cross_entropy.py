@@ -17,15 +17,6 @@ from fsfunc import _torch
 from fsfunc.nn.dtypes import wide
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
-__all__ = [
-    "cuts",
-    "exponentiated",
-    "gradient_of",
-    "is_transformed",
-    "row_sums",
-    "vocab_cross_entropy",
-]
-
 
 def vocab_cross_entropy(
     logits: Tensor,

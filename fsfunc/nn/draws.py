@@ -19,8 +19,6 @@ from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.generators import generators_kept, mix, one_number
 
-__all__ = ["dropout", "own_draws"]
-
 
 @contextmanager
 def own_draws(axis: Axis | None) -> Iterator[None]:

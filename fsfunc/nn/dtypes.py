@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["autocast", "is_autocast", "wide", "without_autocast"]
-
 
 def wide(x: Tensor) -> torch.dtype:
     """The dtype in which sums over ``x`` are held: fp32 at least."""

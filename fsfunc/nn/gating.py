@@ -14,8 +14,6 @@ from torch import Tensor
 from fsfunc.nn.dtypes import wide
 from fsfunc.nn.routing import Routing, check_used, counts_of, route
 
-__all__ = ["top_1_gating", "top_2_gating", "top_k_gating"]
-
 
 def top_1_gating(
     logits: Tensor,

@@ -30,8 +30,6 @@ from fsfunc.nn.cross_entropy import (
 from fsfunc.nn.dtypes import wide, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
-__all__ = ["MadeForward", "TiledSums", "Tiles"]
-
 _CLASSES = 2**13  # of the weight's gradient that are summed at a time in another dtype
 
 

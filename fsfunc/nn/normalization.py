@@ -29,16 +29,6 @@ from fsfunc.comm.groups import axis_size, group
 from fsfunc.nn.dtypes import wide
 from fsfunc.nn.tensor_parallel import Leaf, part_of
 
-__all__ = [
-    "group_norm",
-    "layer_norm",
-    "normalized",
-    "normalizer",
-    "rms_norm",
-    "shifted_sums",
-    "summed",
-]
-
 
 def shifted_sums(
     x: Tensor, dims: list[int], keep: bool = True

@@ -34,8 +34,6 @@ from fsfunc.nn.attention_blocks import (
 )
 from fsfunc.nn.dtypes import wide, without_autocast
 
-__all__ = ["Block", "Ring", "attention", "ring_blocks", "ring_moves"]
-
 Pairs = tuple[tuple[int, int], ...]
 
 

@@ -25,16 +25,6 @@ from fsfunc.core.losses import Summed
 from fsfunc.nn.dtypes import wide
 from fsfunc.nn.normalization import shifted_sums
 
-__all__ = [
-    "Moments",
-    "RunningStatistics",
-    "batch_norm",
-    "check_norm",
-    "commit_statistics",
-    "init_statistics",
-    "stock_norm",
-]
-
 
 class Moments(NamedTuple):
     """Sums over values of a channel, in fp64: those of two batches add up.

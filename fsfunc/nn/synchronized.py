@@ -20,8 +20,6 @@ from fsfunc.nn.statistics import (
     stock_norm,
 )
 
-__all__ = ["sync_batch_norm"]
-
 
 def sync_batch_norm(
     params: Mapping[str, Tensor] | None,

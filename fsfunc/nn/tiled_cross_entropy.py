@@ -16,8 +16,6 @@ from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
 
-__all__ = ["linear_cross_entropy"]
-
 _NAME = "linear_cross_entropy"
 _TILE = 2**25  # logits in a tile: 128 MiB in fp32
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
-from fsfunc.optim.coded_moments import MEAN, SQUARE, Coded, Codes
+from fsfunc.optim.coded_moments import Coded, Codes
+from fsfunc.optim.coded_steps import MEAN, SQUARE
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays

@@ -14,15 +14,6 @@ from fsfunc.comm.descriptions import Ask, stated
 from fsfunc.optim.leaves import Tree
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "answers",
-    "check_fractions",
-    "check_not_negative",
-    "check_numbers",
-    "check_params_given",
-    "check_rate",
-]
-
 
 def check_numbers(**values: Any) -> None:
     """Raise TypeError where one of ``values`` is neither a number nor a tensor."""

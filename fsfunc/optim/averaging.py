@@ -23,8 +23,6 @@ from fsfunc.optim.optimizer import (
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import lay_as
 
-__all__ = ["AverageState", "ema", "eval_params", "swa"]
-
 
 class AverageState(NamedTuple):
     """The counts of updates and of those averaged, the average, and the inner state.

@@ -12,8 +12,6 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.coded_steps import (
-    MEAN,
-    SQUARE,
     Scratch,
     groups_of,
     stretches,
@@ -28,8 +26,6 @@ from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["MEAN", "SQUARE", "Coded", "Codes", "decoded", "encoded", "is_coded"]
 
 
 class Codes(NamedTuple):

@@ -23,17 +23,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
 from fsfunc.sharded.placements import Split, room
 
-__all__ = [
-    "CodeGroup",
-    "MEAN",
-    "SQUARE",
-    "Scratch",
-    "groups_of",
-    "stretches",
-    "write_codes",
-    "zero_codes",
-]
-
 
 @dataclass
 class CodeGroup:

@@ -21,16 +21,6 @@ from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.runtime.block_codes import CHUNK
 
-__all__ = [
-    "Codec",
-    "Commit",
-    "ElementRule",
-    "Equation",
-    "Kernel",
-    "chunks",
-    "elementwise",
-]
-
 Kernel = Callable[..., None]
 # (param, grad, *moments, decay) -> (update, *moments), where update() is a tensor
 Equation = Callable[..., Sequence[Any]]

@@ -22,8 +22,6 @@ from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["AdafactorState", "adafactor"]
-
 
 class AdafactorState(NamedTuple):
     """The count of updates, and the second moments.

@@ -29,8 +29,6 @@ from fsfunc.optim.optimizer import (
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.donated import Everything
 
-__all__ = ["ScheduleFreeState", "schedule_free"]
-
 
 class ScheduleFreeState(NamedTuple):
     """The count of updates, the base iterate z, and the weights of the average.

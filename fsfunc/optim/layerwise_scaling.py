@@ -21,12 +21,6 @@ from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = [
-    "LayerwiseLossScaleState",
-    "UnitScaling",
-    "layerwise_loss_scale",
-]
-
 
 class UnitScaling(Interpretation):
     """Multiplies by a unit's scale where its backward begins, and divides at its ends.

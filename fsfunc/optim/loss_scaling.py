@@ -17,12 +17,6 @@ from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, check_takes_plainly, described
 
-__all__ = [
-    "ApplyIfFiniteState",
-    "Skipping",
-    "apply_if_finite",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Skipping:

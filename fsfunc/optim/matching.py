@@ -30,11 +30,6 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "MirroredState",
-]
-
-
 Decay = float | Tensor
 Rule = Callable[..., Sequence[Tensor]]  # (param, grad, *moments, decay) -> results
 

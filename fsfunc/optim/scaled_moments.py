@@ -22,8 +22,6 @@ from fsfunc.optim.matching import Matched
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Scaled"]
-
 _LARGEST, _INTERVAL = 2.0**16, 2000
 _LIMIT = torch.finfo(torch.float16).max
 

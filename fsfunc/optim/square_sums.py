@@ -24,8 +24,6 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import Box, boxes
 
-__all__ = ["FactoredLeaf", "powers", "whole_sums", "wide"]
-
 
 class FactoredLeaf:
     """A leaf's part in a step: the rank's boxes of it, and its second moments."""

@@ -22,8 +22,6 @@ from fsfunc.optim.optimizer import Optimizer, State, described
 from fsfunc.optim.reductions import into_parts
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Trust", "scale_by_trust_ratio"]
-
 
 @described
 def scale_by_trust_ratio(

@@ -36,16 +36,6 @@ from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take as slice_of
 
-__all__ = [
-    "MasterState",
-    "Narrow",
-    "RoundingState",
-    "Widened",
-    "master_weights",
-    "stochastic_rounding",
-]
-
-
 _NARROW = (torch.float16, torch.bfloat16)
 
 

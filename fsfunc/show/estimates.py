@@ -20,8 +20,6 @@ from fsfunc.printing.tables import (
 )
 from fsfunc.show.memory_plot import check_plan
 
-__all__ = ["comparison", "description", "estimate", "room"]
-
 
 def estimate(
     estimate: Estimate, plan: Plan | None = None, hardware: Hardware | None = None

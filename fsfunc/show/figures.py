@@ -10,33 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Printed
 
-__all__ = [
-    "Bar",
-    "COMPUTE",
-    "COMPUTING",
-    "Drawn",
-    "FAINT",
-    "GAPS",
-    "INK",
-    "LOOKS",
-    "Look",
-    "MEMORY",
-    "OTHER",
-    "OUTSIDE",
-    "Row",
-    "SENDING",
-    "STALL",
-    "TRANSFERS",
-    "WAITS",
-    "by_sign",
-    "lane_figure",
-    "legend",
-    "lighter",
-    "look_of",
-    "sheet",
-]
-
-
 COMPUTE = "compute"  # the stream on which a rank computes
 
 

@@ -23,16 +23,6 @@ from fsfunc.show.figures import (
     look_of,
 )
 
-__all__ = [
-    "Lane",
-    "LaneChart",
-    "bands",
-    "check_events",
-    "check_spans",
-    "number",
-]
-
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

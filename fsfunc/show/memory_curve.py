@@ -15,8 +15,6 @@ from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import COMPUTE
 from fsfunc.show.lanes import Lane
 
-__all__ = ["Curve", "clock_of", "curve_of"]
-
 Held = tuple[int, ...]  # bytes of each of KINDS
 
 

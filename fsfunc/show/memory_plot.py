@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-__all__ = [
-    "MemoryChart",
-    "OUTSIDE_UNITS",
-    "alive_table",
-    "check_plan",
-    "kinds_table",
-    "memory",
-]
 
 OUTSIDE_UNITS = "(outside units)"
 ROWS = 12  # lines of the chart

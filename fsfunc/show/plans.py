@@ -17,8 +17,6 @@ from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import in_words
 from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
 
-__all__ = ["plan"]
-
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
     """The tables of a plan: units, collectives, parameters, state, and memory.

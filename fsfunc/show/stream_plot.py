@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-__all__ = ["StreamChart", "streams"]
 
 RANKS = 16  # shown by default
 WIDEST = 110  # columns, where nothing says how wide the paper is

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-__all__ = ["Timeline", "timeline"]
-
 
 @dataclass(frozen=True, repr=False)
 class Timeline(LaneChart):

@@ -21,8 +21,6 @@ from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curve import clock_of, curve_of
 from fsfunc.show.memory_plot import check_plan
 
-__all__ = ["trace"]
-
 Json = dict[str, Any]
 
 # Viewers know a thread by its number alone, whatever its process: numbers differ

@@ -24,18 +24,6 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
-__all__ = [
-    "DrawnModel",
-    "DrawnStack",
-    "DrawnStep",
-    "EXTRAS",
-    "WIDTH",
-    "embed",
-    "layer",
-    "rows",
-]
-
-
 WIDTH = 3
 EXTRAS = {  # leaves that a layer may have besides w: shape and dtype
     "b": ((WIDTH,), torch.float32),  # smaller than many an axis

@@ -20,8 +20,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.comparing import place_of
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["NotFinite", "finite", "poison"]
-
 
 class NotFinite(FloatingPointError):
     """A value that is NaN or infinite."""

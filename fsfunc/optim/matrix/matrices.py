@@ -16,8 +16,6 @@ from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["PLAIN", "check_matrices", "descent_rule", "directions", "matched_matrices"]
-
 PLAIN = Codec()
 
 

@@ -20,8 +20,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Owned, Placement
 from fsfunc.sharded.slices import take
 
-__all__ = ["MatrixExchange"]
-
 
 @dataclass(frozen=True)
 class _Bucket:

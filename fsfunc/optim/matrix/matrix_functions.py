@@ -10,8 +10,6 @@ from torch import Tensor
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
-__all__ = ["inverse_root", "newton_schulz", "newton_schulz_flops"]
-
 
 def newton_schulz(
     matrix: Tensor,

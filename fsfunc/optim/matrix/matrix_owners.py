@@ -19,8 +19,6 @@ from fsfunc.comm.linear_maps import Sizes
 from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.slices import assemble
 
-__all__ = ["Axes", "Cost", "Owners", "balanced", "owners_of"]
-
 Cost = Callable[[tuple[int, ...]], float]  # of a matrix of this shape
 Axes = tuple[tuple[str, int], ...]
 

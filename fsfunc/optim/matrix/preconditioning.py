@@ -30,12 +30,6 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
 
-__all__ = [
-    "Preconditioners",
-    "Preconditioning",
-    "placements_of",
-]
-
 
 class Preconditioners(NamedTuple):
     """Of one matrix, by block: both covariances, and their roots of power -1/4.
