@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.headers import check_headers
-from fsfunc.checkpoint.opening import open_regular
-from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored
+from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, open_regular
 from fsfunc.runtime.memory import populate
 
 # A thread waits for the disk, sums and copies in turn: with several of them disk and

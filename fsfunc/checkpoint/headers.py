@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
-from fsfunc.checkpoint.opening import is_pickle, open_regular, refuse_pickle
 from fsfunc.checkpoint.parsing import Said, Wrong, numbers_of, say, table_of
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -28,6 +27,9 @@ from fsfunc.checkpoint.stored import (
     Stored,
     StoredFile,
     StoredTensor,
+    is_pickle,
+    open_regular,
+    refuse_pickle,
 )
 from fsfunc.runtime.scopes import uncollected
 

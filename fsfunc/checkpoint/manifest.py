@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fsfunc.checkpoint.opening import read_regular
 from fsfunc.checkpoint.parsing import (
     LONGEST,
     Said,
@@ -38,6 +37,7 @@ from fsfunc.checkpoint.stored import (
     Stored,
     StoredFile,
     StoredTensor,
+    read_regular,
 )
 from fsfunc.runtime.scopes import uncollected
 

@@ -18,9 +18,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from fsfunc.checkpoint.opening import read_regular
 from fsfunc.checkpoint.parsing import Wrong, table_of
-from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError, read_regular
 
 MARK = "fsfunc.saving"
 

@@ -47,7 +47,7 @@ def _look(options: argparse.Namespace) -> None:
 
 def _consolidate(options: argparse.Namespace) -> None:
     # DCP takes half a second to import.
-    from fsfunc.checkpoint.consolidation import consolidate
+    from fsfunc.checkpoint.safetensors import consolidate
 
     with _refusing():
         file = consolidate(options.path, options.file, at=options.at)

@@ -8,7 +8,7 @@ gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
 experts.py   experts spread over ranks, and the all-to-alls to them
 context_parallel.py ring.py   attention over a split sequence; the ring's schedule
 sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
-statistics.py synchronized.py   batch norms, of one rank's batch or of all; statistics
+statistics.py       batch norms, of one rank's batch or of all; statistics
 normalization.py    norms of split features; mean and variance over ranks
 draws.py dtypes.py   each rank's own random numbers, dropout; dtypes of sums, autocast
 """
@@ -27,8 +27,8 @@ from fsfunc.nn.statistics import (
     batch_norm,
     commit_statistics,
     init_statistics,
+    sync_batch_norm,
 )
-from fsfunc.nn.synchronized import sync_batch_norm
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 

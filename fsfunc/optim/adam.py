@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
 from fsfunc.optim.coded_moments import Coded, Codes
 from fsfunc.optim.coded_steps import MEAN, SQUARE
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
@@ -18,7 +17,13 @@ from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.scaled_moments import Scaled
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    check_rate,
+    rate_at,
+)
 from fsfunc.sharded.leaf import is_sharded
 
 _MOMENTS = (

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
-from fsfunc.optim.arguments import check_fractions, check_params_given
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, along, chosen, copied, floating
 from fsfunc.optim.matching import Matched
@@ -20,6 +19,7 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
+from fsfunc.optim.schedules import check_fractions, check_params_given
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import lay_as
 

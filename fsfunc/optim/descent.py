@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
 from fsfunc.optim.coded_moments import Coded, Codes
 from fsfunc.optim.coded_steps import MEAN
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    check_rate,
+    rate_at,
+)
 
 
 class SgdState(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.optim.arguments import check_params_given
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.block_codes import CHUNK
 
 Kernel = Callable[..., None]

@@ -10,12 +10,6 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import frame, inside
-from fsfunc.optim.arguments import (
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    check_rate,
-)
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
@@ -26,7 +20,14 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    check_rate,
+    rate_at,
+)
 from fsfunc.sharded.donated import Everything
 
 

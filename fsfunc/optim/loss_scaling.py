@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fsfunc.core.frames import Interpretation, composable, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, check_takes_plainly, described
+from fsfunc.optim.schedules import check_not_negative
 
 
 @dataclass(frozen=True, eq=False)

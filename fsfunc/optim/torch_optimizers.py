@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, update_of
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,
     as_numbers,

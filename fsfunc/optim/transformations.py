@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import composable
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_params_given
 from fsfunc.optim.leaves import Mask, Tree, differentiated, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import tree_scale
+from fsfunc.optim.schedules import check_not_negative, check_numbers, check_params_given
 
 
 @described

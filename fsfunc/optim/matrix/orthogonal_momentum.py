@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import internal
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
@@ -23,11 +22,17 @@ from fsfunc.optim.matrix.matrices import (
     descent_rule,
     directions,
     matched_matrices,
+    newton_schulz,
+    newton_schulz_flops,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import newton_schulz, newton_schulz_flops
 from fsfunc.optim.optimizer import Optimizer, apply_updates, described
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_rate,
+)
 
 
 class MuonState(NamedTuple):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
@@ -20,12 +19,17 @@ from fsfunc.optim.matrix.matrices import (
     check_matrices,
     descent_rule,
     directions,
+    inverse_root,
     matched_matrices,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import inverse_root
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_rate,
+)
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
