@@ -6,9 +6,8 @@ import ctypes
 import os
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
 from typing import Any
 
@@ -28,33 +27,25 @@ _MANY = 1 << 16  # bytes from which pages are taken at once
 Range = tuple[int, memoryview]  # (where in the file, what to fill)
 
 
-class Threads:
+def threads() -> ThreadPoolExecutor:
     """Threads that read, each with a slab of memory of its own."""
+    return ThreadPoolExecutor(THREADS, "read", _make_slab)
 
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(THREADS, "read")
-        self.local = threading.local()
 
-    def __enter__(self) -> Threads:
-        return self
+_LOCAL = threading.local()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.pool.shutdown(cancel_futures=error is not None)
 
-    @property
-    def slab(self) -> memoryview:
-        if not hasattr(self.local, "slab"):
-            self.local.slab = memoryview(bytearray(SLAB))
-        return self.local.slab
+def _make_slab() -> None:
+    _LOCAL.slab = memoryview(bytearray(SLAB))
 
 
 class Blocks:
     """A file of a checkpoint, of which every block is proven before it is copied."""
 
-    def __init__(self, stored: Stored, name: str, threads: Threads):
+    def __init__(self, stored: Stored, name: str, pool: ThreadPoolExecutor):
         self.path = stored.path / name
         self.nbytes, self.sums, self.origin = stored.files[name]
-        self.threads = threads
+        self.pool = pool
         self.file = open_regular(self.path, follow=stored.version is None)
 
     def __enter__(self) -> Blocks:
@@ -108,27 +99,19 @@ class Blocks:
         return at - (at - self.origin) % size
 
     def _run(self, slabs: Iterable[tuple[int, int, list[Range]]]) -> None:
-        """Fills slabs by the threads, a few at a time; when it ends nobody reads."""
-        running: deque[Future[None]] = deque()
-
-        def wait(count: int) -> None:
-            while len(running) > count:
-                running[0].result()  # it stays there, in case this is interrupted
-                running.popleft()
-
+        """Fills slabs by the threads; when it ends, well or not, nobody reads."""
+        running = [self.pool.submit(self._fill, *slab) for slab in slabs]
         try:
-            for slab in slabs:
-                running.append(self.threads.pool.submit(self._fill, *slab))
-                wait(2 * THREADS)
-            wait(0)
+            for work in running:
+                work.result()
         finally:
             for work in running:
-                if not work.cancel():
-                    work.exception()  # waits: it reads from the file
+                work.cancel()
+            wait(running)
 
     def _fill(self, low: int, end: int, ranges: list[Range]) -> None:
         """Reads the blocks of one slab, verifies and copies them, on a thread."""
-        slab = self.threads.slab
+        slab = _LOCAL.slab
         self._read(low, end - low, slab)
         self._prove(low, slab[: end - low])
         for at, into in ranges:
@@ -172,13 +155,13 @@ def prove(stored: Stored) -> int:
         CheckpointError: a file is missing, too short, or damaged; or has no checksums.
     """
     check_files(stored, stored.files)
-    with Threads() as threads:
+    with threads() as pool:
         for name, file in stored.files.items():
             if file.sums is None:
                 raise CheckpointError(
                     f"{stored.path / name} has no checksums to prove it by"
                 )
-            with Blocks(stored, name, threads) as blocks:
+            with Blocks(stored, name, pool) as blocks:
                 blocks.prove()
     check_headers(stored, stored.tensors.values(), stored.files)
     return sum(file.nbytes for file in stored.files.values())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
-from fsfunc.checkpoint.parsing import Said, Wrong, numbers_of, say, table_of
+from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -37,7 +37,6 @@ PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
 
 _OURS, _SUMS = "fsfunc", "fsfunc.sums"
 _LONGEST = 100_000_000  # bytes; what safetensors itself accepts
-_ENTRY = {"dtype", "shape", "data_offsets"}
 _UNLIKE = "the checksum of its header is not that of its text"
 _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 
@@ -110,14 +109,12 @@ def _parsed(name: str, head: bytes, nbytes: int) -> Header:
     info = table_of(extra.get("DCP_SHARDING_INFO", "{}").encode(errors="replace"))
     sums, ours = _sums_of(head, extra, nbytes - len(head)), _unsealed(extra)
     boxes: dict[str, tuple[torch.dtype, Chunk]] = {}
-    for path, entry in said.items():
-        if type(entry) is not dict or entry.keys() != _ENTRY:
-            said.table(path).only(*_ENTRY)  # which raises
-        sizes = numbers_of(entry["shape"], "shape")
-        dtype = _DTYPES.get(kind) if type(kind := entry["dtype"]) is str else None
+    for path in said:
+        entry = said.table(path).only("dtype", "shape", "data_offsets")
+        sizes, ends = entry.numbers("shape"), entry.numbers("data_offsets")
+        dtype = _DTYPES.get(entry.text("dtype"))
         if dtype is None:
-            raise Wrong(f"{path[:99]!r} is of the dtype {say(kind)}")
-        ends = numbers_of(entry["data_offsets"], "data_offsets")
+            raise Wrong(f"{path[:99]!r} is of the dtype {say(entry['dtype'])}")
         if len(ends) != 2 or ends[1] - ends[0] != math.prod(sizes) * dtype.itemsize:
             raise Wrong(
                 f"{path[:99]!r} of shape {say(sizes)} lies at the bytes {say(ends)}"

@@ -120,11 +120,9 @@ def number_of(x: Any, name: str) -> int:
 
 def numbers_of(x: Any, name: str) -> tuple[int, ...]:
     """``x``, a list of such numbers."""
-    if type(x) is not list:
-        _of(x, list, name)  # which raises
-    for n in x:
+    for n in _of(x, list, name):
         if type(n) is not int or not 0 <= n <= _MOST:
-            number_of(n, name)
+            number_of(n, name)  # which raises
     return tuple(x)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.blocks import Blocks, Threads, bytes_of
+from fsfunc.checkpoint.blocks import Blocks, bytes_of, threads
 from fsfunc.checkpoint.stored import BLOCK, Chunk, Stored, StoredTensor
 from fsfunc.sharded.slices import Box
 
@@ -109,10 +109,10 @@ def read(stored: Stored, wanted: Iterable[Request]) -> None:
     by_file: dict[str, list[Request]] = defaultdict(list)
     for request in wanted:
         by_file[request.chunk.file].append(request)
-    with Threads() as threads:
+    with threads() as pool:
         for name, some in by_file.items():
             some.sort(key=lambda request: request.begin)
-            with Blocks(stored, name, threads) as file:
+            with Blocks(stored, name, pool) as file:
                 for batch in _batches(some):
                     file.read((request.begin, bytes_of(x)) for request, x in batch)
                     _land(batch)
