@@ -1,11 +1,11 @@
 """nn.Module in and out: modules as functions, cut into units.
 
-modules.py patterns.py   from_module, to_module; selection of units
+modules.py patterns.py   from_module, to_module; units and words of a plan, by name
 structures.py stubs.py   copies that run, and placeholders in them
 module_tensors.py arguments.py   a module's tensors; arguments and results of units
 call_tensors.py attributes.py   changes to tensors and attributes
-layer_plans.py plan_words.py   plans of split layers; their words, and transformers' own
+layer_plans.py      plans of split layers
 split_shapes.py     shape rules of split features
-split_layers.py split_flow.py   torch's layers as they run split; casts and gathers
+split_layers.py     torch's layers as they run split; casts and gathers
 split_values.py     split logits, sequences; experts spread over ranks
 """

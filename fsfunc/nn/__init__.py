@@ -31,35 +31,3 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
-
-__all__ = [
-    "Moments",
-    "Routing",
-    "RunningStatistics",
-    "all_to_all_attention",
-    "batch_norm",
-    "column_linear",
-    "combine",
-    "commit_statistics",
-    "dispatch",
-    "dropout",
-    "expert_layer",
-    "group_norm",
-    "init_statistics",
-    "layer_norm",
-    "linear_cross_entropy",
-    "own_draws",
-    "ring_attention",
-    "rms_norm",
-    "route",
-    "row_linear",
-    "sync_batch_norm",
-    "top_1_gating",
-    "top_2_gating",
-    "top_k_gating",
-    "unzigzag",
-    "vocab_cross_entropy",
-    "vocab_embedding",
-    "zigzag",
-    "zigzag_positions",
-]

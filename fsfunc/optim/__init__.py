@@ -1,10 +1,9 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
 optimizer.py        the interface, and the mark `elementwise`
-element_rules.py    an optimizer of one equation, with a codec and a fused kernel
+element_rules.py    an optimizer of one equation; codecs: a dtype, float16 with a scale
 adam.py descent.py  sharded_adam; sgd and lion
-scaled_moments.py coded_moments.py   codecs: float16 with a scale; 8 bits
-coded_steps.py      the layout of 8-bit codes, and a step by chunks
+coded_moments.py coded_steps.py   a codec of 8 bits; its layout, a step by chunks
 transformations.py masking.py   clipping, chain; optimizers by leaf
 schedules.py        learning rates; checks of arguments
 layerwise.py        steps at the scale of each leaf: LAMB and LARS

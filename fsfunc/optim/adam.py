@@ -12,11 +12,10 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.optim.coded_moments import Coded, Codes
 from fsfunc.optim.coded_steps import MEAN, SQUARE
-from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
+from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.scaled_moments import Scaled
 from fsfunc.optim.schedules import (
     Schedule,
     check_fractions,

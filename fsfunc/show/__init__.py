@@ -16,18 +16,3 @@ from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
 from fsfunc.show.stream_plot import StreamChart, streams
 from fsfunc.show.timelines import Timeline, timeline
 from fsfunc.show.traces import trace
-
-__all__ = [
-    "LeafPicture",
-    "MemoryChart",
-    "Report",
-    "StreamChart",
-    "Timeline",
-    "checkpoint",
-    "memory",
-    "plan",
-    "sharding",
-    "streams",
-    "timeline",
-    "trace",
-]
