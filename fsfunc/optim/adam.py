@@ -20,7 +20,6 @@ from fsfunc.optim.schedules import (
     Schedule,
     check_fractions,
     check_not_negative,
-    check_rate,
     rate_at,
 )
 from fsfunc.sharded.leaf import is_sharded
@@ -137,8 +136,7 @@ def sharded_adam(
     >>> params["b"], params["w"][0], state.count
     (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
     """
-    check_not_negative(eps=eps, weight_decay=weight_decay)
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_fractions(b1=b1, b2=b2)
 
     if moment_dtype not in _MOMENTS:

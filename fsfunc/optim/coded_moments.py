@@ -18,10 +18,10 @@ from fsfunc.optim.coded_steps import (
     write_codes,
     zero_codes,
 )
-from fsfunc.optim.element_rules import Codec, Commit, ElementRule
+from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.in_place import count_write, donation_of, target, targets
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
-from fsfunc.optim.optimizer import update_of
+from fsfunc.optim.optimizer import Commit, update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -108,15 +108,18 @@ class Coded(Codec):
 
         return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
-    def update(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
-    ) -> tuple[Tree, Any]:
+    def begin(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
+    ) -> Commit:
+        if adds:
+            return self._prepared(rule, grads, state, params)
         rule.matched(grads, params, ())  # which checks that parameters are given
         like = grads if params is None else params
         start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-        return update_of(partial(self.prepare, rule), grads, state, start)
+        done = update_of(partial(self._prepared, rule), grads, state, start)
+        return lambda: done
 
-    def prepare(
+    def _prepared(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree
     ) -> Commit:
         matched = rule.matched(grads, params, ())

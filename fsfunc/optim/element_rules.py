@@ -18,7 +18,7 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, map_flat, zeros_like
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.block_codes import CHUNK
 from fsfunc.sharded.leaf import is_sharded
@@ -26,7 +26,6 @@ from fsfunc.sharded.leaf import is_sharded
 Kernel = Callable[..., None]
 # (param, grad, *moments, decay) -> (update, *moments), where update() is a tensor
 Equation = Callable[..., Sequence[Any]]
-Commit = Callable[[], tuple[Tree, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,39 +120,32 @@ class Codec:
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.after(0, moments)
 
-    def update(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
-    ) -> tuple[Tree, Any]:
-        count, moments = state[0], state[1 : 1 + rule.moments]
-        matched = rule.matched(grads, params, moments)
-        updates, *new = matched.composed(rule.step(count), rule.decays(matched))
-        return updates, rule.after(count + 1, new)
-
-    def prepare(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree
+    def begin(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
     ) -> Commit:
         count, moments = state[0], state[1 : 1 + rule.moments]
         matched = rule.matched(grads, params, moments)
-        if matched.differentiated:
-            updates, after = self.update(rule, grads, state, params)
-            return lambda: (apply_updates(params, updates), after)
-        commit = fused(matched, rule.writer(count), rule.decays(matched))
+        decays = rule.decays(matched)
+        if adds and not matched.differentiated:
+            commit = fused(matched, rule.writer(count), decays)
+        else:
+            updates, *new = matched.composed(rule.step(count), decays)
+            commit = lambda: [  # noqa: E731
+                apply_updates(params, updates) if adds else updates,
+                *new,
+            ]
 
         def finish() -> tuple[Tree, Any]:
-            params, *new = commit()
-            return params, rule.after(count + 1, new)
+            result, *new = commit()
+            return result, rule.after(count + 1, new)
 
         return finish
 
 
 def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
     """The optimizer of an equation, whose moments are stored by a codec."""
-    return Optimizer(
-        partial(codec.init, rule),
-        partial(codec.update, rule),
-        prepare=partial(codec.prepare, rule),
-        elementwise=codec.elementwise,
-    )
+    init, begin = partial(codec.init, rule), partial(codec.begin, rule)
+    return begun_by(init, begin, elementwise=codec.elementwise)
 
 
 _LARGEST, _INTERVAL = 2.0**16, 2000
@@ -188,37 +180,22 @@ class Scaled(Codec):
     def init(self, rule: ElementRule, params: Tree) -> Any:
         return self.state(*super().init(rule, params), _LARGEST, 0)
 
-    def update(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
-    ) -> tuple[Tree, Any]:
-        matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
-        scaled, scale, lost = self._chosen(rule, matched, state)
-        updates, after = super().update(scaled, grads, state, params)
-        return updates, self._after(matched, state, after, scale, lost)
-
-    def prepare(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree
+    def begin(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
     ) -> Commit:
         matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
         scaled, scale, lost = self._chosen(rule, matched, state)
-        commit = super().prepare(scaled, grads, state, params)
 
-        def finish() -> tuple[Tree, Any]:
-            params, after = commit()
-            return params, self._after(matched, state, after, scale, lost)
+        def after(new: Any) -> Any:
+            if not lost:
+                good = 0 if scale != state.scale else state.good_steps + 1
+                return self.state(*new, scale, good)
+            count, *moments = new
+            if any(_resting(matched)):  # what has no gradient stands for what it did
+                moments = [_halved(matched, m) for m in moments]
+            return self.state(count, *moments, scale, 0)
 
-        return finish
-
-    def _after(
-        self, matched: Matched, state: Any, after: Any, scale: float, lost: bool
-    ) -> Any:
-        if not lost:
-            good = 0 if scale != state.scale else state.good_steps + 1
-            return self.state(*after, scale, good)
-        count, *moments = after
-        if any(_resting(matched)):  # what has no gradient stands for what it did
-            moments = [_halved(matched, m) for m in moments]
-        return self.state(count, *moments, scale, 0)
+        return then(super().begin(scaled, grads, state, params, adds), after)
 
     def _chosen(
         self, rule: ElementRule, matched: Matched, state: Any

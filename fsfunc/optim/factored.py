@@ -22,7 +22,6 @@ from fsfunc.optim.schedules import (
     check_not_negative,
     check_numbers,
     check_params_given,
-    check_rate,
     rate_at,
 )
 from fsfunc.runtime.memory_spaces import space_of
@@ -229,8 +228,8 @@ def adafactor(
     """
     eps1, eps2 = eps
     check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
     check_numbers(beta2_decay=beta2_decay, d=d)
-    check_rate(learning_rate)
     if not (beta2_decay <= 0 and d >= 1):
         raise ValueError(
             f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "

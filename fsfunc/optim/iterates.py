@@ -15,7 +15,7 @@ from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
-    apply_updates,
+    added,
     check_takes_plainly,
     described,
     summed,
@@ -25,7 +25,6 @@ from fsfunc.optim.schedules import (
     check_not_negative,
     check_numbers,
     check_params_given,
-    check_rate,
     rate_at,
 )
 from fsfunc.sharded.donated import Everything
@@ -107,7 +106,7 @@ def schedule_free(
     if not 0 < b1 < 1:
         raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
     check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate)
 
     def init(params: Tree) -> ScheduleFreeState:
         z = copied(params)
@@ -145,8 +144,7 @@ def schedule_free(
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
+            return added(update)(grads, state, params)
         rate, c, counted = weighed(state)
         decays = matched.decays(rate * weight_decay, mask)
         commit = base.prepare(grads, state.base, z)

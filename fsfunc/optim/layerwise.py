@@ -20,13 +20,19 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, row_norms, rows_of
-from fsfunc.optim.optimizer import Optimizer, State, apply_updates, described
+from fsfunc.optim.optimizer import (
+    Commit,
+    Optimizer,
+    State,
+    added,
+    begun_by,
+    described,
+)
 from fsfunc.optim.reductions import into_parts
 from fsfunc.optim.schedules import (
     Schedule,
     check_not_negative,
     check_params_given,
-    check_rate,
     rate_at,
 )
 from fsfunc.optim.transformations import add_decayed_weights, chain
@@ -209,7 +215,7 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate)
     adam = sharded_adam(
         1.0,
         b1=b1,
@@ -236,8 +242,7 @@ def lamb(
     def prepare(grads: Tree, state: AdamState, params: Tree):
         matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
+            return added(update)(grads, state, params)
         decays = rule.decays(matched)
         with torch.no_grad():
             steps = _steps(matched, rule.step(state.count), decays)
@@ -330,25 +335,18 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
 
-    def directed(grads: Tree, state: SgdState, params: Tree) -> Tree:
+    def begin(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Commit:
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
-        return trust.scaled(grads, params, rate, own=own)
+        directed = trust.scaled(grads, params, rate, own=own)
+        return descent.begun(directed, state, params, adds)
 
-    def update(
-        grads: Tree, state: SgdState, params: Tree = None
-    ) -> tuple[Tree, SgdState]:
-        return descent.update(directed(grads, state, params), state, params)
-
-    def prepare(grads: Tree, state: SgdState, params: Tree):
-        return descent.prepare(directed(grads, state, params), state, params)
-
-    return Optimizer(descent.init, update, prepare=prepare)
+    return begun_by(descent.init, begin)

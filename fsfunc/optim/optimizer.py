@@ -35,7 +35,9 @@ State = Any
 Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
 Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
-Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+Commit = Callable[[], tuple[Tree, State]]
+Prepare = Callable[[Tree, State, Tree], Commit]
+Begin = Callable[[Tree, State, Tree, bool], Commit]
 Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
 Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
 
@@ -101,7 +103,7 @@ class Optimizer(_Functions):
         configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
-            prepare = _added(update) if apply is None else _deferred(apply)
+            prepare = added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
         self = super().__new__(
@@ -172,9 +174,22 @@ class Optimizer(_Functions):
         """The same from the optimizer's own state."""
         return (*run(), self) if self.take is None else self.take(run, opt_state)
 
+    def begun(self, grads: Tree, state: State, params: Tree, adds: bool) -> Commit:
+        """A step in two phases: `prepare` if it ``adds`` the updates, else `update`."""
+        if adds:
+            return self.prepare(grads, state, params)
+        done = self.update(grads, state, params)
+        return lambda: done
+
     @staticmethod
     def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
-        """The optimizer of an object's ``init``, ``update``, ``prepare``, ``take``."""
+        """The optimizer of an object's ``init``, ``take``, and steps.
+
+        These are ``update`` and ``prepare``, or else ``begin``: see `begun_by`.
+        """
+        if not hasattr(functions, "update"):
+            take = getattr(functions, "take", None)
+            return begun_by(functions.init, functions.begin, take, elementwise)
         return Optimizer(
             functions.init,
             functions.update,
@@ -200,6 +215,34 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     return made
 
 
+def begun_by(
+    init: Init, begin: Begin, take: Take | None = None, elementwise: bool = False
+) -> Optimizer:
+    """The optimizer whose steps are made by one function.
+
+    Args:
+        begin: ``begin(grads, state, params, adds) -> commit``: as `Optimizer.prepare`
+            where it ``adds`` the updates to the parameters, as `Optimizer.update` with
+            its result for ``commit`` to return where it does not.
+    """
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return begin(grads, state, params, False)()
+
+    prepare = partial(begin, adds=True)  # type: ignore[call-arg]
+    return Optimizer(init, update, prepare=prepare, take=take, elementwise=elementwise)
+
+
+def then(commit: Commit, after: Callable[[State], State]) -> Commit:
+    """``commit``, with ``after(state)`` in place of the state that it returns."""
+
+    def finish() -> tuple[Tree, State]:
+        result, state = commit()
+        return result, after(state)
+
+    return finish
+
+
 def _deferred(apply: Apply) -> Prepare:
     return lambda grads, state, params: lambda: apply(grads, state, params)
 
@@ -208,7 +251,9 @@ def _at_once(prepare: Prepare) -> Apply:
     return lambda grads, state, params: prepare(grads, state, params)()
 
 
-def _added(update: Update) -> Prepare:
+def added(update: Update) -> Prepare:
+    """The ``prepare`` of an ``update``, which differentiates as that does."""
+
     def prepare(grads: Tree, state: State, params: Tree):
         updates, state = update(grads, state, params)
         add = prepare_updates(params, updates)

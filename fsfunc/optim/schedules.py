@@ -190,18 +190,17 @@ def check_numbers(**values: Any) -> None:
             )
 
 
-def check_not_negative(**values: float) -> None:
-    """Raise ValueError where one of ``values`` is negative, TypeError if no number."""
-    check_numbers(**values)
+def check_not_negative(**values: Any) -> None:
+    """Raise ValueError where one of ``values`` is negative, TypeError if no number.
+
+    A learning rate may be a schedule.
+    """
     for name, value in values.items():
+        if name in _RATES and callable(value):
+            continue
+        check_numbers(**{name: value})
         if not value >= 0:
             raise ValueError(f"{name} is {value}: it must be 0 or more")
-
-
-def check_rate(learning_rate: Any) -> None:
-    """Raise where a learning rate is neither a schedule nor a number of 0 or more."""
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
 
 
 def check_fractions(**values: float) -> None:

@@ -119,7 +119,7 @@ def from_torch(
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
-    if lr is not None and not callable(lr):
+    if lr is not None:
         check_not_negative(lr=lr)
 
     functions = _TorchFunctions(kind, lr, options)

@@ -29,7 +29,14 @@ from fsfunc.optim.leaves import (
     trainable,
 )
 from fsfunc.optim.matching import Decay, Matched
-from fsfunc.optim.optimizer import Optimizer, Run, State, apply_updates, described
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    added,
+    apply_updates,
+    described,
+)
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.sharded.donated import Donation
@@ -114,8 +121,7 @@ class Widened:
         mine = low.only(params)
         kept = Matched.of(mine, low.only(wide))  # which checks that they fit
         if Matched.of(params, grads).differentiated or kept.differentiated:
-            updates, after = self.update(grads, state, params)
-            return lambda: (apply_updates(params, updates), after)
+            return added(self.update)(grads, state, params)
         with inside(replace(frame(), donated=self.donation(low.only(wide)))):
             commit = self.optimizer.prepare(grads, state.inner, wide)
 

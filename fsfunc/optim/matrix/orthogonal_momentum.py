@@ -26,12 +26,11 @@ from fsfunc.optim.matrix.matrices import (
     newton_schulz_flops,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.optimizer import Optimizer, apply_updates, described
+from fsfunc.optim.optimizer import Commit, Optimizer, described
 from fsfunc.optim.schedules import (
     Schedule,
     check_not_negative,
     check_numbers,
-    check_rate,
 )
 
 
@@ -114,8 +113,8 @@ def muon(
     [True, True]
     """
     check_not_negative(weight_decay=weight_decay, eps=eps)
+    check_not_negative(learning_rate=learning_rate)
     check_numbers(momentum=momentum)
-    check_rate(learning_rate)
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
     if not 0 <= ns_steps < 100:
@@ -165,30 +164,22 @@ class _Muon:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
-    def update(self, grads: Tree, state: MuonState, params: Tree = None):
+    def begin(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Commit:
         like = grads if params is None else params
-        ways = self._ways(matched_matrices("muon", like, grads, state.momentum))
-        updates, _ = PLAIN.update(self.rule, ways, (state.count, None), params)
-        weight = 1 - self.momentum
-        turned = Matched.of(state.momentum, grads).summed(
-            lambda v, g: v.lerp(g.to(v.dtype), weight)
-        )
-        return updates, MuonState(state.count + 1, turned)
-
-    def prepare(self, grads: Tree, state: MuonState, params: Tree):
-        matched = matched_matrices("muon", params, grads, state.momentum)
-        if matched.differentiated:
-            updates, after = self.update(grads, state, params)
-            return lambda: (apply_updates(params, updates), after)
-        ways = self._ways(matched)
-        move = PLAIN.prepare(self.rule, ways, (state.count, None), params)
-        kernel = partial(_turn, weight=1 - self.momentum)
-        momenta = Matched.of(state.momentum, grads)
-        turn = fused(momenta, kernel, [0.0] * len(momenta.active))
+        matched = matched_matrices("muon", like, grads, state.momentum)
+        ways, before = self._ways(matched), (state.count, None)
+        move = PLAIN.begin(self.rule, ways, before, params, adds)
+        momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
+        if adds and not matched.differentiated:
+            kernel = partial(_turn, weight=weight)
+            turn = fused(momenta, kernel, [0.0] * len(momenta.active))
+        else:
+            v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
+            turn = lambda: [v]  # noqa: E731
 
         def finish() -> tuple[Tree, MuonState]:
-            (v,), (params, _) = turn(), move()
-            return params, MuonState(state.count + 1, v)
+            (v,), (result, _) = turn(), move()
+            return result, MuonState(state.count + 1, v)
 
         return finish
 

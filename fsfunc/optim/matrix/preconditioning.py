@@ -23,12 +23,11 @@ from fsfunc.optim.matrix.matrices import (
     matched_matrices,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.optimizer import Commit, Optimizer, described, then
 from fsfunc.optim.schedules import (
     Schedule,
     check_not_negative,
     check_numbers,
-    check_rate,
 )
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -220,8 +219,8 @@ def shampoo(
             [ 0., -1.]])
     """
     check_not_negative(momentum=momentum, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
     check_numbers(b2=b2, eps=eps, interval=interval, block=block)
-    check_rate(learning_rate)
     if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
         raise ValueError(
             f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
@@ -253,23 +252,14 @@ class _Shampoo:
         momentum = zeros_like(params) if self.rule.moments else None
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
-    def update(self, grads: Tree, state: ShampooState, params: Tree = None):
+    def begin(
+        self, grads: Tree, state: ShampooState, params: Tree, adds: bool
+    ) -> Commit:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
         before = state.count, state.momentum
-        updates, after = PLAIN.update(self.rule, ways, before, params)
-        return updates, ShampooState(after[0], kept, after[1])
-
-    def prepare(self, grads: Tree, state: ShampooState, params: Tree):
-        ways, kept = self._ways(self._matched(grads, state, params), state)
-        before = state.count, state.momentum
-        commit = PLAIN.prepare(self.rule, ways, before, params)
-
-        def finish() -> tuple[Tree, ShampooState]:
-            params, (count, momentum) = commit()
-            return params, ShampooState(count, kept, momentum)
-
-        return finish
+        commit = PLAIN.begin(self.rule, ways, before, params, adds)
+        return then(commit, lambda after: ShampooState(after[0], kept, after[1]))
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
