@@ -273,11 +273,9 @@ def lamb(
 def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
     """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
-    axes = (row[0] for row in rows_of(matched.columns[0], matched.buffers[0]))
-    spread, groups = matched.spread(decays), matched.buffers[0].groups
-    for row, decay, along, (_, packed) in zip(
-        columns, spread, axes, groups, strict=True
-    ):
+    groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
+    rows = zip(columns, matched.spread(decays), groups, strict=True)
+    for row, decay, ((along, _), (_, packed)) in rows:
         u = step(*row, decay)[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 

@@ -3,8 +3,7 @@
 ``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
 updates, which are **added** to the parameters (optax's contract; so the learning rate
 enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
-where the optimizer has one. Most are made by `elementwise` of a rule for one element;
-clipping, weight decay and scaling have the same form, and `chain` joins them.
+where the optimizer has one.
 """
 
 from __future__ import annotations
@@ -149,7 +148,6 @@ class Optimizer(_Functions):
         >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
         (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
         """
-
         check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
@@ -166,9 +164,7 @@ class Optimizer(_Functions):
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
         """(value, gradients, the optimizer that applies them), from a train state."""
-        if self.take is None:  # a state may have no opt_state
-            return *run(), self
-        return self.take(run, state.opt_state)
+        return self.gradients(run, getattr(state, "opt_state", None))
 
     def gradients(self, run: Run, opt_state: State) -> tuple[Any, Tree, Optimizer]:
         """The same from the optimizer's own state."""
@@ -183,20 +179,12 @@ class Optimizer(_Functions):
 
     @staticmethod
     def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
-        """The optimizer of an object's ``init``, ``take``, and steps.
-
-        These are ``update`` and ``prepare``, or else ``begin``: see `begun_by`.
-        """
+        """The optimizer of an object's functions, with ``update`` or ``begin``."""
+        init, take = functions.init, getattr(functions, "take", None)
         if not hasattr(functions, "update"):
-            take = getattr(functions, "take", None)
-            return begun_by(functions.init, functions.begin, take, elementwise)
-        return Optimizer(
-            functions.init,
-            functions.update,
-            prepare=getattr(functions, "prepare", None),
-            take=getattr(functions, "take", None),
-            elementwise=elementwise,
-        )
+            return begun_by(init, functions.begin, take, elementwise)
+        steps = functions.update, None, getattr(functions, "prepare", None)
+        return Optimizer(init, *steps, take, elementwise=elementwise)
 
 
 _P = ParamSpec("_P")
@@ -229,8 +217,8 @@ def begun_by(
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return begin(grads, state, params, False)()
 
-    prepare = partial(begin, adds=True)  # type: ignore[call-arg]
-    return Optimizer(init, update, prepare=prepare, take=take, elementwise=elementwise)
+    adds: Any = partial(begin, adds=True)
+    return Optimizer(init, update, prepare=adds, take=take, elementwise=elementwise)
 
 
 def then(commit: Commit, after: Callable[[State], State]) -> Commit:
@@ -330,8 +318,6 @@ def _relaying(apply: Apply) -> Apply:
 
     Within one, what that returns is laid out.
     """
-    if hasattr(apply, "lays"):
-        return apply
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
@@ -340,25 +326,21 @@ def _relaying(apply: Apply) -> Apply:
             lay_as(new, (params, state))
         return new
 
-    laid.lays = True  # type: ignore[attr-defined]
     return laid
 
 
 def _laying(init: Init) -> Init:
     """``init``, of which the plain leaves are laid out as the parameters are."""
-    if hasattr(init, "lays"):
-        return init
 
     @functools.wraps(init)
     def laid(params: Any) -> Any:
-        leaves = tree.leaves(params, is_leaf=is_sharded)
         if (path := holds_own(params)) is not None:
             raise ValueError(_OWN.format(path))
         state = init(params)
+        leaves = tree.leaves(params, is_sharded)
         some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
         return lay_leaves(state) if some else state
 
-    laid.lays = True  # type: ignore[attr-defined]
     return laid
 
 
