@@ -36,7 +36,7 @@ Update = Callable[..., tuple[Tree, State]]
 Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
 Commit = Callable[[], tuple[Tree, State]]
 Prepare = Callable[[Tree, State, Tree], Commit]
-Begin = Callable[[Tree, State, Tree, bool], Commit]
+Begin = Callable[..., Commit]  # (grads, state, params, adds)
 Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
 Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
 
