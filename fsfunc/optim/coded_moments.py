@@ -12,10 +12,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.coded_steps import (
-    Scratch,
+    CodedStep,
     groups_of,
     stretches,
-    write_codes,
     zero_codes,
 )
 from fsfunc.optim.element_rules import Codec, ElementRule
@@ -151,12 +150,10 @@ class Coded(Codec):
                     for x in columns
                 ]
                 cuts = stretches(matched, new, decays, groups)
-                scratch = Scratch(state.coders)
+                step = CodedStep(kernel, state.coders, count)
                 for i, group in enumerate(groups):
                     where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
-                    write_codes(
-                        kernel, group, cuts.get(i, []), where, (count, i), scratch
-                    )
+                    step.write(i, group, cuts.get(i, []), where)
             if donation is not None:
                 donation.take(*taken)
             made = [tuple(to) for _, to in held]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, sharded_adam
+from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
@@ -216,16 +216,8 @@ def lamb(
     tensor([2.6464, 3.6464])
     """
     check_not_negative(learning_rate=learning_rate)
-    adam = sharded_adam(
-        1.0,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        mask=mask,
-        moment_dtype=moment_dtype,
-    )
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
+    adam = with_moments(rule, moment_dtype, b2)
     trust = Trust()
     pure = chain(adam, scale_by_trust_ratio())
 
