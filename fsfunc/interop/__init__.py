@@ -1,8 +1,8 @@
 """nn.Module in and out: modules as functions, cut into units.
 
 modules.py patterns.py   from_module, to_module; units and words of a plan, by name
-structures.py stubs.py   copies that run, and placeholders in them
-module_tensors.py arguments.py   a module's tensors; arguments and results of units
+structures.py stubs.py   copies that run; placeholders in them, arguments of units
+module_tensors.py   a module's tensors
 call_tensors.py attributes.py   changes to tensors and attributes
 layer_plans.py      plans of split layers
 split_shapes.py     shape rules of split features

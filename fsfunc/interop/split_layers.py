@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from fsfunc import _torch, tree
 from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size, group
-from fsfunc.interop.arguments import Signature, is_object
 from fsfunc.interop.split_shapes import run_shapes
 from fsfunc.interop.split_values import SplitTensor, is_split, joined, own_positions
-from fsfunc.interop.stubs import Absent
+from fsfunc.interop.stubs import Absent, Signature, is_object
 from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
 

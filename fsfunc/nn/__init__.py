@@ -10,15 +10,15 @@ context_parallel.py ring.py   attention over a split sequence; the ring's schedu
 sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
 statistics.py       batch norms, of one rank's batch or of all; statistics
 normalization.py    norms of split features; mean and variance over ranks
-draws.py dtypes.py   each rank's own random numbers, dropout; dtypes of sums, autocast
+numerics.py         each rank's own random numbers, dropout; dtypes of sums, autocast
 """
 
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
-from fsfunc.nn.draws import dropout, own_draws
 from fsfunc.nn.experts import combine, dispatch, expert_layer
 from fsfunc.nn.gating import top_1_gating, top_2_gating, top_k_gating
 from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
+from fsfunc.nn.numerics import dropout, own_draws
 from fsfunc.nn.routing import Routing, route
 from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (

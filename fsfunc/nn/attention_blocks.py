@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide
 
 
 class Attended(NamedTuple):

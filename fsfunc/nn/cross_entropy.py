@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide
 from fsfunc.nn.routing import Routing, check_used, counts_of, route
 
 

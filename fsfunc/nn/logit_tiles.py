@@ -27,7 +27,7 @@ from fsfunc.nn.cross_entropy import (
     is_transformed,
     row_sums,
 )
-from fsfunc.nn.dtypes import wide, without_autocast
+from fsfunc.nn.numerics import wide, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
 _CLASSES = 2**13  # of the weight's gradient that are summed at a time in another dtype

@@ -25,8 +25,8 @@ from fsfunc.comm.collectives import pcast
 from fsfunc.comm.groups import axis_size, group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.core.losses import Summed
-from fsfunc.nn.dtypes import wide
 from fsfunc.nn.normalization import normalized, normalizer, shifted_sums, summed
+from fsfunc.nn.numerics import wide
 
 
 class Moments(NamedTuple):

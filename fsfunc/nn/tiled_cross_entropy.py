@@ -10,8 +10,8 @@ from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
 from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import is_transformed
-from fsfunc.nn.dtypes import autocast, wide
 from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles
+from fsfunc.nn.numerics import autocast, wide
 from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
