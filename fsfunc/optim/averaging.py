@@ -176,11 +176,7 @@ def _moved(average: Tree, params: Tree, to: float, writes: bool) -> Tree:
     matched = Matched.of(average, params)
     if not writes:
         return matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
-    return fused(matched, partial(_lerp, to=to), [None] * len(matched.active))()[0]
-
-
-def _lerp(averages: Any, params: Any, *, to: float, weight_decay: None) -> None:
-    torch._foreach_lerp_(averages, params, to)
+    return fused(matched, partial(torch._foreach_lerp_, weight=to))()[0]
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:

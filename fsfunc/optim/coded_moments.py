@@ -18,7 +18,7 @@ from fsfunc.optim.coded_steps import (
     zero_codes,
 )
 from fsfunc.optim.element_rules import Codec, ElementRule
-from fsfunc.optim.in_place import count_write, donation_of, target, targets
+from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
 from fsfunc.optim.optimizer import Commit, update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
@@ -136,26 +136,22 @@ class Coded(Codec):
                 "laid out as these (ff.init_state does), and load them there"
             )
         decays, count = rule.decays(matched), state.count
-        donation = donation_of(matched)
-        kernel = rule.writer(count)
+        writing, kernel = Writing(matched), rule.writer(count)
 
         def commit() -> tuple[Tree, Any]:
-            taken: tuple[list[Any], list[Any]] = [], []
             with torch.no_grad():
-                (new,) = targets(matched, [matched.trees[0]], donation, taken)
+                (new,) = writing.targets([matched.trees[0]])
                 count_write(new.tensors)
                 columns = [column for codes in state[1:-1] for column in codes]
                 held = [
-                    (x, target(list(x), split([x])[0], donation, taken).leaves)
-                    for x in columns
+                    (x, writing.target(list(x), split([x])[0]).leaves) for x in columns
                 ]
                 cuts = stretches(matched, new, decays, groups)
                 step = CodedStep(kernel, state.coders, count)
                 for i, group in enumerate(groups):
                     where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
                     step.write(i, group, cuts.get(i, []), where)
-            if donation is not None:
-                donation.take(*taken)
+            writing.end()
             made = [tuple(to) for _, to in held]
             moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
             params = matched.restore(new.leaves, matched.trees[0])

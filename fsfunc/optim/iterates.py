@@ -137,7 +137,7 @@ def schedule_free(
             return [c * (old - y) + k * u, old]
 
         matched = Matched.of(floating(params), steps, z)
-        updates, _ = matched.composed(moved, [0.0] * len(matched.active))
+        updates, _ = matched.composed(moved)
         return updates, state._replace(z=new_z, base=inner)
 
     def prepare(grads: Tree, state: ScheduleFreeState, params: Tree):
@@ -175,11 +175,10 @@ def _only(matched: Matched, values: Tree) -> Tree:
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
     """``by y + add z``, written over y where that may be."""
     matched = Matched.of(ys, zs)
-    kernel = partial(_mix, by=by, add=add)
-    return fused(matched, kernel, [None] * len(matched.active))()[0]
+    return fused(matched, partial(_mix, by=by, add=add))()[0]
 
 
-def _mix(ys: Any, zs: Any, *, by: float, add: float, weight_decay: None) -> None:
+def _mix(ys: Any, zs: Any, *, by: float, add: float) -> None:
     if by != 1:
         torch._foreach_mul_(ys, by)
     torch._foreach_add_(ys, zs, alpha=add)

@@ -257,9 +257,7 @@ def update_of(
     with inside(replace(frame(), donated=None)):
         new, after = prepare(grads, state, params)()
     matched = Matched.of(params, grads, new)
-    updates, _ = matched.composed(
-        lambda p, g, q, _: (q - p, q), [0.0] * len(matched.active)
-    )
+    updates, _ = matched.composed(lambda p, g, q, _: (q - p, q))
     return updates, after
 
 
@@ -287,7 +285,7 @@ def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
     matched = Matched.of(params, updates)
     if matched.differentiated:
         return lambda: matched.summed(_sum)
-    commit = fused(matched, _add, [0.0] * len(matched.active))
+    commit = fused(matched, torch._foreach_add_)
     return lambda: commit()[0]
 
 
@@ -298,10 +296,6 @@ def summed(params: Tree, updates: Tree) -> Tree:
 
 def _sum(p: Tensor, u: Tensor) -> Tensor:
     return p + u.to(p.dtype)
-
-
-def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
-    torch._foreach_add_(params, updates)  # there is no decay in an addition
 
 
 def check_takes_plainly(what: str, optimizer: Optimizer) -> None:

@@ -207,7 +207,7 @@ class _TorchFunctions:
         matched, kept = self._matched(grads, state, params), self.kept()
         make, found = self.at(state.count), []
 
-        def kernel(ps: Any, gs: Any, *ms: Any, weight_decay: float) -> None:
+        def kernel(ps: Any, gs: Any, *ms: Any) -> None:
             try:
                 numbers = run_step(
                     make,
@@ -226,7 +226,7 @@ class _TorchFunctions:
             else:
                 found[:] = [numbers] if all(map(_on_host, numbers.values())) else []
 
-        commit = fused(matched, kernel, [0.0] * len(matched.active))
+        commit = fused(matched, kernel)
 
         def finish() -> tuple[Tree, TorchState]:
             params, *moments = commit()

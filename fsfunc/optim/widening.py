@@ -129,8 +129,7 @@ class Widened:
             new, inner = commit()
             copies = low.only(new)
             matched = Matched.of(mine, self.rounded(state, copies))
-            decays = [0.0] * len(matched.active)
-            (written,) = fused(matched, _copy, decays, cast=False)()
+            (written,) = fused(matched, torch._foreach_copy_, cast=False)()
             return low.merged(new, written), self.after(state, copies, inner)
 
         return finish
@@ -143,15 +142,9 @@ class Widened:
         return value, grads, replace(self, optimizer=inner).functions()
 
 
-def _copy(params: Any, sources: Any, *, weight_decay: float) -> None:
-    torch._foreach_copy_(params, sources)  # which rounds; there is no decay in it
-
-
 def _changes(params: Tree, narrow: Tree) -> Tree:
     """The difference of ``narrow`` and the parameters, in float32."""
-    matched = Matched.of(params, narrow)
-    decays = [0.0] * len(matched.active)
-    return matched.composed(_change, decays)[0]
+    return Matched.of(params, narrow).composed(_change)[0]
 
 
 def _change(p: Tensor, n: Tensor, decay: Decay) -> list[Tensor]:

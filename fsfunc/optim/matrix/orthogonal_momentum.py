@@ -171,8 +171,7 @@ class _Muon:
         move = PLAIN.begin(self.rule, ways, before, params, adds)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         if adds and not matched.differentiated:
-            kernel = partial(_turn, weight=weight)
-            turn = fused(momenta, kernel, [0.0] * len(momenta.active))
+            turn = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
             v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
             turn = lambda: [v]  # noqa: E731
@@ -210,10 +209,3 @@ class _Muon:
 
     def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
         return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}
-
-
-def _turn(
-    momenta: list[Tensor], grads: list[Tensor], *, weight: float, weight_decay: float
-) -> None:
-    """Writes the next momentum."""
-    torch._foreach_lerp_(momenta, grads, weight)
