@@ -10,10 +10,10 @@ from torch.func import grad
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.optim.matrix import matrices, orthogonal_momentum
-from fsfunc.optim.matrix.matrices import newton_schulz_flops
+from fsfunc.optim.matrix import orthogonal_momentum
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.matrix.matrix_owners import balanced
+from fsfunc.optim.matrix.orthogonal_momentum import newton_schulz_flops
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from tests.checks import refusals, refused, simulated
 from tests.optim.matrices import UNITS, drawn, trained
@@ -82,7 +82,7 @@ def moved(leaves, copies, itemsize):
 )
 def test_it_is_torchs_on_any_mesh(shapes, how, on, zero, donated):
     done = []
-    real = matrices.newton_schulz
+    real = orthogonal_momentum.newton_schulz
 
     def counted(x, *args, **named):
         if not isinstance(x, _torch.FakeTensor):
@@ -119,8 +119,8 @@ def test_it_is_torchs_on_any_mesh(shapes, how, on, zero, donated):
     for params, _, state in found:
         assert_near(expected, params)
         assert state.opt_state.count == 2
-    matrix = [s for unit in shapes for s in unit if math.prod(s)]
-    assert sorted(done) == sorted(map(torch.Size, matrix * 2))  # none done twice
+    matrices = [s for unit in shapes for s in unit if math.prod(s)]
+    assert sorted(done) == sorted(map(torch.Size, matrices * 2))  # none done twice
     sent = sum(log.bytes(op="all_to_all", rank=r) for r in range(mesh.size))
     assert sent == 2 * found[0][1]
     assert log.count("all_to_all") <= 2 * 2
@@ -192,8 +192,8 @@ def test_memory_that_is_taken_once_gives_the_same_bits(shape, steps):
     for seed in (0, 1):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         x = x.bfloat16()
-        expected = matrices.newton_schulz(x, *how)
-        found = matrices.newton_schulz(x, *how, room)
+        expected = orthogonal_momentum.newton_schulz(x, *how)
+        found = orthogonal_momentum.newton_schulz(x, *how, room)
         assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,22 +16,86 @@ from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.matrix.matrices import (
+from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    MatrixExchange,
     check_matrices,
     descent_rule,
     directions,
     matched_matrices,
-    newton_schulz,
-    newton_schulz_flops,
 )
-from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.optimizer import Commit, Optimizer, described
 from fsfunc.optim.schedules import (
     Schedule,
     check_not_negative,
     check_numbers,
 )
+
+Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
+
+
+def newton_schulz(
+    matrix: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    room: Room | None = None,
+) -> Tensor:
+    """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
+
+    X = X / max(norm, eps), and then ``steps`` times, of a wide X::
+
+        A = X X'        X = a X + (b A + c A^2) X
+
+    Args:
+        matrix: [m, n], in the dtype in which all of it is computed.
+        coefficients: (a, b, c), by which the small singular values grow.
+        steps: how often.
+        eps: the least norm by which it is divided.
+        room: memory for reuse between matrices, where nothing is differentiated.
+
+    Cost: see `newton_schulz_flops`; in memory, besides the result, a matrix of its size
+    and two of [m, m], m the shorter dim: once for each shape with ``room``.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
+
+    >>> x = newton_schulz(torch.diag(torch.tensor([2.0, 0.5])), (2.0, -1.5, 0.5), 9, 0)
+    >>> torch.allclose(x, torch.eye(2), atol=1e-3)
+    True
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    if room is None:
+        for _ in range(steps):
+            gram = x @ x.T
+            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, update, x, beta=a)
+        return x.T if tall else x
+    key = *x.shape, x.dtype, x.device
+    if key not in room:
+        m = x.shape[0]
+        room[key] = x.new_empty(m, m), x.new_empty(m, m), x.new_empty(x.shape)
+    gram, update, spare = room[key]
+    # Rows in a row, as they are without room: other strides would give other bits.
+    result = x.new_empty(x.shape)
+    for left in reversed(range(steps)):
+        out = spare if left % 2 else result
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+        x = torch.addmm(x, update, x, beta=a, out=out)
+    return x.T if tall else x
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> float:
+    """Multiplications and additions of one step for a matrix of this shape.
+
+    >>> newton_schulz_flops((2, 3)) == 2 * (2 * 2 * 3) + 2 * 2**3 + 2 * (2 * 2 * 3)
+    True
+    """
+    short, long = sorted(shape)
+    return 4.0 * short * short * long + 2.0 * short**3
 
 
 class MuonState(NamedTuple):

@@ -14,15 +14,14 @@ from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.matrix.matrices import (
+from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    MatrixExchange,
     check_matrices,
     descent_rule,
     directions,
-    inverse_root,
     matched_matrices,
 )
-from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.optimizer import Commit, Optimizer, described, then
 from fsfunc.optim.schedules import (
     Schedule,
@@ -32,6 +31,22 @@ from fsfunc.optim.schedules import (
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
+
+
+def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
+    """A positive definite matrix to a power, its eigenvalues at least ``eps``.
+
+    In float64; not a number all over, where an element is not finite.
+
+    >>> inverse_root(torch.diag(torch.tensor([16.0, 0.0])), eps=1e-4)
+    tensor([[ 0.5000,  0.0000],
+            [ 0.0000, 10.0000]])
+    """
+    finite = matrix.isfinite().all()
+    wide = torch.where(finite, matrix.double(), 1.0)
+    values, vectors = torch.linalg.eigh(wide)
+    root = (vectors * values.clamp(min=eps) ** power) @ vectors.T
+    return torch.where(finite, root, torch.nan).to(matrix.dtype)
 
 
 class Preconditioners(NamedTuple):
