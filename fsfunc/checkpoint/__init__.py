@@ -6,7 +6,7 @@
 and raises one rank's error on all. ``load`` goes the other way: `finding` reads what
 lies there, which `parsing` proves to make sense before anybody sees it (`stored`);
 `matching` says what each leaf takes, `reading` asks for the boxes that make up a rank's
-parts, `blocks` reads and proves them. ``latest`` is in `finding`.
+parts, reads and proves them. ``latest`` is in `finding`.
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written
@@ -15,5 +15,5 @@ folders.py save_lock.py   folders that appear atomically; their locks
 stored.py parsing.py   metadata of a checkpoint; parsing and validation
 manifest.py headers.py   fsfunc.json; headers of files
 loading.py matching.py   load; matching of leaves
-finding.py reading.py blocks.py   metadata, latest; reads of boxes; checksums
+finding.py reading.py   metadata, latest; reads of boxes, proven by checksums
 """

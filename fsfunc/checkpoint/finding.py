@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from fsfunc.checkpoint.agreement import way_out
-from fsfunc.checkpoint.blocks import check_files, prove
 from fsfunc.checkpoint.folders import (
     age,
     alike,
@@ -18,7 +17,7 @@ from fsfunc.checkpoint.folders import (
     family_of,
     is_unfinished,
 )
-from fsfunc.checkpoint.headers import Header, header_at
+from fsfunc.checkpoint.headers import Header, check_files, header_at
 from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
 from fsfunc.checkpoint.parsing import (
     LONGEST,
@@ -27,6 +26,7 @@ from fsfunc.checkpoint.parsing import (
     proven,
     table_of,
 )
+from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,

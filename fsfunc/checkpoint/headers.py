@@ -158,6 +158,28 @@ def check_headers(
                 )
 
 
+def check_files(stored: Stored, names: Iterable[str]) -> None:
+    """Raises where a file is missing, or not as long as it was written.
+
+    Raises:
+        CheckpointError: names the file and both lengths.
+    """
+    for name in names:
+        path, expected = stored.path / name, stored.files[name].nbytes
+        try:
+            found = os.stat(path, follow_symlinks=stored.version is None).st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} is missing: the checkpoint had a file of {expected} bytes "
+                "there; go back to an earlier one"
+            ) from error
+        if found != expected:
+            raise CheckpointError(
+                f"{path} has {found} bytes, and {expected} were written: the file is "
+                "damaged; go back to an earlier checkpoint"
+            )
+
+
 def header_of(
     entries: Sequence[Entry], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:

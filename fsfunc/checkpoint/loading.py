@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.checkpoint.agreement import check_alike, everywhere
-from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.contents import (
     Held,
     check_mesh,
@@ -23,7 +22,7 @@ from fsfunc.checkpoint.contents import (
     restore_random,
 )
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.headers import check_headers
+from fsfunc.checkpoint.headers import check_files, check_headers
 from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor

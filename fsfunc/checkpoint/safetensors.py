@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.agreement import way_out
-from fsfunc.checkpoint.blocks import bytes_of, check_files
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.folders import begin_file, check_absent, sync
 from fsfunc.checkpoint.headers import (
     PART_OF,
     Entry,
+    check_files,
     check_headers,
     header_of,
     seal,
@@ -33,7 +33,14 @@ from fsfunc.checkpoint.headers import (
 )
 from fsfunc.checkpoint.manifest import VERSION
 from fsfunc.checkpoint.reading import Request, read, requests
-from fsfunc.checkpoint.stored import BLOCK, Chunk, Stored, StoredFile, StoredTensor
+from fsfunc.checkpoint.stored import (
+    BLOCK,
+    Chunk,
+    Stored,
+    StoredFile,
+    StoredTensor,
+    bytes_of,
+)
 from fsfunc.sharded.slices import Box
 
 _STRIDE = 8 * BLOCK  # bytes handed to the system at a time

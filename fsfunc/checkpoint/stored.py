@@ -7,6 +7,7 @@ proven without the rest. Numbers, strings and bools of the tree are values.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsfunc.printing.tables import of_axes, visible, visible_lines
 from fsfunc.sharded.placements import describe
@@ -271,3 +273,24 @@ def _odd(path: Path) -> CheckpointError:
         f"{path} is a link, a pipe or a device, and no regular file: what belongs to a "
         "checkpoint lies in its folder; put the file itself there"
     )
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be read and written.
+
+    The view keeps the tensor alive. numpy would do the same, but not for bfloat16, and
+    it is not a dependency.
+
+    >>> import torch
+    >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
+    [1, 0, 2, 1]
+    """
+    if x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(
+            f"a view of bytes needs a contiguous CPU tensor, not {x.device}"
+        )
+    if x.nbytes == 0:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    memory.tensor = x
+    return memoryview(memory).cast("B")

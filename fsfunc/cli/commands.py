@@ -50,7 +50,7 @@ def _look(options: argparse.Namespace) -> None:
         stored = metadata(options.path)
         put(checkpoint(stored, at=options.at))
         if options.prove:
-            from fsfunc.checkpoint.blocks import prove
+            from fsfunc.checkpoint.reading import prove
 
             print(f"{of_bytes(prove(stored))} read: every checksum is right")
 

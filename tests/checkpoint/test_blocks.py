@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsfunc.checkpoint import blocks
-from fsfunc.checkpoint.blocks import SLAB, Blocks, threads
+from fsfunc.checkpoint import reading
+from fsfunc.checkpoint.reading import SLAB, Blocks, threads
 from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, StoredFile
 
 SIZE = 2 * SLAB + BLOCK + 12345
@@ -63,7 +63,7 @@ def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
             file.read([(0, memoryview(good)), (SLAB, memoryview(into))])
     assert good == DATA[:SLAB] and into == bytearray(BLOCK)
     with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
-        blocks.prove(source)
+        reading.prove(source)
     beside = SLAB + BLOCK, SLAB + 2 * BLOCK
     assert read(source, beside) == [DATA[slice(*beside)]]
 
@@ -73,9 +73,9 @@ def test_an_error_leaves_no_thread_and_no_open_file(stored, monkeypatch):
         raise OSError(5, "the disk is broken")
 
     before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else set()
-    monkeypatch.setattr(blocks.os, "preadv", broken)
+    monkeypatch.setattr(reading.os, "preadv", broken)
     with pytest.raises(OSError, match="the disk is broken"):
-        blocks.prove(stored)
+        reading.prove(stored)
     assert not any(t.name.startswith("read") for t in threading.enumerate())
     if before:
         assert set(os.listdir("/proc/self/fd")) == before
@@ -94,7 +94,7 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
         ended.append(at)
         return count
 
-    monkeypatch.setattr(blocks.os, "preadv", slow)
+    monkeypatch.setattr(reading.os, "preadv", slow)
     with threads() as pool:
         with pytest.raises(OSError, match="the disk is broken"):
             with Blocks(stored, "x", pool) as file:
