@@ -197,10 +197,7 @@ def memory(
     if not own.peak_bytes:
         raise ValueError("there is no memory to show: the plan holds none at any time")
     rank = own.rank if rank is None else rank
-    shown = MemoryChart(curve_of(own), rank, peak_words(own))
-    if path is not None:
-        shown.save(path)
-    return shown
+    return MemoryChart(curve_of(own), rank, peak_words(own)).saved(path)
 
 
 def stack(held: tuple[int, ...], kinds: list[str], top: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
-from fsfunc.show.figures import COMPUTE, GAPS, SENDING, STALL, legend
+from fsfunc.show.figures import COMPUTE, STALL
 from fsfunc.show.lanes import Lane, LaneChart, check_spans
 
 if TYPE_CHECKING:
@@ -52,12 +52,7 @@ class StreamChart(LaneChart):
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
             yield painted([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
         yield ""
-        seen = self.looks()
-        sent = [look for look in seen if look.title in SENDING]
-        gaps = [look for look in seen if look.title in GAPS]
-        computed = [look for look in seen if look not in (*sent, *gaps)]
-        for looks in (computed, gaps, sent):
-            yield from map(painted, legend(looks, width))
+        yield from self.legends(width)
         yield ""
         rows = [
             (
@@ -138,10 +133,7 @@ def streams(
         )
     missing = len(there) - len(chosen) if ranks is None else 0
     title = str(estimate).partition("\n")[0] if isinstance(estimate, Estimate) else ""
-    shown = StreamChart(title, tuple(lanes), start, end, missing)
-    if path is not None:
-        shown.save(path)
-    return shown
+    return StreamChart(title, tuple(lanes), start, end, missing).saved(path)
 
 
 def _lanes(spans: Sequence[Span], rank: int, start: float, end: float) -> list[Lane]:

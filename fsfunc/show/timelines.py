@@ -16,12 +16,10 @@ from fsfunc.printing.tables import Table, of_share, painted
 from fsfunc.show.figures import (
     COMPUTE,
     COMPUTING,
-    GAPS,
     WAITS,
     Bar,
     Row,
     by_sign,
-    legend,
     lighter,
     look_of,
 )
@@ -79,9 +77,7 @@ class Timeline(LaneChart):
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         self._check_lengths()
         yield from map(painted, bands(self.lanes, self.makespan, width))
-        for part in (COMPUTING, GAPS):
-            own = [look for look in self.looks() if look.title in part]
-            yield from map(painted, legend(own, width))
+        yield from self.legends(width)
         yield ""
         yield f"makespan {number(self.makespan)}"
         rows = [
@@ -169,10 +165,7 @@ def timeline(
     rank 1     9       3  25 %     1
     """
     rows = parse(schedule)
-    shown = _timeline_of(simulate(rows, costs, edges=edges), len(rows))
-    if path is not None:
-        shown.save(path)
-    return shown
+    return _timeline_of(simulate(rows, costs, edges=edges), len(rows)).saved(path)
 
 
 def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
