@@ -177,7 +177,10 @@ class RankStatus(NamedTuple):
 
 def report(folder: Path, rank: int, status: RankStatus) -> None:
     """Leaves what a rank has written for the first rank to read."""
-    _put(_path(folder, rank), json.dumps(status._asdict()))
+    path = _path(folder, rank)
+    part = path.with_name(f"{path.name}.part")  # it is there whole or not at all
+    part.write_text(json.dumps(status._asdict()))
+    os.rename(part, path)
 
 
 def take_status(folder: Path, rank: int) -> RankStatus:
@@ -200,13 +203,6 @@ def take_status(folder: Path, rank: int) -> RankStatus:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
-
-
-def _put(path: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.rename(part, path)
 
 
 class Others:

@@ -28,7 +28,7 @@ from fsfunc.optim.leaves import (
     paths_of,
     trainable,
 )
-from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     Run,
@@ -144,11 +144,8 @@ class Widened:
 
 def _changes(params: Tree, narrow: Tree) -> Tree:
     """The difference of ``narrow`` and the parameters, in float32."""
-    return Matched.of(params, narrow).composed(_change)[0]
-
-
-def _change(p: Tensor, n: Tensor, decay: Decay) -> list[Tensor]:
-    return [n.to(p.dtype).float() - p.float()]
+    change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
+    return Matched.of(params, narrow).composed(change)[0]
 
 
 class MasterState(NamedTuple):
@@ -282,7 +279,8 @@ class _Rounded(Widened):
     def donation(self, wide: Tree) -> Donation | None:
         """The float32 copies are temporary, so the optimizer may write into them."""
         mine = tree.leaves(wide, is_sharded)
-        flats = {id(x.packed): x.packed.flat for x in mine if _lies_packed(x)}
+        packed = [x.packed for x in mine if is_sharded(x) and x.packed is not None]
+        flats = {id(shard): shard.flat for shard in packed}
         if (given := frame().donated) is None:
             return Donation(flats.values(), mine)
         given.add([*flats.values(), *mine])
@@ -330,7 +328,3 @@ def _drawn(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
         start = leaf.layout.span(here().mesh.coordinates())[0] if axes else 0
         draw(any_bits(), stream, made, start, leaf.numel())
     return made
-
-
-def _lies_packed(leaf: Any) -> bool:
-    return is_sharded(leaf) and leaf.packed is not None

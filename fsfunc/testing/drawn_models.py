@@ -201,7 +201,8 @@ class DrawnStep:
 
     @property
     def gradient(self) -> Callable[..., Any]:
-        return value_and_grad(partial(_loss, self.model))
+        loss = self.model.loss
+        return value_and_grad(lambda params, batch: loss(params, {}, batch))
 
     @property
     def step(self) -> Callable[..., Any]:
@@ -212,10 +213,6 @@ class DrawnStep:
 
 
 _DESCENT = sgd(0.5)
-
-
-def _loss(model: DrawnModel, params: Any, batch: Any) -> Tensor:
-    return model.loss(params, {}, batch)
 
 
 def _step(model: DrawnModel, state: TrainState, batch: Any) -> tuple[Any, Tensor]:

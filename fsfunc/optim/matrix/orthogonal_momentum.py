@@ -202,14 +202,10 @@ def _original(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _match_rms_adamw(rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
 _RATIOS: dict[str | None, Callable[[int, int], float]] = {
     None: _original,
     "original": _original,
-    "match_rms_adamw": _match_rms_adamw,
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
@@ -257,8 +253,9 @@ class _Muon:
             parts = [local(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             room = None if differentiated else {}
-            fn = partial(self._orthogonal, room=room)
-            return directions(matched, exchange, parts, fn, ratios)
+            fn = partial(self.orthogonal, room=room)
+            each = lambda found: {i: fn(x) for i, x in found.items()}  # noqa: E731
+            return directions(matched, exchange, parts, each, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
         """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""
@@ -270,6 +267,3 @@ class _Muon:
             u = g.lerp(u, self.momentum) if self.nesterov else u
             out.append(u.to(self.ns_dtype))
         return out
-
-    def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
-        return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}
