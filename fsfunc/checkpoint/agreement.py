@@ -1,4 +1,8 @@
-"""Reports of ranks in one save; errors of one rank raised on all; the way out."""
+"""Reports of ranks in one save; errors of one rank raised on all; the way out.
+
+A report goes by no collective, which could meet those of training: what a rank has
+written stands in a file, in the folder that all write into, as it may be long.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,11 @@ The layouts say what every rank holds, so nothing is planned together: each rank
 its files and reports them, and the first rank, when all reports are there, writes the
 manifest and gives the folder its name. Reports are files too, so that a save in the
 background needs no collective and cannot disturb those of the training.
+
+Ranks that differ on no axis of a leaf's layout hold the same part of it, and one of
+them writes it. Where their bits differ the leaf is not one value but each rank's own
+(statistics of its data, a hidden state that is carried on): it is saved as the stack of
+all of them.
 """
 
 from __future__ import annotations

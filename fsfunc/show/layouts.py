@@ -19,7 +19,6 @@ _COLORS = (
 )  # fmt: skip
 # By the arms that meet, of up, right, down and left, as the digits of a binary number.
 _CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
-Holders = Sequence[Key | None]  # of a row's cells; None outside
 
 
 class Rectangle(NamedTuple):
