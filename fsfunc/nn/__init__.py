@@ -2,7 +2,7 @@
 
 tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
-logit_tiles.py tiled_cross_entropy.py   the last layer and its loss, tile by tile
+tiled_cross_entropy.py   the last layer and its loss, tile by tile
 routing.py          capacity, dropped choices, padding; the all-to-alls to experts
 gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
 experts.py   experts spread over ranks, and the all-to-alls to them

@@ -18,7 +18,7 @@ from fsfunc.printing.tables import (
     of_seconds,
     of_share,
 )
-from fsfunc.show.memory_plot import check_plan
+from fsfunc.show.plans import check_plan
 
 
 def estimate(
