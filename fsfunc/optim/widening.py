@@ -8,7 +8,6 @@ where it is rounded to the nearest. So the optimizer within is given wide parame
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,13 +29,14 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
+    Commit,
     Optimizer,
     Run,
     State,
-    added,
     apply_updates,
     described,
 )
+from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.sharded.donated import Donation
@@ -98,30 +98,27 @@ class Widened:
     def after(self, state: Any, wide: Tree, inner: State) -> Any:
         raise NotImplementedError
 
-    def update(self, grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        if params is None:
-            raise ValueError(
-                "an update of parameters of 16 bits rounds them, so it needs them: "
-                "call update(grads, state, params)"
-            )
-        low = Narrow(params)
-        wide = self.wide(state, low)
-        updates, inner = self.optimizer.update(grads, state.inner, wide)
-        with inside(replace(frame(), donated=None)):
-            new = low.only(apply_updates(wide, updates))
-        change = _changes(low.only(params), self.rounded(state, new))
-        moved = low.merged(updates, low.where(updates, change))
-        return moved, self.after(state, new, inner)
-
-    def prepare(
-        self, grads: Tree, state: Any, params: Tree
-    ) -> Callable[[], tuple[Tree, Any]]:
+    def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
+        check_params_given(params, "an update of parameters of 16 bits")
         low = Narrow(params)
         wide = self.wide(state, low)
         mine = low.only(params)
         kept = Matched.of(mine, low.only(wide))  # which checks that they fit
-        if Matched.of(params, grads).differentiated or kept.differentiated:
-            return added(self.update)(grads, state, params)
+        graph = Matched.of(params, grads).differentiated or kept.differentiated
+        if adds and not graph:
+            return self._written(grads, state, low, mine, wide)
+        updates, inner = self.optimizer.update(grads, state.inner, wide)
+        with inside(replace(frame(), donated=None)):
+            new = low.only(apply_updates(wide, updates))
+        change = _changes(mine, self.rounded(state, new))
+        moved = low.merged(updates, low.where(updates, change))
+        result = apply_updates(params, moved) if adds else moved
+        return lambda: (result, self.after(state, new, inner))
+
+    def _written(
+        self, grads: Tree, state: Any, low: Narrow, mine: Tree, wide: Tree
+    ) -> Commit:
+        """The step in place, where nobody asks for a graph."""
         with inside(replace(frame(), donated=self.donation(low.only(wide)))):
             commit = self.optimizer.prepare(grads, state.inner, wide)
 
