@@ -78,7 +78,7 @@ def fused(
 
 
 class Writing:
-    """What one step writes: over tensors that are donated, else over copies.
+    """The writes of one step: over tensors that are donated, else over copies.
 
     Nothing is written over where trees to write share memory.
     """
