@@ -15,7 +15,7 @@ from fsfunc.optim.coded_steps import MEAN, SQUARE
 from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.optimizer import Optimizer, begun_by, described
 from fsfunc.optim.schedules import (
     Schedule,
     check_fractions,
@@ -161,7 +161,7 @@ def with_moments(
         _warn_of_narrow(params, b2)
         return made.init(params)
 
-    return made._replace(init=init)
+    return begun_by(init, made.begin, elementwise=True)
 
 
 def adam_rule(

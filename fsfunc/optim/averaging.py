@@ -155,7 +155,7 @@ def _averaged(
     def begin(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Commit:
         check_params_given(params, name)
         Matched.of(state.average, floating(params))  # which raises in time
-        commit = optimizer.begun(grads, state.inner, params, adds)
+        commit = optimizer.begin(grads, state.inner, params, adds)
 
         def finish() -> tuple[Tree, AverageState]:
             result, inner = commit()

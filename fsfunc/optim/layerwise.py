@@ -337,6 +337,6 @@ def lars(
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
         directed = trust.scaled(grads, params, rate, own=own)
-        return descent.begun(directed, state, params, adds)
+        return descent.begin(directed, state, params, adds)
 
     return begun_by(descent.init, begin)

@@ -44,7 +44,7 @@ class Skipping:
             still = params if adds else map_flat(_zeros, grads, rest=None)
             return lambda: (still, after)
         given = getattr(state, self.inner)
-        commit = self.optimizer.begun(grads, given, params, adds)
+        commit = self.optimizer.begin(grads, given, params, adds)
         return then(commit, lambda inner: after._replace(**{self.inner: inner}))
 
 

@@ -163,7 +163,7 @@ class _Partitioned:
     def begin(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
-        commits = {k: self.optimizers[k].begun(*x, adds) for k, x in shares.items()}
+        commits = {k: self.optimizers[k].begin(*x, adds) for k, x in shares.items()}
         frozen = parts.leaves if adds else [None] * len(parts.leaves)
 
         def finish() -> tuple[Tree, dict[str, Any]]:

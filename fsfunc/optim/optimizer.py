@@ -89,6 +89,7 @@ class Optimizer(_Functions):
     called: str
     configuration: tuple[tuple[str, Any], ...]
     elementwise: bool
+    begin: Begin
 
     def __new__(
         cls,
@@ -108,8 +109,8 @@ class Optimizer(_Functions):
         self = super().__new__(
             cls, _laying(init), update, _relaying(apply), prepare, take
         )
-        self.elementwise = elementwise
-        known = {"init": init, "update": update} | dict(configuration or {})
+        self.elementwise, self.begin = elementwise, _either(update, prepare)
+        known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
@@ -170,13 +171,6 @@ class Optimizer(_Functions):
         """The same from the optimizer's own state."""
         return (*run(), self) if self.take is None else self.take(run, opt_state)
 
-    def begun(self, grads: Tree, state: State, params: Tree, adds: bool) -> Commit:
-        """A step in two phases: `prepare` if it ``adds`` the updates, else `update`."""
-        if adds:
-            return self.prepare(grads, state, params)
-        done = self.update(grads, state, params)
-        return lambda: done
-
     @staticmethod
     def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
         """The optimizer of an object's functions, with ``update`` or ``begin``."""
@@ -218,7 +212,9 @@ def begun_by(
         return begin(grads, state, params, False)()
 
     adds: Any = partial(begin, adds=True)
-    return Optimizer(init, update, prepare=adds, take=take, elementwise=elementwise)
+    made = Optimizer(init, update, prepare=adds, take=take, elementwise=elementwise)
+    made.begin = begin
+    return made
 
 
 def then(commit: Commit, after: Callable[[State], State]) -> Commit:
@@ -229,6 +225,16 @@ def then(commit: Commit, after: Callable[[State], State]) -> Commit:
         return result, after(state)
 
     return finish
+
+
+def _either(update: Update, prepare: Prepare) -> Begin:
+    def begin(grads: Tree, state: State, params: Tree, adds: bool) -> Commit:
+        if adds:
+            return prepare(grads, state, params)
+        done = update(grads, state, params)
+        return lambda: done
+
+    return begin
 
 
 def _deferred(apply: Apply) -> Prepare:
@@ -257,8 +263,7 @@ def update_of(
     with inside(replace(frame(), donated=None)):
         new, after = prepare(grads, state, params)()
     matched = Matched.of(params, grads, new)
-    updates, _ = matched.composed(lambda p, g, q, _: (q - p, q))
-    return updates, after
+    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

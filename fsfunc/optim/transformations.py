@@ -74,7 +74,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
             done.append(state)
-        commit = last.begun(grads, states[-1], params, adds)
+        commit = last.begin(grads, states[-1], params, adds)
         return then(commit, lambda state: (*done, state))
 
     def take(run: Run, states: Any) -> tuple[Any, Tree, Optimizer]:
