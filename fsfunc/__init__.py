@@ -168,10 +168,9 @@ from fsfunc.transforms.transforming import transformed
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
-    from fsfunc.checkpoint.consolidation import consolidate
-    from fsfunc.checkpoint.finding import metadata
+    from fsfunc.checkpoint.finding import latest, metadata
     from fsfunc.checkpoint.loading import load
-    from fsfunc.checkpoint.newest import latest
+    from fsfunc.checkpoint.safetensors import consolidate
     from fsfunc.checkpoint.saving import save, save_async
     from fsfunc.checkpoint.stored import CheckpointError
     from fsfunc.interop.modules import from_module, to_module
@@ -187,8 +186,8 @@ __version__ = "0.1.0"
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
     "CheckpointError": "fsfunc.checkpoint.stored",
-    "consolidate": "fsfunc.checkpoint.consolidation",
-    "latest": "fsfunc.checkpoint.newest",
+    "consolidate": "fsfunc.checkpoint.safetensors",
+    "latest": "fsfunc.checkpoint.finding",
     "metadata": "fsfunc.checkpoint.finding",
     "load": "fsfunc.checkpoint.loading",
     "save_async": "fsfunc.checkpoint.saving",

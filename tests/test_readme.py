@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.cli import main
-from fsfunc.cli.names_command import public, sentence
+from fsfunc.cli.commands import public, sentence
 
 README = Path(__file__).parents[1] / "README.md"
 CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)

@@ -27,20 +27,6 @@ from fsfunc.sharded.placements import describe
 from fsfunc.sharded.rank_local import stacked
 from fsfunc.sharded.slices import Box, boxes
 
-__all__ = [
-    "Contents",
-    "Held",
-    "check_mesh",
-    "check_real",
-    "contents_of",
-    "coordinates_here",
-    "mesh_here",
-    "parts_of",
-    "random_of",
-    "restore_random",
-    "together",
-]
-
 VALUES = (bool, int, float, str)
 
 

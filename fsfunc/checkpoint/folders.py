@@ -29,24 +29,6 @@ from fsfunc.checkpoint.save_lock import (
     own_name,
 )
 
-__all__ = [
-    "age",
-    "alike",
-    "appear",
-    "begin_file",
-    "begin_folder",
-    "check_absent",
-    "delete",
-    "discard",
-    "empty",
-    "entries",
-    "family_of",
-    "is_unfinished",
-    "names",
-    "saving_folder",
-    "sync",
-]
-
 _SAVING, _DELETING = ".saving", ".deleting"
 _UNFINISHED = re.compile(r"\.(.+)\.(saving|deleting)(?:-[0-9a-f]+)?", re.S)
 _WRITTEN = re.compile(

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
-from fsfunc.checkpoint.opening import is_pickle, open_regular, refuse_pickle
-from fsfunc.checkpoint.parsing import Said, Wrong, numbers_of, say, table_of
+from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -28,25 +27,16 @@ from fsfunc.checkpoint.stored import (
     Stored,
     StoredFile,
     StoredTensor,
+    is_pickle,
+    open_regular,
+    refuse_pickle,
 )
 from fsfunc.runtime.scopes import uncollected
-
-__all__ = [
-    "PART_OF",
-    "Entry",
-    "Header",
-    "check_headers",
-    "header_at",
-    "header_of",
-    "seal",
-    "with_sums",
-]
 
 PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
 
 _OURS, _SUMS = "fsfunc", "fsfunc.sums"
 _LONGEST = 100_000_000  # bytes; what safetensors itself accepts
-_ENTRY = {"dtype", "shape", "data_offsets"}
 _UNLIKE = "the checksum of its header is not that of its text"
 _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 
@@ -119,14 +109,12 @@ def _parsed(name: str, head: bytes, nbytes: int) -> Header:
     info = table_of(extra.get("DCP_SHARDING_INFO", "{}").encode(errors="replace"))
     sums, ours = _sums_of(head, extra, nbytes - len(head)), _unsealed(extra)
     boxes: dict[str, tuple[torch.dtype, Chunk]] = {}
-    for path, entry in said.items():
-        if type(entry) is not dict or entry.keys() != _ENTRY:
-            said.table(path).only(*_ENTRY)  # which raises
-        sizes = numbers_of(entry["shape"], "shape")
-        dtype = _DTYPES.get(kind) if type(kind := entry["dtype"]) is str else None
+    for path in said:
+        entry = said.table(path).only("dtype", "shape", "data_offsets")
+        sizes, ends = entry.numbers("shape"), entry.numbers("data_offsets")
+        dtype = _DTYPES.get(entry.text("dtype"))
         if dtype is None:
-            raise Wrong(f"{path[:99]!r} is of the dtype {say(kind)}")
-        ends = numbers_of(entry["data_offsets"], "data_offsets")
+            raise Wrong(f"{path[:99]!r} is of the dtype {say(entry['dtype'])}")
         if len(ends) != 2 or ends[1] - ends[0] != math.prod(sizes) * dtype.itemsize:
             raise Wrong(
                 f"{path[:99]!r} of shape {say(sizes)} lies at the bytes {say(ends)}"
@@ -168,6 +156,28 @@ def check_headers(
                     f"says {say(str(found.get(path)))}, and the manifest "
                     f"{say(str(box))}; go back to an earlier checkpoint"
                 )
+
+
+def check_files(stored: Stored, names: Iterable[str]) -> None:
+    """Raises where a file is missing, or not as long as it was written.
+
+    Raises:
+        CheckpointError: names the file and both lengths.
+    """
+    for name in names:
+        path, expected = stored.path / name, stored.files[name].nbytes
+        try:
+            found = os.stat(path, follow_symlinks=stored.version is None).st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} is missing: the checkpoint had a file of {expected} bytes "
+                "there; go back to an earlier one"
+            ) from error
+        if found != expected:
+            raise CheckpointError(
+                f"{path} has {found} bytes, and {expected} were written: the file is "
+                "damaged; go back to an earlier checkpoint"
+            )
 
 
 def header_of(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.checkpoint.agreement import check_alike, everywhere
-from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.contents import (
     Held,
     check_mesh,
@@ -23,7 +22,7 @@ from fsfunc.checkpoint.contents import (
     restore_random,
 )
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.headers import check_headers
+from fsfunc.checkpoint.headers import check_files, check_headers
 from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
@@ -35,8 +34,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
-
-__all__ = ["load"]
 
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "

@@ -13,14 +13,11 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fsfunc.checkpoint.opening import read_regular
 from fsfunc.checkpoint.parsing import (
     LONGEST,
     Said,
@@ -38,20 +35,9 @@ from fsfunc.checkpoint.stored import (
     Stored,
     StoredFile,
     StoredTensor,
+    read_regular,
 )
 from fsfunc.runtime.scopes import uncollected
-
-__all__ = [
-    "MANIFEST",
-    "SAFE_DTYPES",
-    "VERSION",
-    "as_hex",
-    "dtype_name",
-    "from_hex",
-    "parse",
-    "read_manifest",
-    "write_manifest",
-]
 
 MANIFEST = "fsfunc.json"
 VERSION = 1
@@ -65,9 +51,7 @@ SAFE_DTYPES = {
 
 _FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
 _FILE = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
-_NOT_OWN: Mapping[str, int] = MappingProxyType({})
 _LEAF = ("shape", "dtype", "chunks")
-_make = tuple.__new__
 _BODY = ("version", "leaves", "values", "files", "metadata", "random", "mesh")
 
 
@@ -148,13 +132,9 @@ def _parsed(raw: bytes, folder: Path) -> Stored:
         )
     body.only(*_BODY)
     files = _files(body)
-    leaves, names = body.table("leaves").few(), list(files)
-    known = _Known()
-    tensors = {
-        path: _at_once(path, said, names, known)
-        or _tensor(path, leaves.table(path), names)
-        for path, said in leaves.items()
-    }
+    names = list(files)
+    leaves = body.tables("leaves").items()
+    tensors = {path: _tensor(path, said, names) for path, said in leaves}
     values, metadata, random, mesh = map(
         body.table, ("values", "metadata", "random", "mesh")
     )
@@ -178,36 +158,6 @@ def _files(body: Said) -> dict[str, StoredFile]:
             raise Wrong(f"{name} of {nbytes} bytes has {len(sums)} checksums")
         found[name] = StoredFile(nbytes, sums)
     return found
-
-
-class _Known(dict[tuple[Any, ...], tuple[int, ...]]):
-    """Lists of numbers from 0 on, as tuples: many leaves share few."""
-
-    def __missing__(self, key: tuple[Any, ...]) -> tuple[int, ...]:
-        self[key] = found = numbers_of([*key], "")
-        return found
-
-
-def _at_once(
-    path: str, said: Any, names: list[str], known: _Known
-) -> StoredTensor | None:
-    """A leaf as it is wherever nothing is wrong; None where somebody should look.
-
-    There may be hundreds of thousands: `_tensor` says the same of one, slowly.
-    """
-    try:
-        shape, dtype = known[tuple(said["shape"])], _DTYPES[said["dtype"]]
-        chunks = []
-        for file, begin, offsets, sizes in said["chunks"]:
-            if type(file) is not int or file < 0 or type(begin) is not int or begin < 0:
-                return None
-            box = names[file], begin, known[tuple(offsets)], known[tuple(sizes)]
-            chunks.append(_make(Chunk, box))
-    except (IndexError, KeyError, TypeError, ValueError):
-        return None
-    if len(said) != 3:
-        return None
-    return _make(StoredTensor, (shape, dtype, tuple(chunks), path, _NOT_OWN))
 
 
 def _tensor(path: str, said: Said, names: list[str]) -> StoredTensor:

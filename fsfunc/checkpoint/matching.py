@@ -15,8 +15,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.tree.structure import TreeMismatch, matches
 
-__all__ = ["KEPT", "Only", "Rename", "matched"]
-
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str] | Callable[[str], str]
 

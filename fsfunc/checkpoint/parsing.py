@@ -17,21 +17,6 @@ from typing import Any
 
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 
-__all__ = [
-    "DEEPEST",
-    "LEAVES",
-    "LONGEST",
-    "Said",
-    "Wrong",
-    "check_depth",
-    "check_path",
-    "number_of",
-    "numbers_of",
-    "proven",
-    "say",
-    "table_of",
-]
-
 LEAVES = 1 << 18  # of a tree
 DEEPEST = 200  # names in a path, and levels of metadata
 LONGEST = 1 << 28  # bytes of JSON: the checksums of 32 TiB
@@ -135,11 +120,9 @@ def number_of(x: Any, name: str) -> int:
 
 def numbers_of(x: Any, name: str) -> tuple[int, ...]:
     """``x``, a list of such numbers."""
-    if type(x) is not list:
-        _of(x, list, name)  # which raises
-    for n in x:
+    for n in _of(x, list, name):
         if type(n) is not int or not 0 <= n <= _MOST:
-            number_of(n, name)
+            number_of(n, name)  # which raises
     return tuple(x)
 
 

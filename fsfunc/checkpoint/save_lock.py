@@ -18,23 +18,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from fsfunc.checkpoint.opening import read_regular
 from fsfunc.checkpoint.parsing import Wrong, table_of
-from fsfunc.checkpoint.stored import CheckpointError
-
-__all__ = [
-    "MARK",
-    "describe_job",
-    "has_gone",
-    "is_alive",
-    "is_fresh",
-    "is_marked",
-    "job_of",
-    "mark",
-    "own_name",
-    "this_job",
-    "unlock",
-]
+from fsfunc.checkpoint.stored import CheckpointError, read_regular
 
 MARK = "fsfunc.saving"
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fsfunc.checkpoint import folders, newest, status
-from fsfunc.checkpoint.agreement import advised, attempt, everywhere
+from fsfunc.checkpoint import agreement, finding, folders
+from fsfunc.checkpoint.agreement import Others, RankStatus, advised, attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
 from fsfunc.checkpoint.manifest import VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
 from fsfunc.checkpoint.save_lock import unlock
-from fsfunc.checkpoint.status import Others, RankStatus
 from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
@@ -30,8 +29,6 @@ from fsfunc.checkpoint.stored import (
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime.memory import hold
 from fsfunc.transforms.donation import version
-
-__all__ = ["SaveTask", "in_flight"]
 
 
 @dataclass
@@ -69,7 +66,7 @@ class SaveTask:
         """The first rank's: what others will write into."""
         if self.first:
             if self.keep is not None:
-                newest.tell_of_others(self.path)
+                finding.tell_of_others(self.path)
             self.lock = folders.begin_folder(self.path)
 
     def find_folder(self) -> None:
@@ -95,7 +92,7 @@ class SaveTask:
                     "wait() first, or change a copy"
                 )
         mine = RankStatus(files, chunks, found.random)
-        status.report(self.folder, self.rank, mine)
+        agreement.report(self.folder, self.rank, mine)
 
     def complete(self) -> None:
         """The first rank's: writes the manifest and gives the folder its name."""
@@ -104,9 +101,9 @@ class SaveTask:
         stored = self._stored([self._status_of(rank) for rank in range(self.size)])
         write_manifest(stored, self.folder)
         folders.appear(self.folder, self.path)
-        newest.remember(self.path)
+        finding.remember(self.path)
         if self.keep is not None:
-            newest.keep_newest(self.path, self.keep)
+            finding.keep_newest(self.path, self.keep)
 
     def finish(self) -> None:
         """Writes the checkpoint, all ranks together."""
@@ -204,7 +201,7 @@ class SaveTask:
     def _status_of(self, rank: int) -> RankStatus:
         """The report of a rank."""
         try:
-            return status.take_status(self.folder, rank)
+            return agreement.take_status(self.folder, rank)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"rank {rank} wrote its part of {self.path} where rank 0 does not "

@@ -1,6 +1,6 @@
 """The commands of ``python -m fsfunc``.
 
-plan_command.py hardware_command.py checkpoint_commands.py names_command.py
+plan_command.py commands.py   plan; checkpoint, consolidate, hardware, names
 build_scripts.py    scripts with build(mesh); what is printed, written
 hugging_face.py     the step of a model, of its config.json
 """
@@ -11,18 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fsfunc.cli import (
-    checkpoint_commands,
-    hardware_command,
-    names_command,
-    plan_command,
-)
 from fsfunc.cli.build_scripts import Refused
+from fsfunc.cli.commands import add_checkpoints, add_hardware, add_names
+from fsfunc.cli.plan_command import add_plan
 from fsfunc.printing.tables import visible_lines
 
-__all__ = ["main"]
-
-COMMANDS = (plan_command, hardware_command, checkpoint_commands, names_command)
+COMMANDS = (add_plan, add_hardware, add_checkpoints, add_names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = given.index("--") if "--" in given else len(given)
     top = argparse.ArgumentParser(prog="python -m fsfunc")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for add in COMMANDS:
+        add(commands)
     options = top.parse_args(given[:cut])
     options.passed = given[cut + 1 :]
     try:

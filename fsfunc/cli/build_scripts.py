@@ -24,17 +24,6 @@ from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan
 from fsfunc.printing.tables import Printed
 
-__all__ = [
-    "Refused",
-    "build_of",
-    "plan_of",
-    "put",
-    "refusing",
-    "started",
-    "write_json",
-    "writing",
-]
-
 
 def put(shown: Printed) -> None:
     """Print in colours on a terminal; elsewhere as text of any width."""

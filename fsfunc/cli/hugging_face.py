@@ -19,8 +19,6 @@ from fsfunc.transforms.casting import precision
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
-__all__ = ["HuggingFaceStep"]
-
 MODEL = "model"  # an axis of this name splits layers, all others the data
 LONGEST = 4096
 
@@ -107,7 +105,7 @@ def _config(path: Path) -> Any:
         fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise Refused(f"{path} is no config.json of a model: {error}") from None
-    kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    kind = str(fields.pop("model_type", None)) if isinstance(fields, dict) else ""
     try:
         return AutoConfig.for_model(kind, **fields)
     except (TypeError, ValueError) as error:

@@ -35,14 +35,12 @@ from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 
-__all__ = ["add_to", "facts"]
-
 HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
 THIS = "this"  # as a hardware's name: the machine at hand
 MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
 
 
-def add_to(commands: Any) -> None:
+def add_plan(commands: Any) -> None:
     """Adds ``plan`` to argparse's subparsers."""
     about = "what a script's step will do on a mesh of any size, before it runs"
     one = commands.add_parser(

@@ -31,8 +31,6 @@ from fsfunc.runtime.generators import (
     scrambled,
 )
 
-__all__ = ["BatchDataset", "Order", "Share", "Shuffled"]
-
 
 @dataclass(frozen=True)
 class Order:

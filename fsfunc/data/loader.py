@@ -19,8 +19,6 @@ from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
 from fsfunc.data.dataset import BatchDataset, Order, Share
 from fsfunc.sharded.inputs import check_integer
 
-__all__ = ["Batches", "batches"]
-
 _REAL = torch.zeros(0)
 # Ours to decide: by other names, or not at all.
 _TAKEN = {

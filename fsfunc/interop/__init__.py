@@ -1,12 +1,12 @@
 """nn.Module in and out: modules as functions, cut into units.
 
-modules.py patterns.py   from_module, to_module; selection of units
-structures.py stubs.py   copies that run, and placeholders in them
-module_tensors.py arguments.py   a module's tensors; arguments and results of units
+modules.py patterns.py   from_module, to_module; units and words of a plan, by name
+structures.py stubs.py   copies that run; placeholders in them, arguments of units
+module_tensors.py   a module's tensors
 call_tensors.py attributes.py   changes to tensors and attributes
 compiled_units.py   units as functions that jit compiles
-layer_plans.py plan_words.py   plans of split layers; their words, and transformers' own
+layer_plans.py      plans of split layers
 split_shapes.py     shape rules of split features
-split_layers.py split_flow.py   torch's layers as they run split; casts and gathers
+split_layers.py     torch's layers as they run split; casts and gathers
 split_values.py     split logits, sequences; experts spread over ranks
 """

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from fsfunc import _torch
 from fsfunc.interop.stubs import Absent, hook_tables
 
-__all__ = ["Attributes"]
-
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _FIXED = (
     Absent, tuple, frozenset, range, slice, torch.device, functools.partial,
@@ -48,7 +46,8 @@ class Attributes:
         self._tensors: list[tuple[str, Tensor, int]] = []
         found: dict[int, tuple[str, Any]] = {}
         # Those of units first: what they share with others has their names.
-        for path, _, saved in sorted(self._modules, key=self._is_around):
+        around = lambda one: not self._is_in_unit(f"{one[0]}.")  # noqa: E731
+        for path, _, saved in sorted(self._modules, key=around):
             for name, x in saved.items():
                 if name not in _OWN:
                     self._collect(_said(path, name), x, found, ours, owned)
@@ -140,9 +139,6 @@ class Attributes:
                     yield self._left(at)
             now.clear()
             now.update(saved)
-
-    def _is_around(self, module: tuple[str, Any, Any]) -> bool:
-        return not self._is_in_unit(f"{module[0]}.")
 
     def _is_in_unit(self, at: str) -> bool:
         return any(at.startswith(f"{unit}.") for unit in self._units)

@@ -16,10 +16,8 @@ from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
 from fsfunc.interop.layer_plans import LayerPlan
-from fsfunc.interop.split_flow import SplitFlow
+from fsfunc.interop.split_layers import SplitFlow
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["CallTensors", "Knowledge"]
 
 
 @dataclass

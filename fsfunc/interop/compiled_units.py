@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch
-from fsfunc.interop.arguments import without_caches
 from fsfunc.interop.attributes import Attributes
-from fsfunc.interop.stubs import Absent
+from fsfunc.interop.stubs import Absent, without_caches
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 

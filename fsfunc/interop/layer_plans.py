@@ -12,13 +12,11 @@ from typing import Any
 from torch import nn
 
 from fsfunc.interop.module_tensors import Tensors
-from fsfunc.interop.plan_words import words_of
+from fsfunc.interop.patterns import words_of
 from fsfunc.interop.split_layers import KINDS, SplitModule
 from fsfunc.interop.split_values import kind_of
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["LayerPlan", "planned"]
 
 
 class LayerPlan:

@@ -20,8 +20,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fsfunc import _torch
 from fsfunc.interop.stubs import hook_tables
 
-__all__ = ["Tensors", "check_closures", "computed", "tensors_of"]
-
 
 @dataclass(frozen=True)
 class Tensors:

@@ -9,15 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsfunc.interop.arguments import are_filled, opened
 from fsfunc.interop.layer_plans import LayerPlan, planned
 from fsfunc.interop.module_tensors import computed, tensors_of
-from fsfunc.interop.patterns import Units, chosen, completed
-from fsfunc.interop.plan_words import own_plan
+from fsfunc.interop.patterns import Units, chosen, completed, own_plan
 from fsfunc.interop.structures import Structure
+from fsfunc.interop.stubs import are_filled, opened
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["from_module", "to_module"]
 
 
 def from_module(

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.interop.arguments import GivenTensor, Signature, is_object
-from fsfunc.interop.stubs import Absent
-
-__all__ = ["run_shapes"]
+from fsfunc.interop.stubs import Absent, GivenTensor, Signature, is_object
 
 _MARK = 1_000_003  # a prime that no other size has as a factor
 

@@ -30,15 +30,6 @@ from fsfunc.nn.experts import expert_layer
 from fsfunc.nn.routing import route
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "SplitTensor",
-    "check_experts",
-    "is_split",
-    "joined",
-    "kind_of",
-    "own_positions",
-]
-
 
 class SplitTensor:
     """A tensor that is split over an axis, of which a rank has a part.

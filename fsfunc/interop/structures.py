@@ -19,13 +19,6 @@ from torch import Tensor, nn
 
 from fsfunc import _torch, tree
 from fsfunc.core.units import Unit, unit
-from fsfunc.interop.arguments import (
-    are_filled,
-    handed,
-    opened,
-    taken,
-    without_caches,
-)
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
 from fsfunc.interop.compiled_units import (
@@ -39,14 +32,17 @@ from fsfunc.interop.stubs import (
     Absent,
     LateHooks,
     Seen,
+    are_filled,
+    handed,
     make_stub,
+    opened,
     run_late,
     shown_by,
+    taken,
+    without_caches,
 )
-from fsfunc.nn.draws import own_draws
+from fsfunc.nn.numerics import own_draws
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["Structure"]
 
 
 @dataclass(frozen=True)

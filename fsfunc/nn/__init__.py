@@ -2,23 +2,23 @@
 
 tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
-logit_tiles.py tiled_cross_entropy.py   the last layer and its loss, tile by tile
+tiled_cross_entropy.py   the last layer and its loss, tile by tile
 routing.py          capacity, dropped choices, padding; the all-to-alls to experts
 gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
 experts.py   experts spread over ranks, and the all-to-alls to them
 context_parallel.py ring.py   attention over a split sequence; the ring's schedule
 sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
-statistics.py synchronized.py   batch norms, of one rank's batch or of all; statistics
+statistics.py       batch norms, of one rank's batch or of all; statistics
 normalization.py    norms of split features; mean and variance over ranks
-draws.py dtypes.py   each rank's own random numbers, dropout; dtypes of sums, autocast
+numerics.py         each rank's own random numbers, dropout; dtypes of sums, autocast
 """
 
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
-from fsfunc.nn.draws import dropout, own_draws
 from fsfunc.nn.experts import combine, dispatch, expert_layer
 from fsfunc.nn.gating import top_1_gating, top_2_gating, top_k_gating
 from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
+from fsfunc.nn.numerics import dropout, own_draws
 from fsfunc.nn.routing import Routing, route
 from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
@@ -27,39 +27,7 @@ from fsfunc.nn.statistics import (
     batch_norm,
     commit_statistics,
     init_statistics,
+    sync_batch_norm,
 )
-from fsfunc.nn.synchronized import sync_batch_norm
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
-
-__all__ = [
-    "Moments",
-    "Routing",
-    "RunningStatistics",
-    "all_to_all_attention",
-    "batch_norm",
-    "column_linear",
-    "combine",
-    "commit_statistics",
-    "dispatch",
-    "dropout",
-    "expert_layer",
-    "group_norm",
-    "init_statistics",
-    "layer_norm",
-    "linear_cross_entropy",
-    "own_draws",
-    "ring_attention",
-    "rms_norm",
-    "route",
-    "row_linear",
-    "sync_batch_norm",
-    "top_1_gating",
-    "top_2_gating",
-    "top_k_gating",
-    "unzigzag",
-    "vocab_cross_entropy",
-    "vocab_embedding",
-    "zigzag",
-    "zigzag_positions",
-]

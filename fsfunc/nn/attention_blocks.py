@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.nn.dtypes import wide
-
-__all__ = ["Attended", "attend", "attend_in_place", "joined", "pull"]
+from fsfunc.nn.numerics import wide
 
 
 class Attended(NamedTuple):

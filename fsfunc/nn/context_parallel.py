@@ -19,7 +19,7 @@ from torch import Tensor
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import RankGroup, axis_index, group
 from fsfunc.comm.mesh import Axis
-from fsfunc.nn.dtypes import autocast
+from fsfunc.nn.numerics import autocast
 from fsfunc.nn.ring import Ring, attention
 from fsfunc.nn.sequence_order import (
     contiguous_parts,
@@ -27,8 +27,6 @@ from fsfunc.nn.sequence_order import (
     zigzag,
     zigzag_parts,
 )
-
-__all__ = ["all_to_all_attention", "ring_attention"]
 
 
 def ring_attention(

@@ -8,23 +8,15 @@ rank's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
-
-__all__ = [
-    "cuts",
-    "exponentiated",
-    "gradient_of",
-    "is_transformed",
-    "row_sums",
-    "vocab_cross_entropy",
-]
 
 
 def vocab_cross_entropy(
@@ -215,3 +207,46 @@ class _RowSums(torch.autograd.Function):
                 if into is None:
                     g[i] = p
         return g, None, None, None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Logits of ``rows`` tokens at a time.
+
+    Args:
+        shift: what is added to the target's.
+    """
+
+    rows: int
+    shift: float
+    loss: TokenLoss
+
+    def cuts(self, x: Tensor) -> list[slice]:
+        """The tokens of each tile: one tile at least."""
+        return cuts(x.shape[0], self.rows)
+
+    def logits(self, x: Tensor, w: Tensor, own: Targets) -> Tensor:
+        """One tile's, in memory of its own."""
+        z = (x @ w.T).to(wide(x))
+        if not self.shift:
+            return z
+        shift = self.shift * own.mine.to(z.dtype)
+        return z.scatter_add(-1, own.at.unsqueeze(-1), shift.unsqueeze(-1))
+
+    def sums(self, x: Tensor, w: Tensor, own: Targets) -> tuple[Tensor, ...]:
+        """The sums over all tokens' logits, by plain operators, each kept by autograd.
+
+        It is what ``TiledSums`` computes, for those who must look into it.
+        """
+        found = []
+        with without_autocast(x):
+            for i in self.cuts(x):
+                z = self.logits(x[i], w, own[i])
+                found.append(row_sums(z, own[i], self.loss.smooth))
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def pullback(
+        self, x: Tensor, w: Tensor, own: Targets, slopes: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The gradients of x and w by ``sums``, by plain operators."""
+        return torch.func.vjp(lambda x, w: self.sums(x, w, own), x, w)[1](tuple(slopes))

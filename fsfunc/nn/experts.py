@@ -26,8 +26,6 @@ from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
 from fsfunc.nn.tensor_parallel import part_of
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["combine", "dispatch", "expert_layer"]
-
 
 def expert_layer(
     x: Tensor,

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide
 from fsfunc.nn.routing import Routing, check_used, counts_of, route
-
-__all__ = ["top_1_gating", "top_2_gating", "top_k_gating"]
 
 
 def top_1_gating(

@@ -26,18 +26,8 @@ from torch import Tensor
 
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size, group
-from fsfunc.nn.dtypes import wide
+from fsfunc.nn.numerics import wide
 from fsfunc.nn.tensor_parallel import Leaf, part_of
-
-__all__ = [
-    "group_norm",
-    "layer_norm",
-    "normalized",
-    "normalizer",
-    "rms_norm",
-    "shifted_sums",
-    "summed",
-]
 
 
 def shifted_sums(

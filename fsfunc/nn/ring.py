@@ -32,9 +32,7 @@ from fsfunc.nn.attention_blocks import (
     joined,
     pull,
 )
-from fsfunc.nn.dtypes import wide, without_autocast
-
-__all__ = ["Block", "Ring", "attention", "ring_blocks", "ring_moves"]
+from fsfunc.nn.numerics import wide, without_autocast
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -27,17 +27,6 @@ from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, axis_size, group
 
-__all__ = [
-    "Routing",
-    "check_rows",
-    "check_used",
-    "counts_of",
-    "dropless",
-    "placed",
-    "route",
-    "weighed",
-]
-
 
 class Routing(NamedTuple):
     """The k choices of each of T tokens among E experts.

@@ -16,8 +16,6 @@ from fsfunc.comm.collectives import ppermute
 from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.mesh import Axis
 
-__all__ = ["contiguous_parts", "unzigzag", "zigzag", "zigzag_parts", "zigzag_positions"]
-
 
 def zigzag(x: Tensor, axis_size: int, dim: int) -> Tensor:
     """``x`` in zig-zag order along ``dim``: each rank's two half-blocks in a row.

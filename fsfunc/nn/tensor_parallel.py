@@ -30,8 +30,6 @@ from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.token_losses import own_rows, refuse_mean
 from fsfunc.sharded.leaf import Sharded
 
-__all__ = ["column_linear", "part_of", "row_linear", "token_dim", "vocab_embedding"]
-
 Leaf = Tensor | Sharded
 
 

@@ -21,8 +21,6 @@ from fsfunc import _torch
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.groups import axis_size, group
 
-__all__ = ["Targets", "TokenLoss", "own_rows", "refuse_mean"]
-
 
 @dataclass(frozen=True)
 class TokenLoss:

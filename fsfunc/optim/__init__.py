@@ -1,14 +1,13 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
 optimizer.py        the interface, and the mark `elementwise`
-arguments.py        checks of arguments; values of schedules and masks
-element_rules.py    an optimizer of one equation, with a codec and a fused kernel
+element_rules.py    an optimizer of one equation; codecs: a dtype, float16 with a scale
 adam.py descent.py  sharded_adam; sgd and lion
-scaled_moments.py coded_moments.py   codecs: float16 with a scale; 8 bits
-coded_steps.py      the layout of 8-bit codes, and a step by chunks
-transformations.py masking.py schedules.py   clipping, chain; by leaf; rates
-trust.py layerwise.py   steps at the scale of each leaf: LAMB and LARS
-factored.py square_sums.py   Adafactor: moments by row and column; of any part
+coded_moments.py coded_steps.py   a codec of 8 bits; its layout, a step by chunks
+transformations.py masking.py   clipping, chain; optimizers by leaf
+schedules.py        learning rates; checks of arguments
+layerwise.py        steps at the scale of each leaf: LAMB and LARS
+factored.py         Adafactor: moments by row and column, of any part
 averaging.py iterates.py   ema, swa and eval_params; schedule_free
 adaptive_scale.py   adascale: rates that grow with the batch
 widening.py         master_weights, stochastic_rounding
@@ -29,7 +28,7 @@ from fsfunc.optim.backward_steps import step_in_backward
 from fsfunc.optim.descent import LionState, SgdState, lion, sgd
 from fsfunc.optim.factored import AdafactorState, adafactor
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
-from fsfunc.optim.layerwise import lamb, lars
+from fsfunc.optim.layerwise import lamb, lars, scale_by_trust_ratio
 from fsfunc.optim.layerwise_scaling import LayerwiseLossScaleState, layerwise_loss_scale
 from fsfunc.optim.loss_scaling import (
     ApplyIfFiniteState,
@@ -59,7 +58,6 @@ from fsfunc.optim.transformations import (
     clip_by_value,
     scale,
 )
-from fsfunc.optim.trust import scale_by_trust_ratio
 from fsfunc.optim.widening import (
     MasterState,
     RoundingState,

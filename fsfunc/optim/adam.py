@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
-from fsfunc.optim.coded_moments import MEAN, SQUARE, Coded, Codes
-from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
+from fsfunc.optim.coded_moments import Coded, Codes
+from fsfunc.optim.coded_steps import MEAN, SQUARE
+from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.scaled_moments import Scaled
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.optimizer import Optimizer, begun_by, described
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    rate_at,
+)
 from fsfunc.sharded.leaf import is_sharded
 
 _MOMENTS = (
@@ -132,17 +136,19 @@ def sharded_adam(
     >>> params["b"], params["w"][0], state.count
     (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
     """
-    check_not_negative(eps=eps, weight_decay=weight_decay)
-    check_rate(learning_rate)
-    check_fractions(b1=b1, b2=b2)
+    rule = adam_rule(learning_rate, b1, b2, eps, weight_decay, mask)
+    return with_moments(rule, moment_dtype, b2)
 
+
+def with_moments(
+    rule: ElementRule, moment_dtype: torch.dtype | None, b2: float
+) -> Optimizer:
+    """The optimizer of Adam's equation, with moments of a dtype."""
     if moment_dtype not in _MOMENTS:
         raise TypeError(
             f"moment_dtype is {moment_dtype}: give one of "
             f"{', '.join(map(str, _MOMENTS[1:]))}; the last stands for codes of 8 bits"
         )
-
-    rule = adam_rule(learning_rate, b1, b2, eps, weight_decay, mask)
     if moment_dtype == torch.uint8:
         return elementwise(rule, Coded(CodedAdamState))
     if moment_dtype == torch.float16:
@@ -155,7 +161,7 @@ def sharded_adam(
         _warn_of_narrow(params, b2)
         return made.init(params)
 
-    return made._replace(init=init)
+    return begun_by(init, made.begin, elementwise=True)
 
 
 def adam_rule(
@@ -167,6 +173,8 @@ def adam_rule(
     mask: Mask | None,
 ) -> ElementRule:
     """The equation of `sharded_adam`."""
+    check_not_negative(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
+    check_fractions(b1=b1, b2=b2)
 
     def equation(count: Any):
         t, rate = count + 1, rate_at(learning_rate, count)

@@ -9,21 +9,20 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
-from fsfunc.optim.arguments import check_fractions, check_params_given
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, along, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
+    Commit,
     Optimizer,
-    State,
+    begun_by,
     check_takes_plainly,
     described,
     summed,
 )
+from fsfunc.optim.schedules import check_fractions, check_params_given
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import lay_as
-
-__all__ = ["AverageState", "ema", "eval_params", "swa"]
 
 
 class AverageState(NamedTuple):
@@ -153,43 +152,31 @@ def _averaged(
     def init(params: Tree) -> AverageState:
         return AverageState(0, 0, copied(params, dtype), optimizer.init(params))
 
-    def next_state(state: AverageState, average: Tree, inner: State) -> AverageState:
-        averaged = state.averaged + (average is not state.average)
-        return AverageState(state.count + 1, averaged, average, inner)
-
-    def counts(state: AverageState) -> bool:
-        return state.count >= start and (state.count - start) % every == 0
-
-    def update(grads: Tree, state: AverageState, params: Tree = None):
+    def begin(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Commit:
         check_params_given(params, name)
-        updates, inner = optimizer.update(grads, state.inner, params)
-        average = state.average
-        if counts(state):
-            to = weight(state.averaged)
-            matched = Matched.of(average, floating(summed(params, updates)))
-            average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
-        return updates, next_state(state, average, inner)
-
-    def prepare(grads: Tree, state: AverageState, params: Tree):
         Matched.of(state.average, floating(params))  # which raises in time
-        commit = optimizer.prepare(grads, state.inner, params)
+        commit = optimizer.begin(grads, state.inner, params, adds)
 
         def finish() -> tuple[Tree, AverageState]:
-            params, inner = commit()
-            average = state.average
-            if counts(state):
-                matched = Matched.of(average, floating(params))
-                kernel = partial(_lerp, to=weight(state.averaged))
-                (average,) = fused(matched, kernel, [None] * len(matched.active))()
-            return params, next_state(state, average, inner)
+            result, inner = commit()
+            count, averaged, average, _ = state
+            if count >= start and (count - start) % every == 0:
+                now = result if adds else summed(params, result)
+                average = _moved(average, floating(now), weight(averaged), adds)
+                averaged += 1
+            return result, AverageState(count + 1, averaged, average, inner)
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare, elementwise=optimizer.elementwise)
+    return begun_by(init, begin, elementwise=optimizer.elementwise)
 
 
-def _lerp(averages: Any, params: Any, *, to: float, weight_decay: None) -> None:
-    torch._foreach_lerp_(averages, params, to)
+def _moved(average: Tree, params: Tree, to: float, writes: bool) -> Tree:
+    """``average`` moved that far to the parameters, in place where that may be."""
+    matched = Matched.of(average, params)
+    if not writes:
+        return matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
+    return fused(matched, partial(torch._foreach_lerp_, weight=to))()[0]
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:

@@ -21,8 +21,6 @@ from fsfunc.optim.matching import MirroredState
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
-__all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
-
 
 @described
 def step_in_backward(optimizer: Optimizer) -> Optimizer:

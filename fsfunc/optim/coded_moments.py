@@ -12,24 +12,19 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.coded_steps import (
-    MEAN,
-    SQUARE,
-    Scratch,
+    CodedStep,
     groups_of,
     stretches,
-    write_codes,
     zero_codes,
 )
-from fsfunc.optim.element_rules import Codec, Commit, ElementRule
-from fsfunc.optim.in_place import count_write, donation_of, target, targets
+from fsfunc.optim.element_rules import Codec, ElementRule
+from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
-from fsfunc.optim.optimizer import update_of
+from fsfunc.optim.optimizer import Commit, update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["MEAN", "SQUARE", "Coded", "Codes", "decoded", "encoded", "is_coded"]
 
 
 class Codes(NamedTuple):
@@ -112,15 +107,18 @@ class Coded(Codec):
 
         return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
-    def update(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
-    ) -> tuple[Tree, Any]:
+    def begin(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
+    ) -> Commit:
+        if adds:
+            return self._prepared(rule, grads, state, params)
         rule.matched(grads, params, ())  # which checks that parameters are given
         like = grads if params is None else params
         start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-        return update_of(partial(self.prepare, rule), grads, state, start)
+        done = update_of(partial(self._prepared, rule), grads, state, start)
+        return lambda: done
 
-    def prepare(
+    def _prepared(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree
     ) -> Commit:
         matched = rule.matched(grads, params, ())
@@ -138,28 +136,22 @@ class Coded(Codec):
                 "laid out as these (ff.init_state does), and load them there"
             )
         decays, count = rule.decays(matched), state.count
-        donation = donation_of(matched)
-        kernel = rule.writer(count)
+        writing, kernel = Writing(matched), rule.writer(count)
 
         def commit() -> tuple[Tree, Any]:
-            taken: tuple[list[Any], list[Any]] = [], []
             with torch.no_grad():
-                (new,) = targets(matched, [matched.trees[0]], donation, taken)
+                (new,) = writing.targets([matched.trees[0]])
                 count_write(new.tensors)
                 columns = [column for codes in state[1:-1] for column in codes]
                 held = [
-                    (x, target(list(x), split([x])[0], donation, taken).leaves)
-                    for x in columns
+                    (x, writing.target(list(x), split([x])[0]).leaves) for x in columns
                 ]
                 cuts = stretches(matched, new, decays, groups)
-                scratch = Scratch(state.coders)
+                step = CodedStep(kernel, state.coders, count)
                 for i, group in enumerate(groups):
                     where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
-                    write_codes(
-                        kernel, group, cuts.get(i, []), where, (count, i), scratch
-                    )
-            if donation is not None:
-                donation.take(*taken)
+                    step.write(i, group, cuts.get(i, []), where)
+            writing.end()
             made = [tuple(to) for _, to in held]
             moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
             params = matched.restore(new.leaves, matched.trees[0])

@@ -23,17 +23,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
 from fsfunc.sharded.placements import Split, room
 
-__all__ = [
-    "CodeGroup",
-    "MEAN",
-    "SQUARE",
-    "Scratch",
-    "groups_of",
-    "stretches",
-    "write_codes",
-    "zero_codes",
-]
-
 
 @dataclass
 class CodeGroup:
@@ -137,89 +126,102 @@ def stretches(
     return found
 
 
+Moved = Sequence[tuple[Tensor, Tensor]]  # codes or scales: the old, the new
+
 MEAN, SQUARE = Coder(signed=True), Coder(signed=False)
 
 
-class Scratch:
-    """Memory for the chunks of a step, one after the other: by device, made once.
+class CodedStep:
+    """A step of moments in 8 bits: codes are read and written a chunk at a time.
 
     Args:
+        kernel: the step of what is decoded.
         coders: of each moment.
+        count: of updates, which decides how codes are rounded.
     """
 
-    def __init__(self, coders: Sequence[Coder]) -> None:
-        self.coders = coders
-        self.rows: dict[torch.device, Tensor] = {}
+    def __init__(
+        self, kernel: Callable[..., None], coders: Sequence[Coder], count: int
+    ):
+        self.kernel, self.coders, self.count = kernel, coders, count
+        self.scratch: dict[torch.device, Tensor] = {}
 
-    def of(self, like: Tensor, count: int) -> tuple[list[Tensor], Tensor]:
-        """A float32 tensor of ``count`` elements for each moment, and one int32."""
-        rows = self.rows.get(like.device)
+    def write(
+        self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
+    ) -> None:
+        """The step of a group; blocks of which nothing is updated keep their codes.
+
+        ``where``: codes and scales of each moment in turn, old and new.
+        """
+        tensors = [t for pair in where for t in pair]
+        tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
+        beside = [space_of(t).offloaded for t in tensors] if any_offloaded() else []
+        if any(beside) and not all(beside):
+            self._write_here(number, group, cuts, where)
+            return
+        end = 0
+        for start, stop in _blocks(cuts):
+            _keep(where, end, start)
+            param, end = cuts[0].param, stop
+            size = stop - start
+            size = min(CHUNK, size) if param.device.type == "cpu" else size
+            for begin in range(start, stop, size):
+                chunk = _range(where, begin, min(size, stop - begin))
+                self._write_chunk(number, group, cuts, chunk, begin)
+                if isinstance(param, _torch.FakeTensor):
+                    return  # nothing is written, and each chunk is as the first
+        _keep(where, end, len(where[0][0]))
+
+    def _write_here(
+        self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
+    ) -> None:
+        """The same on the device, where some tensors are offloaded."""
+        come = lambda x: space_of(x).fetch(x)  # noqa: E731
+        mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
+        # What was brought is a copy, to be written over.
+        work = [come(old) for old, _ in where]
+        each = zip(work, where, strict=True)
+        made = [new if x is old else x for x, (old, new) in each]
+        self.write(number, group, mine, list(zip(work, made, strict=True)))
+        pairs = [(c.param, m.param) for c, m in zip(cuts, mine, strict=True)]
+        pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
+        for target, source in pairs:
+            if target is not source:
+                target.copy_(source)
+
+    def _write_chunk(
+        self,
+        number: int,
+        group: CodeGroup,
+        cuts: Sequence[Stretch],
+        where: Moved,
+        begin: int,
+    ) -> None:
+        moments, spare = self._room(where[0][0])
+        rows = list(zip(moments, self.coders, where[::2], where[1::2], strict=True))
+        for x, coder, (old, _), (scales, _) in rows:
+            coder.decode(old, scales, x, spare)
+        for cut in cuts:
+            _step(self.kernel, cut, moments, begin)
+        for k, (x, coder, (_, new), (_, scales)) in enumerate(rows):
+            x[max(group.used - begin, 0) :].zero_()
+            if isinstance(x, _torch.FakeTensor):
+                dither = spare
+            else:
+                seed = mix(self.count, number, k, begin)
+                dither = chance(x.device, len(x), seed)
+            coder.encode(x, new, scales, dither, spare)
+
+    def _room(self, codes: Tensor) -> tuple[list[Tensor], Tensor]:
+        """A float32 tensor like codes for each moment, and one int32: made once."""
+        count, device = len(codes), codes.device
+        rows = self.scratch.get(device)
         if rows is None or rows.shape[1] < count:
-            size = max(count, CHUNK) if like.device.type == "cpu" else count
+            size = max(count, CHUNK) if device.type == "cpu" else count
             shape = 1 + len(self.coders), size
-            rows = self.rows[like.device] = torch.empty(shape, device=like.device)
+            rows = self.scratch[device] = torch.empty(shape, device=device)
         *moments, spare = (row[:count] for row in rows)
         return moments, spare.view(torch.int32)
-
-
-def write_codes(
-    kernel: Callable[..., None],
-    group: CodeGroup,
-    cuts: Sequence[Stretch],
-    where: Sequence[tuple[Tensor, Tensor]],
-    stream: tuple[int, int],
-    scratch: Scratch,
-) -> None:
-    """One step of a group: codes are read and written a chunk at a time.
-
-    Blocks of which nothing is updated keep their codes. ``where``: codes and scales of
-    each moment in turn, old and new.
-    """
-    tensors = [t for pair in where for t in pair]
-    tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
-    beside = [space_of(t).offloaded for t in tensors] if any_offloaded() else []
-    if any(beside) and not all(beside):
-        _write_here(kernel, group, cuts, where, stream, scratch)
-        return
-    end = 0
-    for start, stop in _blocks(cuts):
-        _keep(where, end, start)
-        for begin in range(start, stop, _most(cuts[0].param, stop - start)):
-            count = min(_most(cuts[0].param, stop - start), stop - begin)
-            chunk = _range(where, begin, count)
-            _write_chunk(kernel, cuts, chunk, begin, (*stream, begin), group, scratch)
-            if isinstance(cuts[0].param, _torch.FakeTensor):
-                return  # nothing is written, and each chunk is as the first
-        end = stop
-    _keep(where, end, len(where[0][0]))
-
-
-def _write_here(
-    kernel: Callable[..., None],
-    group: CodeGroup,
-    cuts: Sequence[Stretch],
-    where: Sequence[tuple[Tensor, Tensor]],
-    stream: tuple[int, int],
-    scratch: Scratch,
-) -> None:
-    """The same on the device, where some tensors are offloaded."""
-    come = lambda x: space_of(x).fetch(x)  # noqa: E731
-    mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
-    # What was brought is a copy, to be written over.
-    work = [come(old) for old, _ in where]
-    made = [new if x is old else x for x, (old, new) in zip(work, where, strict=True)]
-    moved = list(zip(work, made, strict=True))
-    write_codes(kernel, group, mine, moved, stream, scratch)
-    pairs = [(c.param, m.param) for c, m in zip(cuts, mine, strict=True)]
-    pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
-    for target, source in pairs:
-        if target is not source:
-            target.copy_(source)
-
-
-def _most(param: Tensor, count: int) -> int:
-    """The number of elements worked on at a time."""
-    return min(CHUNK, count) if param.device.type == "cpu" else count
 
 
 def _blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
@@ -236,7 +238,7 @@ def _blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
     return found
 
 
-def _keep(where: Sequence[tuple[Tensor, Tensor]], start: int, stop: int) -> None:
+def _keep(where: Moved, start: int, stop: int) -> None:
     """The blocks of a range stay as they are."""
     if stop > start:
         for old, new in _range(where, start, stop - start):
@@ -244,34 +246,7 @@ def _keep(where: Sequence[tuple[Tensor, Tensor]], start: int, stop: int) -> None
                 new.copy_(old)
 
 
-def _write_chunk(
-    kernel: Callable[..., None],
-    cuts: Sequence[Stretch],
-    where: Sequence[tuple[Tensor, Tensor]],
-    begin: int,
-    stream: tuple[int, ...],
-    group: CodeGroup,
-    scratch: Scratch,
-) -> None:
-    (codes, _), *_ = where
-    moments, spare = scratch.of(codes, len(codes))
-    rows = list(zip(moments, scratch.coders, where[::2], where[1::2], strict=True))
-    for x, coder, (old, _), (scales, _) in rows:
-        coder.decode(old, scales, x, spare)
-    for cut in cuts:
-        _step(kernel, cut, moments, begin)
-    for k, (x, coder, (_, new), (_, scales)) in enumerate(rows):
-        x[max(group.used - begin, 0) :].zero_()
-        if isinstance(x, _torch.FakeTensor):
-            dither = spare
-        else:
-            dither = chance(x.device, len(x), mix(*stream[:2], k, stream[2]))
-        coder.encode(x, new, scales, dither, spare)
-
-
-def _range(
-    where: Sequence[tuple[Tensor, Tensor]], begin: int, count: int
-) -> list[tuple[Tensor, Tensor]]:
+def _range(where: Moved, begin: int, count: int) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales, old and new, of ``count`` elements."""
     blocks = slice(begin // BLOCK, (begin + count) // BLOCK)
     spans = (slice(begin, begin + count), blocks) * (len(where) // 2)

@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
-from fsfunc.optim.coded_moments import MEAN, Coded, Codes
+from fsfunc.optim.coded_moments import Coded, Codes
+from fsfunc.optim.coded_steps import MEAN
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    rate_at,
+)
 
 
 class SgdState(NamedTuple):
@@ -74,10 +79,8 @@ def sgd(
     >>> w, state.momentum
     (tensor([0.7100, 0.7100]), tensor([1.9000, 1.9000]))
     """
-    check_not_negative(
-        momentum=momentum, weight_decay=weight_decay, dampening=dampening
-    )
-    check_rate(learning_rate)
+    check_not_negative(momentum=momentum, weight_decay=weight_decay)
+    check_not_negative(dampening=dampening, learning_rate=learning_rate)
     if nesterov and (not momentum or dampening):
         raise ValueError(
             f"nesterov needs momentum and no dampening; momentum is {momentum} and "
@@ -188,8 +191,7 @@ def lion(
     >>> w, state.mu
     (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
     """
-    check_not_negative(weight_decay=weight_decay)
-    check_rate(learning_rate)
+    check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
     check_fractions(b1=b1, b2=b2)
 
     def equation(count: Any):

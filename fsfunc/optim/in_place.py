@@ -20,7 +20,7 @@ from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
-from fsfunc.sharded.donated import Donation, Everything
+from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
 
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
@@ -36,7 +36,7 @@ class Target(NamedTuple):
 def fused(
     matched: Matched,
     kernel: Callable[..., None],
-    decays: Sequence[Any],
+    decays: Sequence[Any] | None = None,
     *,
     cast: bool = True,
 ) -> Callable[[], list[Tree]]:
@@ -47,25 +47,28 @@ def fused(
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. ``decays`` are
-    whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
-    as they are, and only the parameters' dtype separates groups.
+    whatever it takes for ``weight_decay``, by leaf; without them it takes none. Without
+    ``cast`` it takes tensors as they are, and only the parameters' dtype separates
+    groups.
     """
-    donation = donation_of(matched)
+    run, by_leaf = kernel, decays
+    if by_leaf is None:
+        run = lambda *columns, weight_decay: kernel(*columns)  # noqa: E731
+        by_leaf = [0.0] * len(matched.active)
+    writing = Writing(matched)
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
-        taken: tuple[list[Any], list[Any]] = [], []  # leaves written over, and new ones
         with torch.no_grad():
-            new = targets(matched, kept, donation, taken)
+            new = writing.targets(kept)
             count_write([t for target in new for t in target.tensors])
-            groups = _groups(matched, new, decays)
+            groups = _groups(matched, new, by_leaf)
             for (_, dtype, decay, _), columns in groups.items():
                 if cast:
-                    _write(kernel, columns, dtype, decay)
+                    _write(run, columns, dtype, decay)
                 else:
-                    kernel(*columns, weight_decay=decay)
-        if donation is not None:
-            donation.take(*taken)
+                    run(*columns, weight_decay=decay)
+        writing.end()
         return [
             matched.restore(target.leaves, leaves)
             for target, leaves in zip(new, kept, strict=True)
@@ -74,10 +77,76 @@ def fused(
     return commit
 
 
-def donation_of(matched: Matched) -> Donation | None:
-    """The donation of this step, None where trees to write share memory."""
-    donation = frame().donated
-    return None if donation is None or _overlap(matched) else donation
+class Writing:
+    """The writes of one step: over tensors that are donated, else over copies.
+
+    Nothing is written over where trees to write share memory.
+    """
+
+    def __init__(self, matched: Matched):
+        donation = frame().donated
+        self.matched = matched
+        self.donation = None if donation is None or _overlap(matched) else donation
+        self.old: list[Any] = []  # leaves that are written over, and in their places
+        self.new: list[Any] = []
+
+    def targets(self, kept: list[list[Any]]) -> list[Target]:
+        """The trees to write, or copies of them."""
+        if self.donation is not None and not isinstance(self.donation, Everything):
+            self.donation.look()
+        matched = self.matched
+        written = zip(kept, [matched.buffers[0], *matched.buffers[2:]], strict=True)
+        return [
+            self.target([column[i] for i in matched.active], buffers)
+            for column, buffers in written
+        ]
+
+    def target(self, leaves: list[Any], buffers: Any) -> Target:
+        """Leaves to write, or copies of them; a donation has looked at what is held."""
+        tensors = buffers.tensors
+        if self.donation is None:
+            tensors = [space_of(t).copied(t) for t in tensors]
+            return Target(buffers.rebuild(tensors), tensors)
+        if isinstance(self.donation, Everything):  # recorded leaves stay themselves
+            return Target(leaves, tensors)
+        return self._over(leaves, buffers, tensors, self.donation.may_write(tensors))
+
+    def _over(
+        self, old: list[Any], buffers: Any, tensors: list[Tensor], mine: list[bool]
+    ) -> Target:
+        """New leaves over the memory of the old, where that is ours, or over copies.
+
+        Of a leaf that is written over the old one is spent: the new one is another
+        object.
+        """
+        if isinstance(buffers, Loose) and all(mine):
+            leaves = [x.detach() for x in old]
+            self.old += old
+            self.new += leaves
+            return Target(leaves, tensors)
+        leaves = list(old)
+        if not all(mine):
+            pairs = zip(tensors, mine, strict=True)
+            tensors = [t if own else space_of(t).copied(t) for t, own in pairs]
+            leaves = buffers.rebuild(tensors)
+        for (positions, packed), own in zip(buffers.groups, mine, strict=True):
+            if not own:
+                continue
+            if packed is not None:
+                made = packed.renewed().leaves()
+            else:
+                x = old[positions[0]]
+                made = [x.twin() if is_sharded(x) else x.detach()]
+            for i, leaf in zip(positions, made, strict=True):
+                leaves[i] = leaf
+                self.old.append(old[i])
+                self.new.append(leaf)
+        return Target(leaves, tensors)
+
+    def end(self) -> None:
+        """The step is written: what was donated is taken."""
+        if self.donation is not None:
+            self.donation.take(self.old, self.new)
 
 
 def _overlap(matched: Matched) -> bool:
@@ -92,76 +161,6 @@ def _overlap(matched: Matched) -> bool:
     if len(own) < len(written):
         return True
     return not own.isdisjoint(map(Tensor.data_ptr, grads))
-
-
-def targets(
-    matched: Matched,
-    kept: list[list[Any]],
-    donation: Donation | None,
-    taken: tuple[list[Any], list[Any]],
-) -> list[Target]:
-    """The trees to write, or copies of them."""
-    if donation is not None and not isinstance(donation, Everything):
-        donation.look()
-    written = zip(kept, [matched.buffers[0], *matched.buffers[2:]], strict=True)
-    return [
-        target([column[i] for i in matched.active], buffers, donation, taken)
-        for column, buffers in written
-    ]
-
-
-def target(
-    leaves: list[Any],
-    buffers: Any,
-    donation: Donation | None,
-    taken: tuple[list[Any], list[Any]],
-) -> Target:
-    """Leaves to write, or copies of them; a donation has looked at what is held."""
-    tensors = buffers.tensors
-    if donation is None:
-        tensors = [space_of(t).copied(t) for t in tensors]
-        return Target(buffers.rebuild(tensors), tensors)
-    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
-        return Target(leaves, tensors)
-    return _over(leaves, buffers, tensors, donation.may_write(tensors), taken)
-
-
-def _over(
-    old: list[Any],
-    buffers: Any,
-    tensors: list[Tensor],
-    mine: list[bool],
-    taken: tuple[list[Any], list[Any]],
-) -> Target:
-    """New leaves over the memory of the old ones, where that is ours, or over copies.
-
-    Of a leaf that is written over the old one is spent: the new one is another object.
-    """
-    if isinstance(buffers, Loose) and all(mine):
-        leaves = [x.detach() for x in old]
-        taken[0].extend(old)
-        taken[1].extend(leaves)
-        return Target(leaves, tensors)
-    leaves = list(old)
-    if not all(mine):
-        pairs = zip(tensors, mine, strict=True)
-        tensors = [t if own else space_of(t).copied(t) for t, own in pairs]
-        leaves = buffers.rebuild(tensors)
-    for (positions, packed), own in zip(buffers.groups, mine, strict=True):
-        if not own:
-            continue
-        if packed is None:
-            (i,) = positions
-            leaf = old[i].twin() if is_sharded(old[i]) else old[i].detach()
-            leaves[i] = leaf
-            taken[0].append(old[i])
-            taken[1].append(leaf)
-            continue
-        for i, leaf in zip(positions, packed.renewed().leaves(), strict=True):
-            leaves[i] = leaf
-            taken[0].append(old[i])
-            taken[1].append(leaf)
-    return Target(leaves, tensors)
 
 
 def _groups(

@@ -10,26 +10,24 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import frame, inside
-from fsfunc.optim.arguments import (
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    check_rate,
-)
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
-    apply_updates,
+    added,
     check_takes_plainly,
     described,
     summed,
 )
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    rate_at,
+)
 from fsfunc.sharded.donated import Everything
-
-__all__ = ["ScheduleFreeState", "schedule_free"]
 
 
 class ScheduleFreeState(NamedTuple):
@@ -108,7 +106,7 @@ def schedule_free(
     if not 0 < b1 < 1:
         raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
     check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate)
 
     def init(params: Tree) -> ScheduleFreeState:
         z = copied(params)
@@ -139,15 +137,14 @@ def schedule_free(
             return [c * (old - y) + k * u, old]
 
         matched = Matched.of(floating(params), steps, z)
-        updates, _ = matched.composed(moved, [0.0] * len(matched.active))
+        updates, _ = matched.composed(moved)
         return updates, state._replace(z=new_z, base=inner)
 
     def prepare(grads: Tree, state: ScheduleFreeState, params: Tree):
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
+            return added(update)(grads, state, params)
         rate, c, counted = weighed(state)
         decays = matched.decays(rate * weight_decay, mask)
         commit = base.prepare(grads, state.base, z)
@@ -178,11 +175,10 @@ def _only(matched: Matched, values: Tree) -> Tree:
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
     """``by y + add z``, written over y where that may be."""
     matched = Matched.of(ys, zs)
-    kernel = partial(_mix, by=by, add=add)
-    return fused(matched, kernel, [None] * len(matched.active))()[0]
+    return fused(matched, partial(_mix, by=by, add=add))()[0]
 
 
-def _mix(ys: Any, zs: Any, *, by: float, add: float, weight_decay: None) -> None:
+def _mix(ys: Any, zs: Any, *, by: float, add: float) -> None:
     if by != 1:
         torch._foreach_mul_(ys, by)
     torch._foreach_add_(ys, zs, alpha=add)

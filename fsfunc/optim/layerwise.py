@@ -1,23 +1,166 @@
-"""LAMB and LARS: Adam and momentum whose steps have the scale of each leaf."""
+"""LAMB and LARS, and trust ratios: updates at the scale of each leaf, however it lies.
+
+The norms of all leaves, of parameters and of updates, are reduced at once: one psum
+over each set of axes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain as joined
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, sharded_adam
-from fsfunc.optim.arguments import check_rate
+from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
+from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule
-from fsfunc.optim.norms import Row, rows_of
-from fsfunc.optim.optimizer import Optimizer, apply_updates, described
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.norms import Row, row_norms, rows_of
+from fsfunc.optim.optimizer import (
+    Commit,
+    Optimizer,
+    State,
+    added,
+    begun_by,
+    described,
+)
+from fsfunc.optim.reductions import into_parts
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_params_given,
+    rate_at,
+)
 from fsfunc.optim.transformations import add_decayed_weights, chain
-from fsfunc.optim.trust import Trust, scale_by_trust_ratio
+from fsfunc.sharded.leaf import is_sharded
+
+
+@described
+def scale_by_trust_ratio(
+    min_norm: float = 0.0,
+    trust_coefficient: float = 1.0,
+    eps: float = 0.0,
+    *,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """The transformation that scales each leaf's update by its trust ratio.
+
+    Of a leaf p with update u, as optax does it::
+
+        u trust_coefficient |p| / (|u| + eps)       u itself where a norm is 0
+
+    Args:
+        min_norm: what norms below count as.
+        trust_coefficient: above 0.
+        eps: added to the norm of the update.
+        mask: ``mask(path, leaf)`` says which leaves are scaled; all are without it.
+
+    Raises:
+        ValueError: a negative number, or an update without ``params``.
+
+    Cost: one psum over each distinct set of axes in the layouts, of two numbers for
+    each leaf there; one fresh copy of the updates.
+
+    Source: You et al., Large Batch Training of Convolutional Networks, section 4.
+
+    >>> trust = scale_by_trust_ratio()
+    >>> params = {"w": torch.tensor([6.0, 8.0]), "b": torch.zeros(1)}
+    >>> updates = {"w": torch.tensor([0.0, 2.0]), "b": torch.ones(1)}
+    >>> trust.update(updates, (), params)[0]
+    {'w': tensor([ 0., 10.]), 'b': tensor([1.])}
+    """
+    trust = Trust(min_norm, trust_coefficient, eps, mask)
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return trust.scaled(grads, params), state
+
+    return Optimizer(lambda params: (), update)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The formula of trust ratios; see `scale_by_trust_ratio`."""
+
+    min_norm: float = 0.0
+    coefficient: float = 1.0
+    eps: float = 0.0
+    mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            min_norm=self.min_norm, trust_coefficient=self.coefficient, eps=self.eps
+        )
+
+    def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
+        """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
+
+        ``updates`` are made as they are asked for: only their norms are kept.
+        """
+        count = len(matched.members)
+        rows = joined(_rows(matched, 0), updates)
+        norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
+        adapted = matched.decays(1, self.mask)
+        out = []
+        pairs = zip(norms[:count], norms[count:], matched.members, strict=True)
+        for of_params, of_updates, members in pairs:
+            usable = (of_params != 0) & (of_updates != 0)
+            safe = torch.where(usable, of_updates, 1) + self.eps
+            ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
+            if not all(adapted[j] for j in members):
+                which = torch.tensor([adapted[j] for j in members], dtype=torch.bool)
+                ratio = torch.where(which.to(ratio.device), ratio, 1)
+            out.append(ratio)
+        return out
+
+    def scaled(
+        self, updates: Tree, params: Tree, rate: Any = 1, own: bool = False
+    ) -> Tree:
+        """Updates times their ratios and ``rate``.
+
+        own: whether ``updates`` may be written over.
+        """
+        check_params_given(params, "a trust ratio")
+        matched = Matched.of(params, updates)
+        ratios = [rate * r for r in self.ratios(matched, _rows(matched, 1))]
+        if matched.differentiated:
+            return matched.restore(_times(matched, ratios), matched.nothing)
+        buffers = matched.buffers[1]
+        flats = buffers.tensors
+        if not own:
+            flats = [t.clone(memory_format=torch.contiguous_format) for t in flats]
+        with torch.no_grad():
+            for flat, (_, packed), ratio in zip(
+                flats, buffers.groups, ratios, strict=True
+            ):
+                if packed is None:
+                    flat.mul_(ratio[0].to(flat.dtype))
+                    continue
+                parts = [flat[a:b] for a, b in packed.ranges]
+                torch._foreach_mul_(parts, list(ratio.to(flat.dtype).unbind()))
+        return matched.restore(buffers.rebuild(flats), matched.nothing)
+
+
+def _rows(matched: Matched, column: int) -> Iterator[Row]:
+    return rows_of(matched.columns[column], matched.buffers[column])
+
+
+def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
+    """Leaves times their ratios, by operations that differentiate."""
+    out: list[Any] = [None] * len(matched.active)
+    for ratio, members in zip(ratios, matched.members, strict=True):
+        for j, factor in zip(members, ratio.unbind(), strict=True):
+            leaf = matched.trees[1][matched.active[j]]
+            x = local(leaf)
+            if is_sharded(leaf):
+                factor = into_parts(factor, leaf.layout.axes)
+                out[j] = leaf.with_local(x * factor.to(x.dtype))
+            else:
+                out[j] = x * factor.to(x.dtype)
+    return out
 
 
 @described
@@ -72,17 +215,9 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    check_rate(learning_rate)
-    adam = sharded_adam(
-        1.0,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        mask=mask,
-        moment_dtype=moment_dtype,
-    )
+    check_not_negative(learning_rate=learning_rate)
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
+    adam = with_moments(rule, moment_dtype, b2)
     trust = Trust()
     pure = chain(adam, scale_by_trust_ratio())
 
@@ -99,8 +234,7 @@ def lamb(
     def prepare(grads: Tree, state: AdamState, params: Tree):
         matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
+            return added(update)(grads, state, params)
         decays = rule.decays(matched)
         with torch.no_grad():
             steps = _steps(matched, rule.step(state.count), decays)
@@ -131,11 +265,9 @@ def lamb(
 def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
     """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
-    axes = (row[0] for row in rows_of(matched.columns[0], matched.buffers[0]))
-    spread, groups = matched.spread(decays), matched.buffers[0].groups
-    for row, decay, along, (_, packed) in zip(
-        columns, spread, axes, groups, strict=True
-    ):
+    groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
+    rows = zip(columns, matched.spread(decays), groups, strict=True)
+    for row, decay, ((along, _), (_, packed)) in rows:
         u = step(*row, decay)[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
@@ -193,25 +325,18 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    check_rate(learning_rate)
+    check_not_negative(learning_rate=learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
 
-    def directed(grads: Tree, state: SgdState, params: Tree) -> Tree:
+    def begin(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Commit:
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
-        return trust.scaled(grads, params, rate, own=own)
+        directed = trust.scaled(grads, params, rate, own=own)
+        return descent.begin(directed, state, params, adds)
 
-    def update(
-        grads: Tree, state: SgdState, params: Tree = None
-    ) -> tuple[Tree, SgdState]:
-        return descent.update(directed(grads, state, params), state, params)
-
-    def prepare(grads: Tree, state: SgdState, params: Tree):
-        return descent.prepare(directed(grads, state, params), state, params)
-
-    return Optimizer(descent.init, update, prepare=prepare)
+    return begun_by(descent.init, begin)

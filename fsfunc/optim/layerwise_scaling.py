@@ -14,18 +14,12 @@ from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import Interpretation, composable, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.loss_scaling import ScaleRule, Skipping
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.schedules import check_not_negative
 from fsfunc.sharded.leaf import Sharded, is_sharded
-
-__all__ = [
-    "LayerwiseLossScaleState",
-    "UnitScaling",
-    "layerwise_loss_scale",
-]
 
 
 class UnitScaling(Interpretation):

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from fsfunc.core.frames import Interpretation, composable, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, Run, State, check_takes_plainly, described
-
-__all__ = [
-    "ApplyIfFiniteState",
-    "Skipping",
-    "apply_if_finite",
-]
+from fsfunc.optim.optimizer import (
+    Commit,
+    Optimizer,
+    Run,
+    State,
+    check_takes_plainly,
+    described,
+    then,
+)
+from fsfunc.optim.schedules import check_not_negative
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,28 +38,14 @@ class Skipping:
         """True if all ranks make the step, and the state that has counted it."""
         raise NotImplementedError
 
-    def update(self, grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
         makes, after = self.counted(grads, state)
         if not makes:
-            return map_flat(_zeros, grads, rest=None), after
+            still = params if adds else map_flat(_zeros, grads, rest=None)
+            return lambda: (still, after)
         given = getattr(state, self.inner)
-        updates, inner = self.optimizer.update(grads, given, params)
-        return updates, self._with(after, inner)
-
-    def prepare(self, grads: Tree, state: Any, params: Tree):
-        makes, after = self.counted(grads, state)
-        if not makes:
-            return lambda: (params, after)
-        commit = self.optimizer.prepare(grads, getattr(state, self.inner), params)
-
-        def finish() -> tuple[Tree, Any]:
-            params, inner = commit()
-            return params, self._with(after, inner)
-
-        return finish
-
-    def _with(self, state: Any, inner: State) -> Any:
-        return state._replace(**{self.inner: inner})
+        commit = self.optimizer.begin(grads, given, params, adds)
+        return then(commit, lambda inner: after._replace(**{self.inner: inner}))
 
 
 def _zeros(tensors: list[Tensor]) -> list[Tensor]:

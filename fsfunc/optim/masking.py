@@ -8,7 +8,7 @@ from typing import Any
 
 from fsfunc import tree
 from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.optimizer import Commit, Optimizer, described
 from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
@@ -160,24 +160,15 @@ class _Partitioned:
             for label in self.optimizers
         }
 
-    def update(self, grads: Tree, states: Any, params: Tree = None):
+    def begin(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
-        done = {k: self.optimizers[k].update(*share) for k, share in shares.items()}
-        return _joined(done, parts, [None] * len(parts.leaves))
+        commits = {k: self.optimizers[k].begin(*x, adds) for k, x in shares.items()}
+        frozen = parts.leaves if adds else [None] * len(parts.leaves)
 
-    def prepare(self, grads: Tree, states: Any, params: Tree):
-        parts = self.parted(params)
-        shares = self.shares(parts, grads, states, params)
-        commits = {k: self.optimizers[k].prepare(*share) for k, share in shares.items()}
-        return lambda: _joined(
-            {k: commit() for k, commit in commits.items()}, parts, parts.leaves
-        )
+        def finish() -> tuple[Tree, dict[str, Any]]:
+            done = {label: commit() for label, commit in commits.items()}
+            merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
+            return merged, {label: state for label, (_, state) in done.items()}
 
-
-def _joined(
-    done: Mapping[str, tuple[Tree, Any]], parts: _Partition, frozen: list[Any]
-) -> tuple[Tree, dict[str, Any]]:
-    """One tree of what each optimizer made, and their states."""
-    merged = parts.merged({label: new for label, (new, _) in done.items()}, frozen)
-    return merged, {label: state for label, (_, state) in done.items()}
+        return finish

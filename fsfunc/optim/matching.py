@@ -30,11 +30,6 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "MirroredState",
-]
-
-
 Decay = float | Tensor
 Rule = Callable[..., Sequence[Tensor]]  # (param, grad, *moments, decay) -> results
 
@@ -116,7 +111,7 @@ class Matched:
     def composed(
         self,
         rule: Rule,
-        decays: Sequence[float],
+        decays: Sequence[float] | None = None,
         *,
         as_params: bool = False,
     ) -> list[Tree]:
@@ -127,6 +122,7 @@ class Matched:
         update, and keeps its parameter and moments. ``decay`` is a number, or a tensor
         where it differs within a flat buffer.
         """
+        decays = [0.0] * len(self.active) if decays is None else decays
         params, grads, *moments = self.buffers
         columns = [b.tensors for b in self.buffers]
         rows = [
@@ -143,8 +139,7 @@ class Matched:
 
     def summed(self, rule: Callable[[Tensor, Tensor], Tensor]) -> Tree:
         """Params, with ``rule(param, grad)`` for what is updated, out of place."""
-        decays = [0.0] * len(self.active)
-        return self.composed(lambda p, g, _: [rule(p, g)], decays, as_params=True)[0]
+        return self.composed(lambda p, g, _: [rule(p, g)], as_params=True)[0]
 
     @property
     def members(self) -> list[list[int]]:

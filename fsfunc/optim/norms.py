@@ -35,9 +35,6 @@ from fsfunc.optim.reductions import (
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Row", "all_finite", "global_norm", "holds", "leaf_norms", "row_norms"]
-__all__ += ["rows_of"]
-
 _MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
 
 Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike

@@ -3,8 +3,7 @@
 ``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
 updates, which are **added** to the parameters (optax's contract; so the learning rate
 enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
-where the optimizer has one. Most are made by `elementwise` of a rule for one element;
-clipping, weight decay and scaling have the same form, and `chain` joins them.
+where the optimizer has one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ State = Any
 Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
 Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
-Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+Commit = Callable[[], tuple[Tree, State]]
+Prepare = Callable[[Tree, State, Tree], Commit]
+Begin = Callable[..., Commit]  # (grads, state, params, adds)
 Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
 Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
 
@@ -88,6 +89,7 @@ class Optimizer(_Functions):
     called: str
     configuration: tuple[tuple[str, Any], ...]
     elementwise: bool
+    begin: Begin
 
     def __new__(
         cls,
@@ -101,14 +103,14 @@ class Optimizer(_Functions):
         configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
-            prepare = _added(update) if apply is None else _deferred(apply)
+            prepare = added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
         self = super().__new__(
             cls, _laying(init), update, _relaying(apply), prepare, take
         )
-        self.elementwise = elementwise
-        known = {"init": init, "update": update} | dict(configuration or {})
+        self.elementwise, self.begin = elementwise, _either(update, prepare)
+        known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
@@ -147,7 +149,6 @@ class Optimizer(_Functions):
         >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
         (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
         """
-
         check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
@@ -164,9 +165,7 @@ class Optimizer(_Functions):
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
         """(value, gradients, the optimizer that applies them), from a train state."""
-        if self.take is None:  # a state may have no opt_state
-            return *run(), self
-        return self.take(run, state.opt_state)
+        return self.gradients(run, getattr(state, "opt_state", None))
 
     def gradients(self, run: Run, opt_state: State) -> tuple[Any, Tree, Optimizer]:
         """The same from the optimizer's own state."""
@@ -174,14 +173,12 @@ class Optimizer(_Functions):
 
     @staticmethod
     def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
-        """The optimizer of an object's ``init``, ``update``, ``prepare``, ``take``."""
-        return Optimizer(
-            functions.init,
-            functions.update,
-            prepare=getattr(functions, "prepare", None),
-            take=getattr(functions, "take", None),
-            elementwise=elementwise,
-        )
+        """The optimizer of an object's functions, with ``update`` or ``begin``."""
+        init, take = functions.init, getattr(functions, "take", None)
+        if not hasattr(functions, "update"):
+            return begun_by(init, functions.begin, take, elementwise)
+        steps = functions.update, None, getattr(functions, "prepare", None)
+        return Optimizer(init, *steps, take, elementwise=elementwise)
 
 
 _P = ParamSpec("_P")
@@ -200,6 +197,46 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     return made
 
 
+def begun_by(
+    init: Init, begin: Begin, take: Take | None = None, elementwise: bool = False
+) -> Optimizer:
+    """The optimizer whose steps are made by one function.
+
+    Args:
+        begin: ``begin(grads, state, params, adds) -> commit``: as `Optimizer.prepare`
+            where it ``adds`` the updates to the parameters, as `Optimizer.update` with
+            its result for ``commit`` to return where it does not.
+    """
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return begin(grads, state, params, False)()
+
+    adds: Any = partial(begin, adds=True)
+    made = Optimizer(init, update, prepare=adds, take=take, elementwise=elementwise)
+    made.begin = begin
+    return made
+
+
+def then(commit: Commit, after: Callable[[State], State]) -> Commit:
+    """``commit``, with ``after(state)`` in place of the state that it returns."""
+
+    def finish() -> tuple[Tree, State]:
+        result, state = commit()
+        return result, after(state)
+
+    return finish
+
+
+def _either(update: Update, prepare: Prepare) -> Begin:
+    def begin(grads: Tree, state: State, params: Tree, adds: bool) -> Commit:
+        if adds:
+            return prepare(grads, state, params)
+        done = update(grads, state, params)
+        return lambda: done
+
+    return begin
+
+
 def _deferred(apply: Apply) -> Prepare:
     return lambda grads, state, params: lambda: apply(grads, state, params)
 
@@ -208,7 +245,9 @@ def _at_once(prepare: Prepare) -> Apply:
     return lambda grads, state, params: prepare(grads, state, params)()
 
 
-def _added(update: Update) -> Prepare:
+def added(update: Update) -> Prepare:
+    """The ``prepare`` of an ``update``, which differentiates as that does."""
+
     def prepare(grads: Tree, state: State, params: Tree):
         updates, state = update(grads, state, params)
         add = prepare_updates(params, updates)
@@ -224,10 +263,7 @@ def update_of(
     with inside(replace(frame(), donated=None)):
         new, after = prepare(grads, state, params)()
     matched = Matched.of(params, grads, new)
-    updates, _ = matched.composed(
-        lambda p, g, q, _: (q - p, q), [0.0] * len(matched.active)
-    )
-    return updates, after
+    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -254,7 +290,7 @@ def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
     matched = Matched.of(params, updates)
     if matched.differentiated:
         return lambda: matched.summed(_sum)
-    commit = fused(matched, _add, [0.0] * len(matched.active))
+    commit = fused(matched, torch._foreach_add_)
     return lambda: commit()[0]
 
 
@@ -265,10 +301,6 @@ def summed(params: Tree, updates: Tree) -> Tree:
 
 def _sum(p: Tensor, u: Tensor) -> Tensor:
     return p + u.to(p.dtype)
-
-
-def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
-    torch._foreach_add_(params, updates)  # there is no decay in an addition
 
 
 def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
@@ -285,8 +317,6 @@ def _relaying(apply: Apply) -> Apply:
 
     Within one, what that returns is laid out.
     """
-    if hasattr(apply, "lays"):
-        return apply
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
@@ -295,25 +325,21 @@ def _relaying(apply: Apply) -> Apply:
             lay_as(new, (params, state))
         return new
 
-    laid.lays = True  # type: ignore[attr-defined]
     return laid
 
 
 def _laying(init: Init) -> Init:
     """``init``, of which the plain leaves are laid out as the parameters are."""
-    if hasattr(init, "lays"):
-        return init
 
     @functools.wraps(init)
     def laid(params: Any) -> Any:
-        leaves = tree.leaves(params, is_leaf=is_sharded)
         if (path := holds_own(params)) is not None:
             raise ValueError(_OWN.format(path))
         state = init(params)
+        leaves = tree.leaves(params, is_sharded)
         some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
         return lay_leaves(state) if some else state
 
-    laid.lays = True  # type: ignore[attr-defined]
     return laid
 
 

@@ -29,9 +29,6 @@ from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, t
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
-__all__ += ["most_of_parts", "out_of_parts", "over_axes", "tree_scale", "tree_sum"]
-
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
 

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["Kept", "as_numbers", "at_rest", "is_elementwise", "kept_by_torch"]
-__all__ += ["observed", "run_step"]
-
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Options = Mapping[str, Any]
 Numbers = dict[str, Any]

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, update_of
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,
     as_numbers,
@@ -120,7 +119,7 @@ def from_torch(
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
-    if lr is not None and not callable(lr):
+    if lr is not None:
         check_not_negative(lr=lr)
 
     functions = _TorchFunctions(kind, lr, options)
@@ -208,7 +207,7 @@ class _TorchFunctions:
         matched, kept = self._matched(grads, state, params), self.kept()
         make, found = self.at(state.count), []
 
-        def kernel(ps: Any, gs: Any, *ms: Any, weight_decay: float) -> None:
+        def kernel(ps: Any, gs: Any, *ms: Any) -> None:
             try:
                 numbers = run_step(
                     make,
@@ -227,7 +226,7 @@ class _TorchFunctions:
             else:
                 found[:] = [numbers] if all(map(_on_host, numbers.values())) else []
 
-        commit = fused(matched, kernel, [0.0] * len(matched.active))
+        commit = fused(matched, kernel)
 
         def finish() -> tuple[Tree, TorchState]:
             params, *moments = commit()

@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import composable
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_params_given
 from fsfunc.optim.leaves import Mask, Tree, differentiated, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.optimizer import (
+    Commit,
+    Optimizer,
+    Run,
+    State,
+    begun_by,
+    described,
+    then,
+)
 from fsfunc.optim.reductions import tree_scale
+from fsfunc.optim.schedules import check_not_negative, check_numbers, check_params_given
 
 
 @described
@@ -56,7 +64,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
     def init(params: Tree) -> tuple[State, ...]:
         return tuple(t.init(params) for t in transforms)
 
-    def through(grads: Tree, states: Any, params: Tree) -> tuple[Tree, list[State]]:
+    def begin(grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
         if len(states) != len(transforms):
             raise ValueError(
                 f"a chain of {len(transforms)} was given a state of {len(states)}: "
@@ -66,22 +74,8 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
             done.append(state)
-        return grads, done
-
-    def update(grads: Tree, states: Any, params: Tree = None):
-        grads, done = through(grads, states, params)
-        updates, state = last.update(grads, states[-1], params)
-        return updates, (*done, state)
-
-    def prepare(grads: Tree, states: Any, params: Tree):
-        grads, done = through(grads, states, params)
-        commit = last.prepare(grads, states[-1], params)
-
-        def finish() -> tuple[Tree, State]:
-            params, state = commit()
-            return params, (*done, state)
-
-        return finish
+        commit = last.begin(grads, states[-1], params, adds)
+        return then(commit, lambda state: (*done, state))
 
     def take(run: Run, states: Any) -> tuple[Any, Tree, Optimizer]:
         taking = list(transforms)
@@ -97,13 +91,8 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return *taken(0), _chained(taking)
 
     alike = all(t.take is None for t in transforms)
-    return Optimizer(
-        init,
-        update,
-        prepare=prepare,
-        take=None if alike else take,
-        elementwise=all(t.elementwise for t in transforms),
-    )
+    each = all(t.elementwise for t in transforms)
+    return begun_by(init, begin, None if alike else take, each)
 
 
 @described

@@ -8,7 +8,6 @@ where it is rounded to the nearest. So the optimizer within is given wide parame
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,23 +27,21 @@ from fsfunc.optim.leaves import (
     paths_of,
     trainable,
 )
-from fsfunc.optim.matching import Decay, Matched
-from fsfunc.optim.optimizer import Optimizer, Run, State, apply_updates, described
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import (
+    Commit,
+    Optimizer,
+    Run,
+    State,
+    apply_updates,
+    described,
+)
+from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take as slice_of
-
-__all__ = [
-    "MasterState",
-    "Narrow",
-    "RoundingState",
-    "Widened",
-    "master_weights",
-    "stochastic_rounding",
-]
-
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -101,31 +98,27 @@ class Widened:
     def after(self, state: Any, wide: Tree, inner: State) -> Any:
         raise NotImplementedError
 
-    def update(self, grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        if params is None:
-            raise ValueError(
-                "an update of parameters of 16 bits rounds them, so it needs them: "
-                "call update(grads, state, params)"
-            )
-        low = Narrow(params)
-        wide = self.wide(state, low)
-        updates, inner = self.optimizer.update(grads, state.inner, wide)
-        with inside(replace(frame(), donated=None)):
-            new = low.only(apply_updates(wide, updates))
-        change = _changes(low.only(params), self.rounded(state, new))
-        moved = low.merged(updates, low.where(updates, change))
-        return moved, self.after(state, new, inner)
-
-    def prepare(
-        self, grads: Tree, state: Any, params: Tree
-    ) -> Callable[[], tuple[Tree, Any]]:
+    def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
+        check_params_given(params, "an update of parameters of 16 bits")
         low = Narrow(params)
         wide = self.wide(state, low)
         mine = low.only(params)
         kept = Matched.of(mine, low.only(wide))  # which checks that they fit
-        if Matched.of(params, grads).differentiated or kept.differentiated:
-            updates, after = self.update(grads, state, params)
-            return lambda: (apply_updates(params, updates), after)
+        graph = Matched.of(params, grads).differentiated or kept.differentiated
+        if adds and not graph:
+            return self._written(grads, state, low, mine, wide)
+        updates, inner = self.optimizer.update(grads, state.inner, wide)
+        with inside(replace(frame(), donated=None)):
+            new = low.only(apply_updates(wide, updates))
+        change = _changes(mine, self.rounded(state, new))
+        moved = low.merged(updates, low.where(updates, change))
+        result = apply_updates(params, moved) if adds else moved
+        return lambda: (result, self.after(state, new, inner))
+
+    def _written(
+        self, grads: Tree, state: Any, low: Narrow, mine: Tree, wide: Tree
+    ) -> Commit:
+        """The step in place, where nobody asks for a graph."""
         with inside(replace(frame(), donated=self.donation(low.only(wide)))):
             commit = self.optimizer.prepare(grads, state.inner, wide)
 
@@ -133,8 +126,7 @@ class Widened:
             new, inner = commit()
             copies = low.only(new)
             matched = Matched.of(mine, self.rounded(state, copies))
-            decays = [0.0] * len(matched.active)
-            (written,) = fused(matched, _copy, decays, cast=False)()
+            (written,) = fused(matched, torch._foreach_copy_, cast=False)()
             return low.merged(new, written), self.after(state, copies, inner)
 
         return finish
@@ -147,19 +139,10 @@ class Widened:
         return value, grads, replace(self, optimizer=inner).functions()
 
 
-def _copy(params: Any, sources: Any, *, weight_decay: float) -> None:
-    torch._foreach_copy_(params, sources)  # which rounds; there is no decay in it
-
-
 def _changes(params: Tree, narrow: Tree) -> Tree:
     """The difference of ``narrow`` and the parameters, in float32."""
-    matched = Matched.of(params, narrow)
-    decays = [0.0] * len(matched.active)
-    return matched.composed(_change, decays)[0]
-
-
-def _change(p: Tensor, n: Tensor, decay: Decay) -> list[Tensor]:
-    return [n.to(p.dtype).float() - p.float()]
+    change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
+    return Matched.of(params, narrow).composed(change)[0]
 
 
 class MasterState(NamedTuple):
@@ -293,7 +276,8 @@ class _Rounded(Widened):
     def donation(self, wide: Tree) -> Donation | None:
         """The float32 copies are temporary, so the optimizer may write into them."""
         mine = tree.leaves(wide, is_sharded)
-        flats = {id(x.packed): x.packed.flat for x in mine if _lies_packed(x)}
+        packed = [x.packed for x in mine if is_sharded(x) and x.packed is not None]
+        flats = {id(shard): shard.flat for shard in packed}
         if (given := frame().donated) is None:
             return Donation(flats.values(), mine)
         given.add([*flats.values(), *mine])
@@ -341,7 +325,3 @@ def _drawn(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
         start = leaf.layout.span(here().mesh.coordinates())[0] if axes else 0
         draw(any_bits(), stream, made, start, leaf.numel())
     return made
-
-
-def _lies_packed(leaf: Any) -> bool:
-    return is_sharded(leaf) and leaf.packed is not None

@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.optim import AdamState, SgdState
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.schedules import Schedule as Rates
-from fsfunc.optim.schedules import rate_at
+from fsfunc.optim.schedules import check_not_negative, rate_at
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
 from fsfunc.pipelining.synchronous import one_f_one_b
 

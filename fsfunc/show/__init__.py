@@ -3,8 +3,8 @@
 shardings.py        tables of states, of checkpoints
 plans.py estimates.py layouts.py   tables
 lanes.py            charts over time: rows of spans; as text
-timelines.py stream_plot.py   schedules and estimates as lanes
-memory_curve.py memory_plot.py   memory over a step: the model, and its chart
+timelines.py        schedules and estimates as lanes
+memory_plot.py      memory over a step: the model, and its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
 """
@@ -13,21 +13,5 @@ from fsfunc.printing.tables import Report
 from fsfunc.show.memory_plot import MemoryChart, memory
 from fsfunc.show.plans import plan
 from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
-from fsfunc.show.stream_plot import StreamChart, streams
-from fsfunc.show.timelines import Timeline, timeline
+from fsfunc.show.timelines import StreamChart, Timeline, streams, timeline
 from fsfunc.show.traces import trace
-
-__all__ = [
-    "LeafPicture",
-    "MemoryChart",
-    "Report",
-    "StreamChart",
-    "Timeline",
-    "checkpoint",
-    "memory",
-    "plan",
-    "sharding",
-    "streams",
-    "timeline",
-    "trace",
-]

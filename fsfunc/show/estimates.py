@@ -18,9 +18,7 @@ from fsfunc.printing.tables import (
     of_seconds,
     of_share,
 )
-from fsfunc.show.memory_plot import check_plan
-
-__all__ = ["comparison", "description", "estimate", "room"]
+from fsfunc.show.plans import check_plan
 
 
 def estimate(

@@ -5,37 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Printed
-
-__all__ = [
-    "Bar",
-    "COMPUTE",
-    "COMPUTING",
-    "Drawn",
-    "FAINT",
-    "GAPS",
-    "INK",
-    "LOOKS",
-    "Look",
-    "MEMORY",
-    "OTHER",
-    "OUTSIDE",
-    "Row",
-    "SENDING",
-    "STALL",
-    "TRANSFERS",
-    "WAITS",
-    "by_sign",
-    "lane_figure",
-    "legend",
-    "lighter",
-    "look_of",
-    "sheet",
-]
-
 
 COMPUTE = "compute"  # the stream on which a rank computes
 
@@ -180,6 +153,12 @@ class Drawn(Printed):
             ValueError: an ending that matplotlib has no format for.
         """
         self.figure().savefig(path)
+
+    def saved(self, path: str | PathLike[str] | None) -> Self:
+        """Itself, drawn into a file where one is named."""
+        if path is not None:
+            self.save(path)
+        return self
 
 
 class Bar(NamedTuple):

@@ -11,30 +11,24 @@ from typing import TYPE_CHECKING, Any
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
+from fsfunc.printing.tables import painted
 from fsfunc.show.figures import (
     GAPS,
     LOOKS,
     OUTSIDE,
+    SENDING,
     Bar,
     Drawn,
     Look,
     Row,
     lane_figure,
+    legend,
     look_of,
 )
 
-__all__ = [
-    "Lane",
-    "LaneChart",
-    "bands",
-    "check_events",
-    "check_spans",
-    "number",
-]
-
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.text import Text
 
 NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
@@ -112,6 +106,15 @@ class LaneChart(Drawn):
         """The looks that are in the chart, in the palette's order."""
         seen = {look_of(span) for lane in self.lanes for span in lane.spans}
         return [look for look in LOOKS if look in seen]
+
+    def legends(self, width: int | None) -> Iterator[Text]:
+        """Yield what signs mean: of what is computed, of gaps, of what is sent."""
+        seen = self.looks()
+        sent = [look for look in seen if look.title in SENDING]
+        gaps = [look for look in seen if look.title in GAPS]
+        computed = [look for look in seen if look not in (*sent, *gaps)]
+        for looks in (computed, gaps, sent):
+            yield from map(painted, legend(looks, width))
 
     def row(self, lane: Lane) -> Row:
         """A lane as the picture has it."""

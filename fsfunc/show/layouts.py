@@ -12,8 +12,6 @@ from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
 from fsfunc.sharded.placements import Flat, Owned, Split
 from fsfunc.sharded.slices import cut
 
-__all__ = ["Grid", "Rectangle", "boxes", "grid_of", "in_words", "part_in_words"]
-
 MOST_ROWS, MOST_COLUMNS = 24, 12  # of cells: what one can still read
 _COLORS = (
     "#8aa9d1", "#ecae85", "#8fcbaf", "#c7a8d8",
@@ -21,7 +19,6 @@ _COLORS = (
 )  # fmt: skip
 # By the arms that meet, of up, right, down and left, as the digits of a binary number.
 _CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
-Holders = Sequence[Key | None]  # of a row's cells; None outside
 
 
 class Rectangle(NamedTuple):

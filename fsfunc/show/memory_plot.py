@@ -2,35 +2,153 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.printing.folding import alike, together
-from fsfunc.printing.tables import Table, of_bytes, of_share, painted
+from fsfunc.planning.simulation import Span
+from fsfunc.printing.tables import Table, of_bytes, painted
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, sheet
-from fsfunc.show.memory_curve import Curve, curve_of
+from fsfunc.show.figures import COMPUTE, FAINT, INK, MEMORY, Drawn, Look, sheet
+from fsfunc.show.lanes import Lane
+from fsfunc.show.plans import check_plan, peak_words
+
+Held = tuple[int, ...]  # bytes of each of KINDS
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The memory that a rank holds while its operators run.
+
+    Args:
+        points: (operators that ran before, bytes of each of ``KINDS`` from then on).
+        turns: what ran when, in operators: those of one unit and phase are a span.
+        length: operators in all.
+        peak: the point at which most is held.
+        given: what is held before the step begins.
+    """
+
+    points: tuple[tuple[int, Held], ...]
+    turns: Lane
+    length: int
+    peak: tuple[int, Held]
+    given: Held
+
+    @cached_property
+    def most(self) -> Held:
+        """The most bytes of each kind at any time."""
+        held = [held for _, held in self.points] or [self.given]
+        return tuple(map(max, zip(*held, strict=True)))
+
+    def columns(self, count: int) -> list[Held]:
+        """The highest moment of each of ``count`` equal parts of the step."""
+        tops: list[Held] = [(0,) * len(KINDS)] * count
+        ends = [*(at for at, _ in self.points[1:]), self.length]
+        for (at, held), until in zip(self.points, ends, strict=False):
+            size = sum(held)
+            for column in range(self._column(at, count), self._last(at, until, count)):
+                if size > sum(tops[column]):
+                    tops[column] = held
+        return tops
+
+    def peak_column(self, count: int) -> int:
+        """The column of the peak."""
+        return self._column(self.peak[0], count)
+
+    def _column(self, at: int, count: int) -> int:
+        return min(at * count // max(self.length, 1), count - 1)
+
+    def _last(self, at: int, until: int, count: int) -> int:
+        """One past the last column that [at, until) reaches, its first at least."""
+        if not self.length:  # nothing runs, and what is held is held all along
+            return count
+        reached = -(-until * count // self.length)
+        return min(max(reached, self._column(at, count) + 1), count)
+
+
+def curve_of(own: RankPlan) -> Curve:
+    """The curve of a rank's plan."""
+    rows = iter(own.memory)
+    row = next(rows, None)
+    points: list[tuple[int, Held]] = []
+    turns: list[Span] = []
+    ran, held = 0, (0,) * len(KINDS)
+    peak, given = (0, held), held
+
+    def put(at: int, what: Held) -> None:
+        nonlocal peak
+        points.append((at, what))
+        if sum(what) > sum(peak[1]):
+            peak = (at, what)
+
+    for number, event in enumerate(own.events):
+        if row is not None and row[0] == number:
+            held = row[1]
+            put(ran, held)
+            given = held if isinstance(event, Took) and not event.op else given
+            row = next(rows, None)
+        if isinstance(event, Ran):
+            before, ran = ran, ran + 1
+            unit, phase = event.unit, event.phase
+            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
+                before = turns.pop().start
+            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
+    lane = Lane(own.rank, COMPUTE, tuple(turns))
+    return Curve(tuple(points), lane, ran, peak, given)
+
+
+def clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
+    """Times at which operators of a curve have run, by the spans they are part of.
+
+    A turn is one span, or several where it waited; within it, operators are taken to
+    be equally long.
+
+    Args:
+        spans: what the curve's rank computes, in order.
+    """
+    merged: list[tuple[tuple[str, str], float, float]] = []
+    for s in spans:
+        what, start = (s.unit, s.phase), s.start
+        if merged and merged[-1][0] == what:
+            _, start, _ = merged.pop()
+        merged.append((what, start, s.end))
+    ends = [turn.end for turn in curve.turns.spans]
+    times: list[tuple[float, float]] = []
+    place, now = 0, 0.0
+    for turn in curve.turns.spans:
+        # Taking memory may be a span of its own, without operators.
+        for i in range(place, len(merged)):
+            what, start, end = merged[i]
+            if what == (turn.unit, turn.phase):
+                place, now = i + 1, end
+                times.append((start, end))
+                break
+        else:
+            times.append((now, now))
+    last = spans[-1].end if spans else 0.0
+
+    def clock(at: int) -> float:
+        i = bisect_left(ends, at)
+        if i == len(ends):
+            return last
+        turn, (start, end) = curve.turns.spans[i], times[i]
+        share = max(at - turn.start, 0) / (turn.end - turn.start)
+        return start + share * (end - start)
+
+    return clock
+
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-__all__ = [
-    "MemoryChart",
-    "OUTSIDE_UNITS",
-    "alive_table",
-    "check_plan",
-    "kinds_table",
-    "memory",
-]
 
-OUTSIDE_UNITS = "(outside units)"
 ROWS = 12  # lines of the chart
 WIDEST = 100  # its columns, where nothing says how wide the paper is
 WIDTH, HEIGHT = 9.6, 3.6  # inches of the picture
@@ -205,10 +323,7 @@ def memory(
     if not own.peak_bytes:
         raise ValueError("there is no memory to show: the plan holds none at any time")
     rank = own.rank if rank is None else rank
-    shown = MemoryChart(curve_of(own), rank, peak_words(own))
-    if path is not None:
-        shown.save(path)
-    return shown
+    return MemoryChart(curve_of(own), rank, peak_words(own)).saved(path)
 
 
 def stack(held: tuple[int, ...], kinds: list[str], top: int) -> list[str]:
@@ -230,73 +345,3 @@ def phase_line(looks: list[Look | None]) -> Iterator[tuple[str, str]]:
         room = len(list(group))
         title, sign, color = (look.title, look.sign, look.color) if look else 3 * ("",)
         yield (title if len(title) < room else sign * room).ljust(room), color
-
-
-def check_plan(plan: Any) -> Plan:
-    """``plan``, if it is one."""
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"this shows a plan, and got {type(plan).__name__}: make one by ff.plan("
-            "step, state, batch) inside spmd; a rank's own is chosen by rank="
-        )
-    return plan
-
-
-def kinds_table(own: RankPlan) -> Table:
-    """The memory of each kind when most is held."""
-    rows = [
-        (kind, of_bytes(size), of_share(size, own.peak_bytes))
-        for kind, size in own.peak.items()
-        if size
-    ]
-    at = peak_words(own)
-    rows.append(("total", of_bytes(own.peak_bytes), ""))
-    title = f"memory at the peak{f', {at}' if at else ''}"
-    head = ("<kind", ">bytes", ">share")
-    return Table(title, head, rows if own.peak_bytes else [])
-
-
-def peak_words(own: RankPlan) -> str:
-    """The moment of most memory: ``in the backward of block, by aten.mm``."""
-    event = own.events[own.peak_at] if own.events else None
-    if isinstance(event, Took) and event.op:
-        return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
-    if isinstance(event, Ran):
-        return f"in {_turn(event.unit, event.phase)}"
-    return "before anything runs" if event is not None else ""
-
-
-def _turn(unit: str, phase: str) -> str:
-    """``the backward of block``."""
-    return f"the {phase or 'step'}" + (f" of {unit}" if unit else "")
-
-
-def _operator(op: str) -> str:
-    """Without the overload, which says nothing to a reader."""
-    return op.removesuffix(".default")
-
-
-def alive_table(own: RankPlan) -> Table:
-    """The largest groups of what is held at the peak."""
-    sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    for held in own.alive():
-        sizes[held.kind, held.op, held.unit, held.phase].append(held.bytes)
-
-    keyed = [
-        (unit, (kind, op, phase), ((kind, op, phase), numbers))
-        for (kind, op, unit, phase), numbers in sizes.items()
-    ]
-    found: list[tuple[int, tuple[str, ...]]] = []
-    for names, groups in alike(keyed):
-        kind, op, phase = groups[0][0]
-        total = sum(sum(numbers) for _, numbers in groups)
-        by = _operator(op) if op else "(given to the step)"
-        unit = together(names) or (OUTSIDE_UNITS if op else "")
-        count = str(sum(len(numbers) for _, numbers in groups))
-        share = of_share(total, own.peak_bytes)
-        row = (kind, unit, by, phase, count, of_bytes(total), share)
-        found.append((total, row))
-    found.sort(key=lambda row: -row[0])
-    head = ("<kind", "<unit", "<taken by", "<phase", ">tensors", ">bytes", ">share")
-    title = "what is held then, largest first"
-    return Table(title, head, [row for _, row in found], most=10)

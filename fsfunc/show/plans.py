@@ -7,17 +7,25 @@ import os
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.planning.events import PHASES
+from fsfunc.planning.events import PHASES, Ran, Took
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, of_flops
+from fsfunc.printing.folding import alike, counted, together
+from fsfunc.printing.tables import (
+    Report,
+    Table,
+    of_axes,
+    of_bytes,
+    of_count,
+    of_flops,
+    of_share,
+)
 from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import in_words
-from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
 
-__all__ = ["plan"]
+OUTSIDE_UNITS = "(outside units)"
 
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
@@ -252,3 +260,73 @@ def _state(own: RankPlan) -> Table:
         rows.append(("total", "", "", "", "", held))
     head = ("<given", "<kind", ">tensors", ">elements", ">whole", ">held here")
     return Table("state and batch", head, rows)
+
+
+def check_plan(plan: Any) -> Plan:
+    """``plan``, if it is one."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"this shows a plan, and got {type(plan).__name__}: make one by ff.plan("
+            "step, state, batch) inside spmd; a rank's own is chosen by rank="
+        )
+    return plan
+
+
+def kinds_table(own: RankPlan) -> Table:
+    """The memory of each kind when most is held."""
+    rows = [
+        (kind, of_bytes(size), of_share(size, own.peak_bytes))
+        for kind, size in own.peak.items()
+        if size
+    ]
+    at = peak_words(own)
+    rows.append(("total", of_bytes(own.peak_bytes), ""))
+    title = f"memory at the peak{f', {at}' if at else ''}"
+    head = ("<kind", ">bytes", ">share")
+    return Table(title, head, rows if own.peak_bytes else [])
+
+
+def peak_words(own: RankPlan) -> str:
+    """The moment of most memory: ``in the backward of block, by aten.mm``."""
+    event = own.events[own.peak_at] if own.events else None
+    if isinstance(event, Took) and event.op:
+        return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
+    if isinstance(event, Ran):
+        return f"in {_turn(event.unit, event.phase)}"
+    return "before anything runs" if event is not None else ""
+
+
+def _turn(unit: str, phase: str) -> str:
+    """``the backward of block``."""
+    return f"the {phase or 'step'}" + (f" of {unit}" if unit else "")
+
+
+def _operator(op: str) -> str:
+    """Without the overload, which says nothing to a reader."""
+    return op.removesuffix(".default")
+
+
+def alive_table(own: RankPlan) -> Table:
+    """The largest groups of what is held at the peak."""
+    sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for held in own.alive():
+        sizes[held.kind, held.op, held.unit, held.phase].append(held.bytes)
+
+    keyed = [
+        (unit, (kind, op, phase), ((kind, op, phase), numbers))
+        for (kind, op, unit, phase), numbers in sizes.items()
+    ]
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for names, groups in alike(keyed):
+        kind, op, phase = groups[0][0]
+        total = sum(sum(numbers) for _, numbers in groups)
+        by = _operator(op) if op else "(given to the step)"
+        unit = together(names) or (OUTSIDE_UNITS if op else "")
+        count = str(sum(len(numbers) for _, numbers in groups))
+        share = of_share(total, own.peak_bytes)
+        row = (kind, unit, by, phase, count, of_bytes(total), share)
+        found.append((total, row))
+    found.sort(key=lambda row: -row[0])
+    head = ("<kind", "<unit", "<taken by", "<phase", ">tensors", ">bytes", ">share")
+    title = "what is held then, largest first"
+    return Table(title, head, [row for _, row in found], most=10)

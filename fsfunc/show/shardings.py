@@ -23,13 +23,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
-__all__ = [
-    "LeafPicture",
-    "checkpoint",
-    "sharding",
-]
-
-
 if TYPE_CHECKING:
     from rich.text import Text
 

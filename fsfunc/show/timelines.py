@@ -1,7 +1,8 @@
-"""``timeline``: a schedule as one looks at it, as text or as a picture."""
+"""``timeline`` and ``streams``: schedules and estimates as lanes over time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,27 +12,33 @@ from typing import TYPE_CHECKING, Any
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
+from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import Table, of_share, painted
+from fsfunc.printing.tables import Table, of_seconds, of_share, painted
 from fsfunc.show.figures import (
     COMPUTE,
     COMPUTING,
-    GAPS,
+    STALL,
     WAITS,
     Bar,
     Row,
     by_sign,
-    legend,
     lighter,
     look_of,
 )
-from fsfunc.show.lanes import NOISE, Lane, LaneChart, bands, check_events, number
+from fsfunc.show.lanes import (
+    NOISE,
+    Lane,
+    LaneChart,
+    bands,
+    check_events,
+    check_spans,
+    number,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
-
-__all__ = ["Timeline", "timeline"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,8 +48,7 @@ class Timeline(LaneChart):
     Each rank has a row. ``F3`` is the forward of microbatch 3 (``F3@5``: of stage 5,
     where ranks have several), as wide as it lasts. A rank that waits between two
     of its actions shows ``░``; before its first and after its last it shows ``·``.
-    What is wider than the paper goes on below; ``text(None)`` makes one band, for a
-    file that one scrolls.
+    What is wider than the paper goes on below; ``text(None)`` makes one band.
 
     Args:
         lanes: what each rank computes from time 0, and its gaps; a span's unit is its
@@ -68,8 +74,7 @@ class Timeline(LaneChart):
             events: (rank, action, start, end) of one step, times in seconds.
 
         Raises:
-            TypeError, ValueError: events of another form, or actions of one rank that
-                overlap.
+            TypeError, ValueError: events of another form, or of one rank that overlap.
         """
         return _timeline_of(events)
 
@@ -79,11 +84,8 @@ class Timeline(LaneChart):
         return tuple(lane.idle for lane in self.lanes)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        self._check_lengths()
         yield from map(painted, bands(self.lanes, self.makespan, width))
-        for part in (COMPUTING, GAPS):
-            own = [look for look in self.looks() if look.title in part]
-            yield from map(painted, legend(own, width))
+        yield from self.legends(width)
         yield ""
         yield f"makespan {number(self.makespan)}"
         rows = [
@@ -110,7 +112,6 @@ class Timeline(LaneChart):
         return max(len({span.unit for span in lane.work}) for lane in self.lanes)
 
     def figure(self) -> Figure:
-        self._check_lengths()
         marks, chunks = {}, self._chunks
         if chunks > 1:
             pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
@@ -122,10 +123,6 @@ class Timeline(LaneChart):
         """The bubble's share and what is held, by rank."""
         shares = (of_share(bubble, self.makespan) for bubble in self.bubble)
         return list(zip(shares, map(number, self.held), strict=True))
-
-    def _check_lengths(self) -> None:
-        if not any(lane.busy for lane in self.lanes):
-            raise ValueError("every action takes no time: give costs above 0")
 
 
 def timeline(
@@ -171,17 +168,13 @@ def timeline(
     rank 1     9       3  25 %     1
     """
     rows = parse(schedule)
-    shown = _timeline_of(simulate(rows, costs, edges=edges), len(rows))
-    if path is not None:
-        shown.save(path)
-    return shown
+    return _timeline_of(simulate(rows, costs, edges=edges), len(rows)).saved(path)
 
 
 def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
-    """The timeline of events; transfers are not drawn, as ranks compute meanwhile.
+    """The timeline of events, of so many ranks at least.
 
-    Args:
-        n_ranks: how many ranks there are, at least: up to the last with an event.
+    Transfers are not drawn, as ranks compute meanwhile.
     """
     computed = [event for event in check_events(events) if event.action.is_compute]
     if not computed:
@@ -216,4 +209,142 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
                     "one action at a time"
                 )
         lanes.append(Lane(rank, COMPUTE, spans).filled(0.0, makespan, WAITS))
+    if not any(lane.busy for lane in lanes):
+        raise ValueError("every action takes no time: give costs above 0")
     return Timeline(tuple(lanes), makespan, tuple(held(actions)))
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.text import Text
+
+
+RANKS = 16  # shown by default
+WIDEST = 110  # columns, where nothing says how wide the paper is
+
+
+@dataclass(frozen=True, repr=False)
+class StreamChart(LaneChart):
+    """Streams to print: ``print(s)``, in colours by ``rich.print(s)``, or saved.
+
+    Each stream of a rank has a row: what it computes by phase (``F``, ``R``, ``B``,
+    ``U``), what it sends by kind; ``░`` where a rank waits for what is sent, ``·``
+    before it begins and after its end.
+    """
+
+    title: str
+    lanes: tuple[Lane, ...]
+    start: float
+    end: float
+    missing: int = 0  # ranks that are not shown
+
+    def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
+        if self.title:
+            yield self.title
+            yield ""
+        margin = max(len(lane.name) for lane in self.lanes) + 1
+        count = WIDEST if width is None else min(max(width - margin - 2, 10), WIDEST)
+        first, last = of_seconds(self.start), of_seconds(self.end)
+        ruler = first + last.rjust(count + 1 - len(first))
+        yield painted([(" " * (margin + 1) + ruler, "")])
+        for lane in self.lanes:
+            looks = lane.columns(self.start, self.end, count)
+            cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
+            yield painted([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
+        yield ""
+        yield from self.legends(width)
+        yield ""
+        rows = [
+            (
+                lane.name,
+                str(len(lane.work)),
+                of_seconds(lane.busy),
+                of_share(lane.busy, self.end - self.start),
+            )
+            for lane in self.lanes
+        ]
+        yield Table("", ("<stream", ">spans", ">busy", ">share"), rows)
+        if self.missing:
+            yield f"{self.missing} more ranks: ranks=[...] says which to show"
+
+    def figure(self) -> Figure:
+        title = self.title or f"streams, {of_seconds(self.end - self.start)}"
+        return self.picture(title, {}, say_time=of_seconds)
+
+
+def streams(
+    estimate: Estimate | Iterable[Span],
+    *,
+    ranks: Sequence[int] | None = None,
+    between: tuple[float, float] | None = None,
+    path: str | PathLike[str] | None = None,
+) -> StreamChart:
+    """The chart of an estimate: each stream of the planned ranks over time.
+
+    Args:
+        estimate: of ``ff.estimate``, or its spans.
+        ranks: which to show; by default all that were planned, at most 16.
+        between: the (start, end) in seconds to look at; the whole step by default.
+        path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
+
+    Returns:
+        A ``StreamChart``: print it, or print it in colours with ``rich.print``.
+
+    Raises:
+        TypeError: no estimate and no spans.
+        ValueError: no spans, ranks that have none, or a time in which there is none.
+        ImportError: ``path`` is given and matplotlib is not there.
+
+    >>> spans = [
+    ...     Span(0, "compute", "f", "f", "forward", 0.0, 0.02),
+    ...     Span(0, "data", "all_gather", "f", "forward", 0.01, 0.03),
+    ...     Span(0, "compute", "f", "f", "backward", 0.03, 0.06),
+    ... ]
+    >>> print(streams(spans).text(36))
+                    0 s          60.0 ms
+    rank 0 compute │FFFFFF░░░BBBBBBBBBB│
+    rank 0 data    │   ggggggg         │
+    <BLANKLINE>
+     F  forward   B  backward
+     ░  waits for a transfer
+     g  all_gather
+    <BLANKLINE>
+    stream          spans     busy  share
+    rank 0 compute      2  50.0 ms   83 %
+    rank 0 data         1  20.0 ms   33 %
+    """
+    spans = check_spans(estimate)
+    there = list(dict.fromkeys(span.rank for span in spans))
+    chosen = there[:RANKS] if ranks is None else list(ranks)
+    for rank in chosen:
+        if rank not in there:
+            raise ValueError(
+                f"rank {rank} has no spans: those of the planned ranks {there} are "
+                "here, each of which stands for all that run its program"
+            )
+    last = max(span.end for span in spans)
+    start, end = (0.0, last) if between is None else between
+    if not (math.isfinite(start) and math.isfinite(end) and start < end):
+        raise ValueError(f"there is no time between {start} and {end} to show")
+    lanes = [lane for rank in chosen for lane in _lanes(spans, rank, start, end)]
+    if not lanes:
+        raise ValueError(
+            f"nothing happens between {start} and {end}: the step ends at {last:.6g} s"
+        )
+    missing = len(there) - len(chosen) if ranks is None else 0
+    title = str(estimate).partition("\n")[0] if isinstance(estimate, Estimate) else ""
+    return StreamChart(title, tuple(lanes), start, end, missing).saved(path)
+
+
+def _lanes(spans: Sequence[Span], rank: int, start: float, end: float) -> list[Lane]:
+    """A rank's lanes, the computing one first, cut to a time."""
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.rank == rank and span.start < end and span.end > start:
+            cut = span._replace(start=max(span.start, start), end=min(span.end, end))
+            found.setdefault(span.stream, []).append(cut)
+    lanes = []
+    for stream in sorted(found, key=lambda stream: stream != COMPUTE):
+        lane = Lane(rank, stream, tuple(found[stream]))
+        lanes.append(lane.filled(start, end, STALL) if stream == COMPUTE else lane)
+    return lanes

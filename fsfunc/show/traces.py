@@ -18,10 +18,8 @@ from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import COMPUTE, TRANSFERS, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
-from fsfunc.show.memory_curve import clock_of, curve_of
-from fsfunc.show.memory_plot import check_plan
-
-__all__ = ["trace"]
+from fsfunc.show.memory_plot import clock_of, curve_of
+from fsfunc.show.plans import check_plan
 
 Json = dict[str, Any]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import told
-from fsfunc.optim.arguments import answers
+from fsfunc.optim.schedules import answers
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded

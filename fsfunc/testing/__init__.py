@@ -45,23 +45,6 @@ from fsfunc.testing.rank_checks import (
 )
 from fsfunc.testing.transposes import check_collective
 
-__all__ = [
-    "Living",
-    "NotFinite",
-    "OddBatch",
-    "assert_cost",
-    "assert_equal",
-    "assert_equals_one_device",
-    "check_batch",
-    "check_collective",
-    "check_replicated",
-    "check_types",
-    "finite",
-    "integers",
-    "live_bytes",
-    "poison",
-]
-
 
 def __getattr__(name: str) -> Any:
     """``ff.testing.strategies``, which alone needs hypothesis, when it is asked for."""

@@ -18,16 +18,6 @@ from fsfunc import tree
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "Difference",
-    "assert_equal",
-    "difference",
-    "far",
-    "held",
-    "integers",
-    "place_of",
-]
-
 
 @dataclass(frozen=True)
 class Difference:

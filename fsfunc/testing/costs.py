@@ -22,14 +22,6 @@ from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.memory import OFFLOADED, counting
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = [
-    "Living",
-    "assert_cost",
-    "live_bytes",
-    "said",
-]
-
-
 _SHOWN = 12  # collectives of a message
 
 Bytes = int | Fraction | Mapping[str, int | Fraction]

@@ -24,18 +24,6 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
-__all__ = [
-    "DrawnModel",
-    "DrawnStack",
-    "DrawnStep",
-    "EXTRAS",
-    "WIDTH",
-    "embed",
-    "layer",
-    "rows",
-]
-
-
 WIDTH = 3
 EXTRAS = {  # leaves that a layer may have besides w: shape and dtype
     "b": ((WIDTH,), torch.float32),  # smaller than many an axis
@@ -213,7 +201,8 @@ class DrawnStep:
 
     @property
     def gradient(self) -> Callable[..., Any]:
-        return value_and_grad(partial(_loss, self.model))
+        loss = self.model.loss
+        return value_and_grad(lambda params, batch: loss(params, {}, batch))
 
     @property
     def step(self) -> Callable[..., Any]:
@@ -224,10 +213,6 @@ class DrawnStep:
 
 
 _DESCENT = sgd(0.5)
-
-
-def _loss(model: DrawnModel, params: Any, batch: Any) -> Tensor:
-    return model.loss(params, {}, batch)
 
 
 def _step(model: DrawnModel, state: TrainState, batch: Any) -> tuple[Any, Tensor]:

@@ -17,8 +17,6 @@ from torch import Tensor
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.testing.comparing import far
 
-__all__ = ["Case", "explain"]
-
 
 @dataclass(frozen=True)
 class Case:

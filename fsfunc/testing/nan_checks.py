@@ -20,8 +20,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.comparing import place_of
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["NotFinite", "finite", "poison"]
-
 
 class NotFinite(FloatingPointError):
     """A value that is NaN or infinite."""
@@ -60,22 +58,23 @@ class _Finite(Interpretation):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         name = getattr(f, "__name__", "the step")
-        look(args, lambda path: f"{name} is given", "argument ")
+        look(args, f"{name} is given", "argument ")
         out = super().call(f, args, keywords)
-        look(out, lambda path: f"{name} returns")
+        look(out, f"{name} returns")
         return out
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         said = f"unit {call.name!r}"
+        of_cotangent = f"the cotangent of what {said} returns is"
 
         def looked(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            look(params, lambda path: f"{said} is given", "parameter ")
-            look((inputs, keywords), lambda path: f"{said} is given")
+            look(params, f"{said} is given", "parameter ")
+            look((inputs, keywords), f"{said} is given")
             out = run(params, *inputs, **keywords)
-            look(out, lambda path: f"{said} returns")
+            look(out, f"{said} returns")
             for x in tree.leaves(out, is_leaf=is_sharded):
                 if isinstance(x, Tensor) and x.requires_grad and not _unseen():
-                    x.register_hook(_hook(said))
+                    x.register_hook(lambda g: look(g, of_cotangent))
             return out
 
         return looked
@@ -83,18 +82,11 @@ class _Finite(Interpretation):
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def looked(call: GradientCall) -> Outcome:
             outcome = run(call)
-            look(outcome.total, lambda path: "the loss is")
-            look(outcome.grads, lambda path: "there is a gradient of")
+            look(outcome.total, "the loss is")
+            look(outcome.grads, "there is a gradient of")
             return outcome
 
         return looked
-
-
-def _hook(said: str) -> Callable[[Tensor], None]:
-    def hook(g: Tensor) -> None:
-        look(g, lambda path: f"the cotangent of what {said} returns is")
-
-    return hook
 
 
 def _unseen() -> bool:
@@ -106,7 +98,7 @@ def _unseen() -> bool:
     )
 
 
-def look(value: Any, says: Callable[[str], str], kind: str = "") -> None:
+def look(value: Any, says: str, kind: str = "") -> None:
     """Raises where a tensor in a tree holds what is not finite."""
     if _unseen():
         return
@@ -124,7 +116,7 @@ def look(value: Any, says: Callable[[str], str], kind: str = "") -> None:
         where = f" of {kind}{path!r}" if path else ""
         part = ", this rank's part," if is_sharded(leaf) else ""
         raise NotFinite(
-            f"{says(path)} {number!r} at {at}{where or ' of'} "
+            f"{says} {number!r} at {at}{where or ' of'} "
             f"{describe(x.shape, x.dtype)}{part}{_who()}"
         )
 

@@ -23,8 +23,6 @@ from fsfunc.testing.comparing import Difference, difference, held
 from fsfunc.testing.costs import said
 from fsfunc.testing.mistakes import Case, explain
 
-__all__ = ["assert_equals_one_device", "batch_axes"]
-
 _SHOWN = 8  # ranks, and collectives, of a message
 
 

@@ -22,14 +22,6 @@ from fsfunc.testing.comparing import place_of
 from fsfunc.testing.one_device import batch_axes
 from fsfunc.tracing.type_check import check
 
-__all__ = [
-    "OddBatch",
-    "check_batch",
-    "check_replicated",
-    "check_types",
-]
-
-
 _SHOWN = 8  # ranks of a message, or leaves
 
 

@@ -26,18 +26,6 @@ except ImportError as error:  # hypothesis is no need of fsfunc's own
         "fsfunc.testing.strategies needs hypothesis: pip install hypothesis"
     ) from error
 
-__all__ = [
-    "axes",
-    "batches",
-    "layouts",
-    "meshes",
-    "models",
-    "schedules",
-    "shapes",
-    "train_steps",
-    "transform_stacks",
-    "trees",
-]
 
 Strategy = st.SearchStrategy
 seeds = st.integers(0, 2**20)

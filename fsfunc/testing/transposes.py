@@ -22,8 +22,6 @@ from torch.func import grad, jvp, vjp, vmap
 from fsfunc.comm.launch import PerRank, make_mesh, spmd
 from fsfunc.comm.mesh import Axis, Mesh
 
-__all__ = ["COTANGENT", "check_collective", "pairing", "typed"]
-
 COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}
 _UNIT = 840.0**2  # means of means over up to 8 ranks are exact too
 UNDER = ("linear", "vjp", "grad", "jvp", "vmap", "twice")

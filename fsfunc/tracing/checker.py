@@ -25,7 +25,7 @@ from fsfunc.comm.shard_linear_maps import GATHER, OWN
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.arguments import answers
+from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as, returned_state

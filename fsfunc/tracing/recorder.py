@@ -28,7 +28,7 @@ from fsfunc.comm.mesh import asks, maybe_here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.arguments import answers
+from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded

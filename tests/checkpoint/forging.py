@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint.blocks import prove
+from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import same

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsfunc.checkpoint import blocks
-from fsfunc.checkpoint.blocks import SLAB, Blocks, Threads
+from fsfunc.checkpoint import reading
+from fsfunc.checkpoint.reading import SLAB, Blocks, threads
 from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, StoredFile
 
 SIZE = 2 * SLAB + BLOCK + 12345
@@ -36,7 +36,7 @@ def ranges(draw):
 def read(source, *wanted):
     """What was read of (begin, stop) pairs of a file."""
     into = [bytearray(stop - start) for start, stop in wanted]
-    with Threads() as threads, Blocks(source, "x", threads) as file:
+    with threads() as pool, Blocks(source, "x", pool) as file:
         file.read(
             (start, memoryview(x)) for (start, _), x in zip(wanted, into, strict=True)
         )
@@ -58,12 +58,12 @@ def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
     (tmp_path / "x").write_bytes(spoilt)
     source = Stored(tmp_path, {}, files=stored.files)
     good, into = bytearray(SLAB), bytearray(BLOCK)
-    with Threads() as threads, Blocks(source, "x", threads) as file:
+    with threads() as pool, Blocks(source, "x", pool) as file:
         with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
             file.read([(0, memoryview(good)), (SLAB, memoryview(into))])
     assert good == DATA[:SLAB] and into == bytearray(BLOCK)
     with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
-        blocks.prove(source)
+        reading.prove(source)
     beside = SLAB + BLOCK, SLAB + 2 * BLOCK
     assert read(source, beside) == [DATA[slice(*beside)]]
 
@@ -73,9 +73,9 @@ def test_an_error_leaves_no_thread_and_no_open_file(stored, monkeypatch):
         raise OSError(5, "the disk is broken")
 
     before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else set()
-    monkeypatch.setattr(blocks.os, "preadv", broken)
+    monkeypatch.setattr(reading.os, "preadv", broken)
     with pytest.raises(OSError, match="the disk is broken"):
-        blocks.prove(stored)
+        reading.prove(stored)
     assert not any(t.name.startswith("read") for t in threading.enumerate())
     if before:
         assert set(os.listdir("/proc/self/fd")) == before
@@ -94,10 +94,10 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
         ended.append(at)
         return count
 
-    monkeypatch.setattr(blocks.os, "preadv", slow)
-    with Threads() as threads:
+    monkeypatch.setattr(reading.os, "preadv", slow)
+    with threads() as pool:
         with pytest.raises(OSError, match="the disk is broken"):
-            with Blocks(stored, "x", threads) as file:
+            with Blocks(stored, "x", pool) as file:
                 file.prove()
         assert begun and sorted(ended) == sorted(begun)
 

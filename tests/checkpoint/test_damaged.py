@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.checkpoint.blocks import prove
+from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.trees import (

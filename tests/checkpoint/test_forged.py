@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fsfunc as ff
-from fsfunc.checkpoint.blocks import prove
+from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.forging import Victim, body_of, fuzz, in_time, text_of
 from tests.checkpoint.test_other_readers import weights, write_hub

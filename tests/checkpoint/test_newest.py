@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import newest, save_lock
+from fsfunc.checkpoint import finding, save_lock
 from fsfunc.checkpoint.save_lock import MARK, is_alive, mark
 from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import PAIR, on
@@ -101,11 +101,11 @@ def test_keep_counts_what_can_be_loaded(tmp_path):
 def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monkeypatch):
     """What lies there when a job begins is its own: it goes on from that."""
     steps(tmp_path, 1, 2)
-    monkeypatch.setattr(newest, "_KNOWN", {})  # as in another process
+    monkeypatch.setattr(finding, "_KNOWN", {})  # as in another process
     steps(tmp_path, 3, keep=2)
     assert names(tmp_path) == ["step-2", "step-3"]
     with monkeypatch.context() as patch:
-        patch.setattr(newest, "_KNOWN", {})
+        patch.setattr(finding, "_KNOWN", {})
         steps(tmp_path, 4)
     with pytest.warns(RuntimeWarning, match="step-4 was saved by another job"):
         steps(tmp_path, 5, keep=1)

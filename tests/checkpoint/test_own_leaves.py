@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpoint.blocks import prove
+from fsfunc.checkpoint.reading import prove
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.sharded.leaf import is_sharded
 from tests.checkpoint.forging import body_of

@@ -12,8 +12,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
+from fsfunc.checkpoint.agreement import Others
 from fsfunc.checkpoint.save_lock import is_alive, unlock
-from fsfunc.checkpoint.status import Others
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.checkpoint.tasks import in_flight
 from fsfunc.comm.mesh import here

@@ -199,7 +199,7 @@ def test_what_cannot_be_deleted_fails_no_save(run, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("fsfunc.checkpoint.newest.delete", denied)
+        patch.setattr("fsfunc.checkpoint.finding.delete", denied)
         with pytest.warns(RuntimeWarning, match="step-1 is to make room, and cannot"):
             ff.save(run / "step-2", W, keep=1)
     assert ff.latest(run).name == "step-2"

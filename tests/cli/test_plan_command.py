@@ -362,7 +362,7 @@ def test_of_several_processes_one_speaks(processes, tmp_path: Path) -> None:
             ranks = int(ff.psum(torch.ones(()), "data"))
             return hardware.replace(hardware.CPU, name=name, memory=ranks)
 
-        cli.hardware_command.measure_hardware = measured
+        cli.commands.measure_hardware = measured
         sys.exit(cli.main(["hardware", "--name", "two", "--json", sys.argv[1]]))
     """
     out = processes(program, 2, str(path))

@@ -10,10 +10,10 @@ from torch.func import grad
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.optim.matrix import matrix_functions, orthogonal_momentum
+from fsfunc.optim.matrix import orthogonal_momentum
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import newton_schulz_flops
 from fsfunc.optim.matrix.matrix_owners import balanced
+from fsfunc.optim.matrix.orthogonal_momentum import newton_schulz_flops
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from tests.checks import refusals, refused, simulated
 from tests.optim.matrices import UNITS, drawn, trained
@@ -82,7 +82,7 @@ def moved(leaves, copies, itemsize):
 )
 def test_it_is_torchs_on_any_mesh(shapes, how, on, zero, donated):
     done = []
-    real = matrix_functions.newton_schulz
+    real = orthogonal_momentum.newton_schulz
 
     def counted(x, *args, **named):
         if not isinstance(x, _torch.FakeTensor):
@@ -192,8 +192,8 @@ def test_memory_that_is_taken_once_gives_the_same_bits(shape, steps):
     for seed in (0, 1):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         x = x.bfloat16()
-        expected = matrix_functions.newton_schulz(x, *how)
-        found = matrix_functions.newton_schulz(x, *how, room)
+        expected = orthogonal_momentum.newton_schulz(x, *how)
+        found = orthogonal_momentum.newton_schulz(x, *how, room)
         assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 

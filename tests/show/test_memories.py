@@ -7,8 +7,7 @@ from fsfunc.planning.events import Gave, Took
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
 from fsfunc.show.figures import MEMORY
-from fsfunc.show.memory_curve import curve_of
-from fsfunc.show.memory_plot import ROWS, stack
+from fsfunc.show.memory_plot import ROWS, curve_of, stack
 from tests.show.planned import body, golden, lone, ran, small, stages
 
 

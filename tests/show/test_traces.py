@@ -15,7 +15,7 @@ from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.planning.simulation import Span
 from fsfunc.show import trace
-from fsfunc.show.memory_curve import curve_of
+from fsfunc.show.memory_plot import curve_of
 from tests.show.planned import small
 
 F0, SF0, RF0 = Action("F", 0, 0), Action("SF", 0, 0, 1), Action("RF", 1, 0, 0)

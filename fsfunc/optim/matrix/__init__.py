@@ -3,5 +3,4 @@
 orthogonal_momentum.py   muon
 preconditioning.py  shampoo; its covariances and roots
 matrix_owners.py matrix_exchange.py   each matrix on one rank, back in parts
-matrices.py matrix_functions.py   what is asked of them; orthogonal ones, roots
 """

@@ -1,4 +1,4 @@
-"""Matrices on their way to the ranks that own them, and back in parts."""
+"""Matrices on their way to the ranks that own them, and back: the step along these."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import claim, issue
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
-from fsfunc.comm.mesh import asks, averaged_axes, here
-from fsfunc.optim.matrix.matrix_owners import Axes, Cost, Owners, owners_of
-from fsfunc.sharded.layout import Layout
+from fsfunc.comm.mesh import asks, here
+from fsfunc.optim.element_rules import Codec, ElementRule
+from fsfunc.optim.leaves import Mask, Tree, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched, decays
+from fsfunc.optim.matrix.matrix_owners import (
+    Cost,
+    Owners,
+    index_of,
+    layout_of,
+    owners_of,
+    ranks_of,
+)
+from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Owned, Placement
 from fsfunc.sharded.slices import take
-
-__all__ = ["MatrixExchange"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,14 @@ class MatrixExchange:
         found: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if leaf.numel():
-                key = *_ranks(leaf, share), leaf.device
+                key = *ranks_of(leaf, share), leaf.device
                 found.setdefault(key, []).append(i)
         self.buckets: list[_Bucket] = []
         for (axes, copies, fixed, _), positions in found.items():
-            layouts = tuple(_layout(leaves[i]) for i in positions)
+            layouts = tuple(layout_of(leaves[i]) for i in positions)
             chosen = None
             if given is not None:
-                each = [_index(leaves[i], given[i], axes, what) for i in positions]
+                each = [index_of(leaves[i], given[i], axes, what) for i in positions]
                 chosen = tuple(each)
             owners = owners_of(layouts, axes, copies, fixed, cost, chosen)
             where = group(tuple(a for a, _ in axes)) if axes else None
@@ -201,43 +210,111 @@ class MatrixExchange:
         return list(y.split([row[bucket.index] for row in sizes]))
 
 
-def _ranks(leaf: Any, share: bool) -> tuple[Axes, tuple[str, ...], Any]:
-    """The axes of the ranks that share a matrix, those of copies, and fixed ones."""
-    if not is_sharded(leaf):
-        return (), (), ()
-    layout = leaf.layout
-    owned = {part.axis: part.coordinate for part in layout.owned}
-    held = {a: n for a, n in layout.sizes.items() if a not in owned}
-    more = [a for a in averaged_axes() if share and a not in layout.axes]
-    if all(n == 1 for n in held.values()) and not more:
-        return (), (), tuple((a, owned.get(a, 0)) for a in layout.axes)
-    at = here()
-    sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
-    axes = tuple((a, n) for a, n in sizes.items() if n > 1)
-    mine = {**at.mesh.coordinates(at.rank), **owned}
-    fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
-    return axes, tuple(a for a, _ in axes if a in more), fixed
+PLAIN = Codec()
 
 
-def _index(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
-    """The index along the axes of an owner that is given."""
-    layout = leaf.layout if is_sharded(leaf) else Layout(tuple(leaf.shape), leaf.dtype)
-    at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
-    mine = {p.axis: (p.size, p.coordinate) for p in layout.owned}
-    along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
-    if len(at) < len(where) or along != dict(axes) or not mine.items() <= at.items():
-        raise ValueError(
-            f"{what}: the state of {layout.subject} lies as {list(where)}, the matrix "
-            f"along {dict(axes)}: make it by optimizer.init of these parameters, or "
-            "load it (ff.load) into a state made so"
-        )
-    index = 0
-    for axis, n in axes:
-        index = index * n + at[axis][1]
-    return index
+def check_matrices(params: Tree, name: str) -> None:
+    """Raises where a leaf to train is no matrix, by its global shape.
+
+    Raises:
+        ValueError: names the leaf and the way out.
+    """
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if trainable(leaf) and leaf.ndim != 2:
+            raise ValueError(
+                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
+                f'write ff.partition({{"matrix": ff.{name}(...), "other": '
+                'ff.sharded_adam(...)}, lambda path, leaf: "matrix" if leaf.ndim == 2 '
+                'else "other"), and name embeddings and heads as other too'
+            )
 
 
-def _layout(leaf: Any) -> Layout:
-    if is_sharded(leaf):
-        return leaf.layout
-    return Layout(tuple(leaf.shape), leaf.dtype)
+def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
+    """The trees matched; raises where an active leaf is no matrix."""
+    matched = Matched.of(params, grads, *moments)
+    check_matrices(matched.restore(matched.columns[0], matched.nothing), name)
+    return matched
+
+
+def descent_rule(
+    name: str,
+    learning_rate: float | Schedule,
+    weight_decay: float,
+    mask: Mask | None,
+    momentum: float = 0.0,
+) -> ElementRule:
+    """The step along directions u: ``v = momentum v + u`` and ``p - l (v + decay p)``.
+
+    Its state is a pair of the count and v, None without momentum.
+    """
+
+    def equation(count: Any):
+        rate = rate_at(learning_rate, count)
+
+        def step(p: Tensor, u: Tensor, *rest: Any):
+            *moments, decay = rest
+            new = [momentum * v + u for v in moments]
+
+            def update() -> Tensor:
+                way = -rate * (new[0] if new else u)
+                return way - rate * decay * p if decays(decay) else way
+
+            return update, *new
+
+        return step
+
+    return ElementRule(
+        f"{name} with weight_decay",
+        lambda *state: state,
+        1 if momentum else 0,
+        equation,
+        None,
+        weight_decay,
+        mask,
+    )
+
+
+def directions(
+    matched: Matched,
+    exchange: MatrixExchange,
+    parts: Sequence[Tensor],
+    fn: Callable[[dict[int, Tensor]], dict[int, Tensor]],
+    factors: Sequence[float] | None = None,
+) -> Tree:
+    """The tree of what ``fn`` makes of the matrices, times factors.
+
+    It lies as the parameters do, in their dtypes; leaves of one buffer in a buffer.
+
+    Args:
+        parts: of each active leaf what this rank holds, of one dtype.
+        fn: as of `MatrixExchange.map`.
+    """
+    made = exchange.map(parts, fn)
+    params = matched.buffers[0]
+    leaves = matched.columns[0]
+    factors = [1.0] * len(made) if factors is None else factors
+    rows = list(zip(leaves, made, factors, strict=True))
+    if matched.differentiated:
+        out = [x.to(leaf.dtype) * factor for leaf, x, factor in rows]
+        out = [
+            leaf.with_local(x) if is_sharded(leaf) else x
+            for leaf, x in zip(leaves, out, strict=True)
+        ]
+        return matched.restore(out, matched.nothing)
+    flats = [torch.empty_like(x) for x in params.tensors]
+    for flat, (_, packed) in zip(flats, params.groups, strict=True):
+        end = 0  # of what the leaves before take; what is between them stays zero
+        for start, stop in () if packed is None else [*packed.ranges, _end(flat)]:
+            flat[end:start].zero_()
+            end = max(end, stop)
+    out = params.rebuild(flats)
+    for leaf, (_, x, factor) in zip(out, rows, strict=True):
+        local(leaf).copy_(x)
+        if factor != 1:
+            local(leaf).mul_(factor)
+    return matched.restore(out, matched.nothing)
+
+
+def _end(flat: Tensor) -> tuple[int, int]:
+    return flat.numel(), flat.numel()

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc.comm.linear_maps import Sizes
+from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.sharded.layout import Layout, every_coordinate
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import Owned, Placement
 from fsfunc.sharded.slices import assemble
-
-__all__ = ["Axes", "Cost", "Owners", "balanced", "owners_of"]
 
 Cost = Callable[[tuple[int, ...]], float]  # of a matrix of this shape
 Axes = tuple[tuple[str, int], ...]
@@ -171,3 +173,45 @@ def owners_of(
     held = [[b - a for a, b in map(layout.span, points)] for layout in layouts]
     owner = balanced([cost(x.shape) for x in layouts], held, len(points))
     return Owners(layouts, axes, copies, fixed, owner)
+
+
+def ranks_of(leaf: Any, share: bool) -> tuple[Axes, tuple[str, ...], Any]:
+    """The axes of the ranks that share a matrix, those of copies, and fixed ones."""
+    if not is_sharded(leaf):
+        return (), (), ()
+    layout = leaf.layout
+    owned = {part.axis: part.coordinate for part in layout.owned}
+    held = {a: n for a, n in layout.sizes.items() if a not in owned}
+    more = [a for a in averaged_axes() if share and a not in layout.axes]
+    if all(n == 1 for n in held.values()) and not more:
+        return (), (), tuple((a, owned.get(a, 0)) for a in layout.axes)
+    at = here()
+    sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
+    axes = tuple((a, n) for a, n in sizes.items() if n > 1)
+    mine = {**at.mesh.coordinates(at.rank), **owned}
+    fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
+    return axes, tuple(a for a, _ in axes if a in more), fixed
+
+
+def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
+    """The index along the axes of an owner that is given."""
+    layout = leaf.layout if is_sharded(leaf) else Layout(tuple(leaf.shape), leaf.dtype)
+    at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
+    mine = {p.axis: (p.size, p.coordinate) for p in layout.owned}
+    along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
+    if len(at) < len(where) or along != dict(axes) or not mine.items() <= at.items():
+        raise ValueError(
+            f"{what}: the state of {layout.subject} lies as {list(where)}, the matrix "
+            f"along {dict(axes)}: make it by optimizer.init of these parameters, or "
+            "load it (ff.load) into a state made so"
+        )
+    index = 0
+    for axis, n in axes:
+        index = index * n + at[axis][1]
+    return index
+
+
+def layout_of(leaf: Any) -> Layout:
+    if is_sharded(leaf):
+        return leaf.layout
+    return Layout(tuple(leaf.shape), leaf.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,22 +12,90 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import internal
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.matrix.matrices import (
+from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    MatrixExchange,
     check_matrices,
     descent_rule,
     directions,
     matched_matrices,
 )
-from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import newton_schulz, newton_schulz_flops
-from fsfunc.optim.optimizer import Optimizer, apply_updates, described
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.optimizer import Commit, Optimizer, described
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+)
+
+Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
+
+
+def newton_schulz(
+    matrix: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    room: Room | None = None,
+) -> Tensor:
+    """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
+
+    X = X / max(norm, eps), and then ``steps`` times, of a wide X::
+
+        A = X X'        X = a X + (b A + c A^2) X
+
+    Args:
+        matrix: [m, n], in the dtype in which all of it is computed.
+        coefficients: (a, b, c), by which the small singular values grow.
+        steps: how often.
+        eps: the least norm by which it is divided.
+        room: memory for reuse between matrices, where nothing is differentiated.
+
+    Cost: see `newton_schulz_flops`; in memory, besides the result, a matrix of its size
+    and two of [m, m], m the shorter dim: once for each shape with ``room``.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
+
+    >>> x = newton_schulz(torch.diag(torch.tensor([2.0, 0.5])), (2.0, -1.5, 0.5), 9, 0)
+    >>> torch.allclose(x, torch.eye(2), atol=1e-3)
+    True
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    if room is None:
+        for _ in range(steps):
+            gram = x @ x.T
+            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, update, x, beta=a)
+        return x.T if tall else x
+    key = *x.shape, x.dtype, x.device
+    if key not in room:
+        m = x.shape[0]
+        room[key] = x.new_empty(m, m), x.new_empty(m, m), x.new_empty(x.shape)
+    gram, update, spare = room[key]
+    # Rows in a row, as they are without room: other strides would give other bits.
+    result = x.new_empty(x.shape)
+    for left in reversed(range(steps)):
+        out = spare if left % 2 else result
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+        x = torch.addmm(x, update, x, beta=a, out=out)
+    return x.T if tall else x
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> float:
+    """Multiplications and additions of one step for a matrix of this shape.
+
+    >>> newton_schulz_flops((2, 3)) == 2 * (2 * 2 * 3) + 2 * 2**3 + 2 * (2 * 2 * 3)
+    True
+    """
+    short, long = sorted(shape)
+    return 4.0 * short * short * long + 2.0 * short**3
 
 
 class MuonState(NamedTuple):
@@ -109,8 +177,8 @@ def muon(
     [True, True]
     """
     check_not_negative(weight_decay=weight_decay, eps=eps)
+    check_not_negative(learning_rate=learning_rate)
     check_numbers(momentum=momentum)
-    check_rate(learning_rate)
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
     if not 0 <= ns_steps < 100:
@@ -134,14 +202,10 @@ def _original(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _match_rms_adamw(rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
 _RATIOS: dict[str | None, Callable[[int, int], float]] = {
     None: _original,
     "original": _original,
-    "match_rms_adamw": _match_rms_adamw,
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
@@ -160,30 +224,21 @@ class _Muon:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
-    def update(self, grads: Tree, state: MuonState, params: Tree = None):
+    def begin(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Commit:
         like = grads if params is None else params
-        ways = self._ways(matched_matrices("muon", like, grads, state.momentum))
-        updates, _ = PLAIN.update(self.rule, ways, (state.count, None), params)
-        weight = 1 - self.momentum
-        turned = Matched.of(state.momentum, grads).summed(
-            lambda v, g: v.lerp(g.to(v.dtype), weight)
-        )
-        return updates, MuonState(state.count + 1, turned)
-
-    def prepare(self, grads: Tree, state: MuonState, params: Tree):
-        matched = matched_matrices("muon", params, grads, state.momentum)
-        if matched.differentiated:
-            updates, after = self.update(grads, state, params)
-            return lambda: (apply_updates(params, updates), after)
-        ways = self._ways(matched)
-        move = PLAIN.prepare(self.rule, ways, (state.count, None), params)
-        kernel = partial(_turn, weight=1 - self.momentum)
-        momenta = Matched.of(state.momentum, grads)
-        turn = fused(momenta, kernel, [0.0] * len(momenta.active))
+        matched = matched_matrices("muon", like, grads, state.momentum)
+        ways, before = self._ways(matched), (state.count, None)
+        move = PLAIN.begin(self.rule, ways, before, params, adds)
+        momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
+        if adds and not matched.differentiated:
+            turn = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
+        else:
+            v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
+            turn = lambda: [v]  # noqa: E731
 
         def finish() -> tuple[Tree, MuonState]:
-            (v,), (params, _) = turn(), move()
-            return params, MuonState(state.count + 1, v)
+            (v,), (result, _) = turn(), move()
+            return result, MuonState(state.count + 1, v)
 
         return finish
 
@@ -198,8 +253,9 @@ class _Muon:
             parts = [local(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             room = None if differentiated else {}
-            fn = partial(self._orthogonal, room=room)
-            return directions(matched, exchange, parts, fn, ratios)
+            fn = partial(self.orthogonal, room=room)
+            each = lambda found: {i: fn(x) for i, x in found.items()}  # noqa: E731
+            return directions(matched, exchange, parts, each, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
         """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""
@@ -211,13 +267,3 @@ class _Muon:
             u = g.lerp(u, self.momentum) if self.nesterov else u
             out.append(u.to(self.ns_dtype))
         return out
-
-    def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
-        return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}
-
-
-def _turn(
-    momenta: list[Tensor], grads: list[Tensor], *, weight: float, weight_decay: float
-) -> None:
-    """Writes the next momentum."""
-    torch._foreach_lerp_(momenta, grads, weight)

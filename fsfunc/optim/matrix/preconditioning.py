@@ -11,30 +11,42 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.matrix.matrices import (
+from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    MatrixExchange,
     check_matrices,
     descent_rule,
     directions,
     matched_matrices,
 )
-from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import inverse_root
-from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.optimizer import Commit, Optimizer, described, then
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+)
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
 
-__all__ = [
-    "Preconditioners",
-    "Preconditioning",
-    "placements_of",
-]
+
+def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
+    """A positive definite matrix to a power, its eigenvalues at least ``eps``.
+
+    In float64; not a number all over, where an element is not finite.
+
+    >>> inverse_root(torch.diag(torch.tensor([16.0, 0.0])), eps=1e-4)
+    tensor([[ 0.5000,  0.0000],
+            [ 0.0000, 10.0000]])
+    """
+    finite = matrix.isfinite().all()
+    wide = torch.where(finite, matrix.double(), 1.0)
+    values, vectors = torch.linalg.eigh(wide)
+    root = (vectors * values.clamp(min=eps) ** power) @ vectors.T
+    return torch.where(finite, root, torch.nan).to(matrix.dtype)
 
 
 class Preconditioners(NamedTuple):
@@ -222,8 +234,8 @@ def shampoo(
             [ 0., -1.]])
     """
     check_not_negative(momentum=momentum, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
     check_numbers(b2=b2, eps=eps, interval=interval, block=block)
-    check_rate(learning_rate)
     if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
         raise ValueError(
             f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
@@ -255,23 +267,14 @@ class _Shampoo:
         momentum = zeros_like(params) if self.rule.moments else None
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
-    def update(self, grads: Tree, state: ShampooState, params: Tree = None):
+    def begin(
+        self, grads: Tree, state: ShampooState, params: Tree, adds: bool
+    ) -> Commit:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
         before = state.count, state.momentum
-        updates, after = PLAIN.update(self.rule, ways, before, params)
-        return updates, ShampooState(after[0], kept, after[1])
-
-    def prepare(self, grads: Tree, state: ShampooState, params: Tree):
-        ways, kept = self._ways(self._matched(grads, state, params), state)
-        before = state.count, state.momentum
-        commit = PLAIN.prepare(self.rule, ways, before, params)
-
-        def finish() -> tuple[Tree, ShampooState]:
-            params, (count, momentum) = commit()
-            return params, ShampooState(count, kept, momentum)
-
-        return finish
+        commit = PLAIN.begin(self.rule, ways, before, params, adds)
+        return then(commit, lambda after: ShampooState(after[0], kept, after[1]))
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)

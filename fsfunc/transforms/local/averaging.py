@@ -241,8 +241,7 @@ def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
         kernel: ``kernel(params, means, *moments)`` over lists of tensors.
     """
     matched = Matched.of(params, means, *moments)
-    run = lambda *columns, weight_decay: kernel(*columns)  # noqa: E731
-    return fused(matched, run, [0.0] * len(matched.active))()
+    return fused(matched, kernel)()
 
 
 def assign(params: Any, means: Any) -> None:

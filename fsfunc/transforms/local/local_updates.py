@@ -21,7 +21,7 @@ from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside
-from fsfunc.optim.arguments import answers
+from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import check_laid_out, holds_own, lay_leaves

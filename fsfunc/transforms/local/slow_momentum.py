@@ -13,9 +13,8 @@ from fsfunc import tree
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh
-from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import map_flat, split, trainable
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, room

@@ -1,4 +1,4 @@
-"""Random numbers where an axis splits the work: of each rank's own, or of all.
+"""Numbers in layers: dtypes of sums and autocast; random numbers of each rank.
 
 The ranks of a model axis draw alike: in a unit the default generators are seeded from
 the step, the unit call and the data, none of which differs over the axis. That is what
@@ -8,9 +8,11 @@ for every part are a fault that nobody sees: there each rank draws its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +21,30 @@ from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.generators import generators_kept, mix, one_number
 
-__all__ = ["dropout", "own_draws"]
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype in which sums over ``x`` are held: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def is_autocast(x: Tensor) -> bool:
+    """True if autocast is on for the device of ``x``."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def autocast(*xs: Tensor) -> Sequence[Tensor]:
+    """Tensors in autocast's dtype, where it is on and the first is not fp64."""
+    if not is_autocast(xs[0]) or xs[0].dtype == torch.float64:
+        return xs
+    return [x.to(torch.get_autocast_dtype(x.device.type)) for x in xs]
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, products are made in the dtypes of their factors."""
+    if not is_autocast(x):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 @contextmanager

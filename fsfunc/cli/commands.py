@@ -1,0 +1,172 @@
+"""``python -m fsfunc checkpoint``, ``consolidate``, ``hardware`` and ``names``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fsfunc as ff
+from fsfunc.checkpoint.finding import metadata
+from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.cli.build_scripts import Refused, put, write_json
+from fsfunc.comm.launch import make_mesh, spmd
+from fsfunc.planning.calibration import measure_hardware
+from fsfunc.planning.hardware import to_json
+from fsfunc.planning.machines import Hardware
+from fsfunc.printing.tables import of_bytes
+from fsfunc.show.estimates import description
+from fsfunc.show.shardings import checkpoint
+
+
+def add_checkpoints(commands: Any) -> None:
+    """Adds ``checkpoint`` and ``consolidate`` to argparse's subparsers."""
+    lists = "the contents of a checkpoint"
+    makes = "one safetensors file with every tensor of a checkpoint whole"
+    look = commands.add_parser("checkpoint", help=lists, description=f"Prints {lists}.")
+    join = commands.add_parser(
+        "consolidate", help=makes, description=f"Writes {makes}."
+    )
+    look.set_defaults(run=_look)
+    join.set_defaults(run=_consolidate)
+    for one in (look, join):
+        of = "a checkpoint, of any mesh"
+        one.add_argument("path", type=Path, metavar="PATH", help=of)
+        at = "the path of a subtree, such as params"
+        one.add_argument("--at", default="", metavar="PATH", help=at)
+    join.add_argument("file", type=Path, metavar="FILE", help="where the file will be")
+    prove = "read all of it and compare the checksums"
+    look.add_argument("--prove", action="store_true", help=prove)
+
+
+def _look(options: argparse.Namespace) -> None:
+    with _refusing():
+        stored = metadata(options.path)
+        put(checkpoint(stored, at=options.at))
+        if options.prove:
+            from fsfunc.checkpoint.reading import prove
+
+            print(f"{of_bytes(prove(stored))} read: every checksum is right")
+
+
+def _consolidate(options: argparse.Namespace) -> None:
+    # DCP takes half a second to import.
+    from fsfunc.checkpoint.safetensors import consolidate
+
+    with _refusing():
+        file = consolidate(options.path, options.file, at=options.at)
+    print(f"{file} is written")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointError, LookupError) as error:
+        said = error.args[0] if isinstance(error, LookupError) else error
+        raise Refused(str(said)) from None
+
+
+def add_hardware(commands: Any) -> None:
+    """Adds ``hardware`` to argparse's subparsers."""
+    about = "this machine, measured, as an estimate wants it described"
+    one = commands.add_parser(
+        "hardware",
+        help=about,
+        description=f"Prints {about}. Under torchrun the links between its processes "
+        "are measured too: torchrun --nproc-per-node 2 -m fsfunc hardware",
+    )
+    one.set_defaults(run=_measure)
+    add = one.add_argument
+    add("--name", default="this machine", help="what tables call it")
+    add("--seconds", type=float, default=5.0, help="that it may take (default: 5)")
+    add("--json", type=Path, metavar="PATH", help="write it for plan --hardware")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    if not options.seconds > 0:
+        raise Refused(f"--seconds is above 0: {options.seconds:g}")
+
+    def measured() -> Hardware:
+        return measure_hardware(name=options.name, seconds=options.seconds)
+
+    mesh = None
+    if {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        mesh = make_mesh({"data": int(os.environ["WORLD_SIZE"])})
+    machine = measured() if mesh is None else spmd(measured, mesh)()[0]
+    if mesh is not None and mesh.rank != 0:
+        return
+    put(description(machine))
+    if options.json:
+        write_json(options.json, json.loads(to_json(machine)))
+
+
+ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
+THINGS = {  # objects without a docstring of their own
+    "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",
+    "hardware.A100_40": "An A100 of 40 GB, eight to a node",
+    "hardware.A100_80": "An A100 of 80 GB, eight to a node",
+    "hardware.CPU": "A small machine of processors, for examples",
+    "hardware.H100": "An H100 of 80 GB, eight to a node",
+    "hardware.H200": "An H200 of 141 GB, eight to a node",
+    "schedules.Schedule": "A tuple of actions for each rank",
+}
+
+
+def add_names(commands: Any) -> None:
+    """Adds ``names`` to argparse's subparsers."""
+    about = "every public name, with a sentence on each"
+    one = commands.add_parser("names", help=about, description=f"Prints {about}.")
+    one.set_defaults(run=_list)
+    only = "only names and sentences that contain this"
+    one.add_argument("word", nargs="?", default="", metavar="WORD", help=only)
+
+
+def _list(options: argparse.Namespace) -> None:
+    lines = [f"ff.{name}: {sentence(name, x)}" for name, x in sorted(public().items())]
+    shown = [line for line in lines if options.word.lower() in line.lower()]
+    if not shown:
+        raise Refused(f"no public name, and no sentence on one, has {options.word!r}")
+    print("\n".join(shown))
+
+
+def public() -> dict[str, Any]:
+    """The objects that users reach as ``ff.name`` or ``ff.room.name``, by that name."""
+    from fsfunc import nn  # noqa: F401  # a room that is imported by its name
+
+    found = {}
+    for name in dir(ff):
+        thing = getattr(ff, name)
+        if name in ROOMS:
+            own = getattr(thing, "__all__", None) or filter(_is_ours(thing), dir(thing))
+            found |= {f"{name}.{n}": getattr(thing, n) for n in own}
+        elif name == "is_sharded" or _is_ours(ff)(name):
+            found[name] = thing
+    again = [n for n in found if n.partition(".")[2] in found]  # under a shorter name
+    return {n: thing for n, thing in found.items() if n not in again}
+
+
+def _is_ours(room: ModuleType) -> Callable[[str], bool]:
+    """True for a public name of a room, of an object that fsfunc defines."""
+
+    def ours(name: str) -> bool:
+        thing = getattr(room, name)
+        home = str(getattr(thing, "__module__", ""))
+        return name[0] != "_" and home.startswith("fsfunc")
+
+    return ours
+
+
+def sentence(name: str, thing: Any) -> str:
+    """The first sentence of an object's docstring, as plain text."""
+    if name in THINGS:
+        return THINGS[name]
+    said = (inspect.getdoc(thing) or "").partition("\n\n")[0]
+    said = said.replace(":func:", "").replace(":class:", "").replace("``", "`")
+    return " ".join(said.split()).rstrip(".")
