@@ -174,23 +174,6 @@ def test_a_manifest_that_makes_no_sense_is_refused_at_once(victim, what):
     assert len(said) < 1000 and "state of" in said or str(victim.path) in said
 
 
-def test_own_rows_that_are_none_are_no_others_values(victim):
-    """Whoever says of two rows that they are ranks' own, or of ranks' own that they are
-    rows: a target of the shape that was saved is given what was saved, or nothing."""
-    for change, path in (
-        (leaf(W, own=PAIR), W),
-        (lambda b: b["leaves"][H].pop("own"), H),
-    ):
-        change(body := body_of(victim.path))
-        (victim.path / "fsfunc.json").write_bytes(text_of(body))
-        try:
-            assert victim.judge(proven=True) is None
-            with pytest.raises(ValueError, match="cannot load"):
-                ff.load(victim.path, torch.zeros(3), at=path)
-        finally:
-            victim.restore()
-
-
 def test_what_the_manifest_alone_says_is_not_believed(victim):
     """The files say it too: here of a dtype as wide, for which the target asks."""
     body = body_of(victim.path)
@@ -279,19 +262,6 @@ def test_an_index_names_only_what_lies_beside_it(tmp_path, name):
     index.write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match="index"):
         ff.load(tmp_path / "hub", weights())
-
-
-def test_a_consolidated_file_is_proven_in_a_folder_too(tmp_path):
-    state = one_file(tmp_path / "a")
-    file = tmp_path / "a" / "model.safetensors"
-    data = file.read_bytes()
-    assert prove(ff.metadata(tmp_path / "a")) == len(data)
-    for at in (9, len(data) // 2, len(data) - 1):
-        flipped = bytearray(data)
-        flipped[at] ^= 1
-        file.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match="damaged"):
-            ff.load(tmp_path / "a", state)
 
 
 @pytest.mark.slow

@@ -87,17 +87,6 @@ def test_where_none_can_be_loaded_no_run_begins_anew(tmp_path):
     assert ff.latest(tmp_path, "epoch-*") is None
 
 
-def test_keep_counts_what_can_be_loaded(tmp_path):
-    """What cannot be is never the one that stays; nor is it deleted."""
-    steps(tmp_path, 1, 2, 3, 4)
-    for i in (3, 4):
-        shortened(tmp_path / f"step-{i}")
-    steps(tmp_path, 5, keep=2)
-    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
-    steps(tmp_path, 6, keep=1)
-    assert names(tmp_path) == ["step-3", "step-4", "step-6"]
-
-
 def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monkeypatch):
     """What lies there when a job begins is its own: it goes on from that."""
     steps(tmp_path, 1, 2)
@@ -110,18 +99,6 @@ def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monke
     with pytest.warns(RuntimeWarning, match="step-4 was saved by another job"):
         steps(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["step-4", "step-5"]
-
-
-def test_the_bytes_of_a_checkpoint_are_those_of_its_state(tmp_path, monkeypatch):
-    """Not of who saved it, or when: runs of other processes end with the same files."""
-    torch.manual_seed(2)
-    steps(tmp_path, 1)
-    monkeypatch.setattr("os.getpid", lambda: 7)
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    steps(tmp_path / "other", 1)
-    for name in names(tmp_path / "step-1"):
-        one, other = (f / "step-1" / name for f in (tmp_path, tmp_path / "other"))
-        assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_first_checkpoint_of_this_format_is_loaded(tmp_path):

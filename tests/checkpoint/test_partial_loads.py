@@ -7,11 +7,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (
@@ -34,10 +32,6 @@ W = "params/layers/0/w"
 def kept(tmp_path_factory):
     path = tmp_path_factory.mktemp("partial") / "a"
     return path, save_on_two(path)
-
-
-def leaves_of(t):
-    return dict(zip(tree.paths(t), tree.leaves(t), strict=True))
 
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -132,18 +126,6 @@ def test_what_is_on_one_side_alone_is_left_out_where_asked(kept):
     same(ff.load(path, target, strict=False, only=["**/w", "step"])["step"], 3)
 
 
-def test_dots_for_slashes(tmp_path):
-    saved = {"model.layers.0.w": torch.randn(2, 3), "model.layers.1.w": torch.ones(2)}
-    save_file(saved, tmp_path / "hub.safetensors")
-    target = {"layers": [{"w": torch.zeros(2, 3)}, {"w": torch.zeros(2)}]}
-    found = ff.load(
-        tmp_path / "hub.safetensors",
-        target,
-        rename=lambda path: "model." + path.replace("/", "."),
-    )
-    assert all(map(torch.equal, tree.leaves(found), saved.values()))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_as_dcp_with_partial_loads(tmp_path, kept):
     """Its planner leaves alone what the checkpoint does not have, and so does this."""
@@ -214,13 +196,3 @@ def test_chance_stays_where_a_part_is_read(kept):
     expected = torch.get_rng_state()
     ff.load(path, empty(state), only="params")
     assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_damage_is_found_in_what_is_read(tmp_path):
-    state = save_on_two(tmp_path / "a")
-    for file in (tmp_path / "a").glob("*.safetensors"):
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        ff.load(tmp_path / "a", empty(state), only="params/h")

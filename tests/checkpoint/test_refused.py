@@ -1,12 +1,9 @@
 """What cannot be saved, or not there: refused before anything is written."""
 
-import os
-
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import (
     PAIR,
     empty,
@@ -53,18 +50,6 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, i,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_donated_state_is_refused(tmp_path):
-    optimizer = ff.sgd(0.1)
-    step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
-    w = torch.ones(2)
-    spent = ff.TrainState(w, optimizer.init(w))
-    state, _ = step(spent, torch.ones(2))
-    with pytest.raises(RuntimeError, match="donated"):
-        ff.save(tmp_path / "a", spent)
-    assert not list(tmp_path.iterdir())
-    ff.save(tmp_path / "a", state)
-
-
 def test_keys_that_look_like_paths_are_told_apart(tmp_path):
     odd = {"a/b": torch.ones(1), "a.b": torch.zeros(1), "ü\n\"'": torch.ones(2), "": 1}
     odd |= {"k" * 5000: torch.ones(3), "..": torch.ones(1), "a": {"c": 2}}
@@ -109,17 +94,6 @@ def test_a_mesh_without_values_is_told(tmp_path, backend):
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_save_different_trees_are_told(tmp_path):
-    def main(mesh, who):
-        more = {"v": torch.ones(3)} if mesh.rank == who else {}
-        with pytest.raises((CheckpointError, ValueError), match="another tree|'v'"):
-            ff.save(tmp_path / "a", {"w": torch.ones(4), **more})
-
-    for who in (0, 1):
-        on(PAIR, lambda mesh, who=who: main(mesh, who))
-        assert not list(tmp_path.iterdir())
-
-
 def test_a_path_that_exists_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -137,18 +111,3 @@ def test_a_path_that_exists_is_left_alone(tmp_path):
     on(PAIR, main)
     assert sorted(tmp_path.rglob("*")) == before
     assert ff.load(tmp_path / "saved", empty(tree_of()))["step"] == 1
-
-
-def test_folders_on_the_way_are_made_or_told(tmp_path):
-    ff.save(tmp_path / "a" / "b" / "c", tree_of())
-    assert ff.latest(tmp_path / "a" / "b") == tmp_path / "a" / "b" / "c"
-    (tmp_path / "file").write_text("mine")
-    for name in ("file/a", "n" * 300):
-        with pytest.raises(OSError):
-            ff.save(tmp_path / name, tree_of())
-        with pytest.raises(OSError):
-            ff.save_async(tmp_path / name, tree_of())
-    if os.getuid():  # root may write anywhere
-        (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(PermissionError):
-            ff.save(tmp_path / "locked" / "a", tree_of())

@@ -152,25 +152,3 @@ def part_of(mesh):
         return leaf.with_local(take(whole, leaf.layout, mesh.coordinates()))
 
     return part
-
-
-def test_a_subtree_is_loaded_alone(tmp_path, trained):
-    path, expected = tmp_path / "a", trained[0]
-
-    def save(mesh):
-        _, target, _ = made("zero=3 on 4", mesh, seed=8)
-        ff.save(path, ff.load(tmp_path / "whole", abstract(target)))
-
-    ff.save(tmp_path / "whole", expected)
-    on(STACKS["zero=3 on 4"][0], save)
-
-    def main(mesh):
-        _, target, _ = made("shard(pipeline)", mesh, seed=8)
-        params = ff.load(path, target.params, at="params")
-        one = ff.load(path, torch.zeros(5), at="params/layers/1/b")
-        return ff.unshard(params), one
-
-    for params, one in on(STACKS["shard(pipeline)"][0], main):
-        same(params, expected.params)
-        same(one, expected.params["layers"][1]["b"])
-    assert ff.load(path, 0, at="step") == 2

@@ -1,13 +1,11 @@
 """Several ranks, several runs, one folder: nobody waits for ever or harms another."""
 
 import os
-import time
 
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.save_lock import mark
 
 MESH = ff.make_mesh({"data": 3}, "simulated")
@@ -32,13 +30,6 @@ def test_ranks_that_load_different_checkpoints_are_told(tmp_path):
         ff.spmd(lambda: ff.load(tmp_path / f"step-{rank() % 2}", W), MESH)()
 
 
-def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
-    ff.save(tmp_path / "here", W)
-    name = lambda: "nowhere" if rank() == 1 else "here"  # noqa: E731
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        ff.spmd(lambda: ff.load(tmp_path / name(), W), MESH)()
-
-
 def test_what_another_process_writes_is_left_alone(tmp_path):
     """It holds the lock of its folder; what a killed one left is locked no more."""
     alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
@@ -56,19 +47,3 @@ def test_what_another_process_writes_is_left_alone(tmp_path):
         os.close(lock)
     ff.save(tmp_path / "seed-1", W)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["seed-0", "seed-1"]
-
-
-def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
-    seen = []
-    appear = folders.appear
-
-    def look(folder, path):
-        seen.append(folder.name)
-        folders._remove_dead(folder, time.time())
-        assert folder.exists()
-        appear(folder, path)
-
-    monkeypatch.setattr(folders, "appear", look)
-    ff.save(tmp_path / "step-1", W)
-    ff.save_async(tmp_path / "step-2", W).wait()
-    assert seen == [".step-1.saving", ".step-2.saving"]

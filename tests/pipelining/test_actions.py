@@ -9,7 +9,6 @@ from fsfunc.pipelining.actions import (
     forward_only,
     from_json,
     listing,
-    owners,
     parse,
     texts,
     to_json,
@@ -42,10 +41,6 @@ def test_a_listing_leaves_a_stage_out_only_where_it_is_the_ranks_own():
     assert parse([["F0", Action("B", 0, 0)]]) == parse(["F0 B0"])
     wide = listing(parse(["F0"] * 11)).splitlines()
     assert wide[0] == " 0: F0" and wide[10] == "10: F0"
-
-
-def test_owners():
-    assert owners(parse(["F0@1 B0@1", "F0@0"])) == (1, 0)
 
 
 def test_forward_only_keeps_places_and_order():

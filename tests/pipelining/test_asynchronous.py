@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.pipelining.actions import ScheduleError, forward_only
-from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held
 from tests.checks import close, same
@@ -234,13 +233,6 @@ def keeps_every_version(
         assert count_of(state.opt_state) == 2 * len(read(schedule[0])[1])
 
 
-@pytest.mark.parametrize("name", ["sgd", "chain"])
-def test_rows_of_an_update_may_be_fewer_than_of_others(name):
-    params, x = model(2, 7, 1)
-    args = OPTIMIZERS[name], [1, 1], params, x, 3
-    keeps_every_version(chain_loss, S.asynchronous, *args)
-
-
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 22))
 def test_staleness_has_its_closed_form(ranks, m, k):
     schedule = S.asynchronous(ranks, m, interval=k)
@@ -256,17 +248,6 @@ def test_staleness_has_its_closed_form(ranks, m, k):
     assert {sum(a.kind == "U" for a in row) for row in schedule} == {-(-m // k)}
     assert held(schedule) == held(without)
     assert forward_only(schedule) == forward_only(without)
-
-
-def test_an_update_goes_after_what_its_backward_sends():
-    assert S.listing(with_transfers(S.asynchronous(2, 2))) == (
-        "0: F0 SF0>1 RB0<1 F1 SF1>1 RB1<1 B0 U0 B1 U1\n"
-        "1: RF0<0 F0 RF1<0 B0 SB0>0 U0 F1 B1 SB1>0 U1"
-    )
-    schedule = S.asynchronous(2, 3)
-    assert ff.bubble(schedule) == ff.bubble(S.one_f_one_b(2, 3))
-    ends = [e.end for e in simulate(schedule, Costs(u=[0.5, 0.25])) if e.rank == 0]
-    assert ends == [1, 2, 6, 6.5, 7.5, 9.5, 10, 12.5, 13]
 
 
 UPDATES = {  # rows of ranks
@@ -415,34 +396,3 @@ def test_prediction_goes_on_as_the_last_update_went(optimizer):
     for _ in range(3):
         params, state = optimizer.apply(grads, state, params)
     close(found, params, 1e-6)
-
-
-@pytest.mark.processes
-def test_it_runs_over_processes(processes):
-    """Two stages y = w x of one number, rate 1/2: gradients one update old at most."""
-    out = processes(
-        """
-        import torch, fsfunc as ff
-
-        scale = ff.unit(lambda p, x: x * p)
-        mesh = ff.make_mesh({"pipe": 2})
-
-        def loss(params, x):
-            return scale(params[1], scale(params[0], x)).mean()
-
-        optimizer = ff.sgd(0.5)
-        step = ff.pipeline(
-            loss, mesh, "pipe", n_microbatches=2, schedule=ff.schedules.asynchronous,
-            update=optimizer,
-        )
-        params, x = [torch.tensor(2.0), torch.tensor(-1.0)], torch.tensor([1.0, 2.0])
-        state, _ = step(ff.init_state(step, params, optimizer, x), x)
-        print([w.item() for w in ff.unshard(state.params)])
-        """,
-        2,
-    )
-    # By hand: the first stage's second gradient is taken at w = 2 and v = -2, where
-    # the first microbatch's has not come back to it.
-    first = 2 - 0.5 * (-1 * 1) - 0.5 * (-2 * 2)
-    second = -1 - 0.5 * (2 * 1) - 0.5 * (2 * 2)
-    assert out.splitlines() == 2 * [str([first, second])]

@@ -94,19 +94,3 @@ def test_transfers_take_their_time_beside_the_computation():
     early = parse(["F0 SF0>1 F1 SF1>1", "RF0<0 F0 RF1<0 F1"])
     assert bubble(late, costs) == 5
     assert times(early, costs)[-2:] == [("RF1@1<0", 7, 10), ("F1@1", 10, 12)]
-
-
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1])
-def test_explicit_transfers_without_cost_change_no_time(make):
-    for P, M in [(2, 5), (4, 3), (5, 9)]:
-        plain, explicit = make(P, M), with_transfers(make(P, M))
-        compute = [e for e in simulate(explicit, UNEVEN) if e.action.is_compute]
-        assert compute == simulate(plain, UNEVEN)
-        for by in ("makespan", "span"):
-            assert bubble(explicit, UNEVEN, by) == bubble(plain, UNEVEN, by)
-
-
-def test_the_bubble_is_that_of_the_busiest_rank():
-    uneven = Costs([1, 3], [1, 3], [1, 3])
-    for by in ("makespan", "span"):
-        assert bubble(one_f_one_b(2, 4), uneven, by=by) == 1 + 2

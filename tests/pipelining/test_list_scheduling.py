@@ -68,11 +68,6 @@ def test_shorter_than_any_by_name():
     assert bubble(greedy(4, 16, costs=costs), costs) == 3
 
 
-def test_stages_to_and_fro_save_transfers():
-    found = greedy(8, 4, costs=Costs(send=0.5), chunks=2)
-    assert owners(found) == owners(zb_v(8, 4))
-
-
 def test_of_equals_the_one_that_holds_less():
     # Without any gain from a split backward, 1F1B rather than GPipe.
     assert greedy(3, 5, costs=Costs(1, 3, 0)) == one_f_one_b(3, 5)

@@ -31,11 +31,3 @@ def test_it_sees_every_action_of_the_schedule(schedule):
         assert sorted(e.action for e in events) == sorted(row)
     # One around all ranks sees what theirs see.
     assert sorted(outer) == sorted(e for events in every for e in events)
-
-
-def test_rows_of_text_are_verified_and_timed_as_they_are():
-    rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
-    ff.verify(rows)
-    with pytest.raises(S.ScheduleError, match="rank 0: microbatch 1 of stage 0"):
-        ff.verify(["F0 F1 B0", "F0 B0 F1 B1"])
-    assert ff.bubble(rows) == ff.bubble(S.parse(rows)) == 3

@@ -43,8 +43,7 @@ def found(f, order, zero):
     return ff.spmd(main, MESH)()
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "zero"), [*zip(ORDERS, (0, 3), strict=True)])
 def test_a_penalty_has_a_gradient_call_of_its_own(order, zero):
     def step(w, x):
         value, g = ff.value_and_grad(loss)(w, x)
@@ -77,10 +76,9 @@ INSIDE = {  # leaves read by themselves are whole; whose a product is, is not kn
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", INSIDE)
-def test_within_it_parameters_go_into_units(name, order):
-    text, bad = INSIDE[name]
+@pytest.mark.parametrize(("i", "name"), [*enumerate(INSIDE)])
+def test_within_it_parameters_go_into_units(i, name):
+    (text, bad), order = INSIDE[name], list(ORDERS)[i % 2]
     with pytest.raises((ValueError, RuntimeError), match=text), ff.ledger() as log:
         found(ff.value_and_grad(bad), order, 3)
     assert not log.records

@@ -203,32 +203,6 @@ def test_products_of_weights_wait_where_they_can(name):
     assert found == tuple(2 * D**3 * k for k in products)
 
 
-def test_gradients_add_up_in_place():
-    x, ws = leaves(1, 0)[0], leaves(3, 10)
-    for w in ws:
-        w.grad = torch.ones_like(w)
-    places = [w.grad.data_ptr() for w in ws]  # type: ignore[union-attr]
-    for halves in (False, True, True):
-        ones = torch.ones(D, D, dtype=torch.double)
-        run(StageVjp([deep(x, ws)], [x], ws), [ones], halves)
-    assert [w.grad.data_ptr() for w in ws] == places  # type: ignore[union-attr]
-    assert x.grad is None
-
-
-def test_dropout_and_integers_and_what_nobody_uses():
-    def net(half: bool):
-        torch.manual_seed(0)
-        (x, unused), ws = leaves(2, 0), leaves(3, 10)
-        table = ws[2][torch.tensor([0, 3, 1, 1])]
-        y = F.dropout(x @ ws[0] + table, 0.5)
-        vjp = StageVjp([y, y * 2], [x, unused], ws)
-        found, _ = run(vjp, [torch.ones_like(y), None], half)
-        return found, [w.grad for w in ws]
-
-    same(net(True), net(False))
-    assert net(True)[0][1] is None and net(True)[1][1] is None
-
-
 # Memory
 
 

@@ -4,21 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.pipelining.actions import listing
 from fsfunc.pipelining.player import Dependencies
-from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.testing.strategies import valid_schedules
 from tests.pipelining.models import NAMED, any_edges
-
-
-def test_as_written_down():
-    assert listing(with_transfers(one_f_one_b(3, 2))) == (
-        "0: F0 SF0>1 RB0<1 F1 SF1>1 RB1<1 B0 B1\n"
-        "1: RF0<0 RF1<0 F0 SF0>2 RB0<2 F1 SF1>2 RB1<2 B0 SB0>0 B1 SB1>0\n"
-        "2: RF0<1 F0 RF1<1 B0 SB0>1 F1 B1 SB1>1"
-    )
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -222,19 +222,3 @@ def test_the_bound_of_what_is_held():
     told = "rank 0 holds 2 microbatches at F0@3; .* allows 1.5"
     refused(zb_v(4, 4), told, in_flight=1.5)
     refused(gpipe(2, 4), "in_flight has 1 bounds for 2 ranks", in_flight=[4])
-
-
-@pytest.mark.parametrize(
-    ("row", "most"),
-    [
-        ("F0 B0 F1 F2 B1 B2", 2),
-        ("F0 I0 W0 F1 F2 I1 W1 I2 W2", 2),
-        ("F0 I0 F1 W0 F2 I1 I2 W1 W2", 2),
-        ("F0 I0 F1 I1 W0 W1", 2),
-        ("F0 I0 W0 F1 I1 W1", 1),
-        ("F0@0 F0@1 B0@1 B0@0", 1),
-    ],
-)
-def test_what_a_rank_holds_is_given_back_once(row, most):
-    """By B, or by W; the second of two peaks may be the higher one."""
-    assert held(parse([row])) == (most,)
