@@ -1,7 +1,6 @@
 """Batches: the rows of one device, each rank reading its own, resumed to the row."""
 
 import json
-import multiprocessing
 import random
 
 import pytest
@@ -143,20 +142,6 @@ def test_workers_change_nothing_and_do_not_count_what_they_read_ahead():
     same(next(plain), next(loader))
 
 
-def test_simulated_ranks_read_for_themselves():
-    mesh = simulated()
-    how = {"workers": 2, "prefetch_factor": 4, "shuffle": False, "epochs": 1}
-    before = multiprocessing.active_children()  # of other tests
-
-    def main():
-        loader = ff.batches(range(4), mesh, "data", 4, **how)
-        first = next(loader).tolist()
-        assert set(multiprocessing.active_children()) <= {*before}
-        return [first, *(batch.tolist() for batch in loader)]
-
-    assert ff.spmd(main, mesh)() == [[[0, 1]], [[2, 3]]]
-
-
 class Failing(Rows):
     def __getitem__(self, i):
         if i == 3 and self.read.count(3) < 1:
@@ -229,29 +214,6 @@ def test_an_abstract_mesh_reads_rows_and_forgets_them():
 
     assert shape(1000, 2000) == [(2, 2)]
     assert shape(2, 5) == [(3, 2), (2, 2)]  # parts of other sizes run apart
-
-
-def test_training_on_batches_is_training_on_one_device():
-    data = torch.randint(-3, 4, (12, 2), generator=torch.Generator().manual_seed(0))
-    dataset = TensorDataset(data.double())
-    layer = ff.unit(lambda p, x: x @ p["w"])
-    optimizer = ff.sgd(0.125)
-
-    def train(mesh, wrap):
-        step = wrap(
-            optimizer(ff.value_and_grad(lambda p, x: layer(p, x).sum(1).mean()))
-        )
-        loader = ff.batches(dataset, mesh, "data", 4, epochs=2)
-        params = {"w": torch.eye(2, dtype=torch.float64)}
-        state = ff.init_state(step, params, optimizer, torch.zeros(2, 2).double())
-        for (x,) in loader:
-            state, _ = step(state, x)
-        return ff.unshard(state.params)["w"]
-
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    expected = train(None, lambda step: step)
-    for w in ff.spmd(lambda: train(mesh, lambda s: ff.shard(s, mesh, "data")), mesh)():
-        assert torch.equal(w, expected)
 
 
 class Endless(IterableDataset):

@@ -68,20 +68,6 @@ def test_split_masks_are_independent_and_whole_ones_equal() -> None:
     assert abs((kept != 0).double().mean().item() - P) < 4 * 0.5 / kept.numel() ** 0.5
 
 
-def test_outside_units_and_over_several_axes_masks_differ_where_these_do() -> None:
-    def step(seen):
-        with pytest.raises(KeyError), own_draws("a"):  # generators are equal again
-            torch.rand(3)
-            raise KeyError
-        seen += [dropout(X, P, ("a", "b")), dropout(X, P, "a"), dropout(X, P)]
-
-    both, one, whole = zip(*masks(step, a=2, b=2), strict=True)
-    apart(both)
-    same(one[0], one[1])
-    apart([one[0], one[2]])
-    same(list(whole), [whole[0]] * 4)
-
-
 @pytest.mark.parametrize(
     ("policy", "seeded"),
     [(None, True), (ff.SaveAllBut(), True), (ff.SaveOnly("kept"), False)],
@@ -193,33 +179,6 @@ def test_under_torch_func_and_in_attention() -> None:
         [seen[1][1] for seen in (first, second)],
     )
     assert not torch.equal(first[3], second[3])
-
-
-def test_a_pipeline_draws_as_one_stage_does() -> None:
-    @ff.unit
-    def block(w, x):
-        return dropout(x * w, P, "model") + F.dropout(x, P)
-
-    def loss(ws, x):
-        for w in ws:
-            x = ff.psum(block(*ff.pcast((w, x), "model", to="V")), "model")
-        return x.square().mean()
-
-    ws = [torch.linspace(0.5, 1, D) + k for k in range(2)]
-    mesh = simulated(pipe=2, model=2)
-
-    def main(schedule):
-        torch.manual_seed(3)
-        grad = ff.value_and_grad(loss)
-        if schedule is None:
-            step = ff.accumulate(grad, 2)
-        else:
-            step = ff.pipeline(grad, mesh, "pipe", n_microbatches=2, schedule=schedule)
-        return ff.unshard(step(ff.place(step, ws, X), X))
-
-    expected = ff.spmd(lambda: main(None), mesh)()[0]
-    for found in ff.spmd(lambda: main(ff.schedules.one_f_one_b(2, 2)), mesh)():
-        close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("axis", [None, "model"])

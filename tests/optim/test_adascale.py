@@ -100,12 +100,6 @@ def test_its_gains_are_as_wide_as_the_widest_parameter(stack):
             )
 
 
-def test_it_sends_two_numbers_more():
-    plain, scaled = (ran(o, 2, "shard", steps=1)[0] for o in (SGD, ff.adascale(SGD)))
-    # |g_i|^2 of all, and |mean|^2 of its parts
-    assert scaled.log.bytes("data") - plain.log.bytes("data") == 2 * 4
-
-
 # What is observed
 
 
@@ -174,32 +168,6 @@ def test_it_may_stand_around_what_cuts_and_shards(zero):
             assert count == n
 
     ff.spmd(main, DATA)()
-
-
-def test_of_split_leaves_all_blocks_are_seen():
-    mesh = simulated(data=2, model=2)
-
-    @ff.unit
-    def split(p, x):
-        h = torch.tanh(ff.nn.column_linear(x, p["up"]))
-        return ff.nn.row_linear(h, p["down"], p["b"])
-
-    loss = lambda p, x: split(p, x).square().mean()  # noqa: E731
-    p = {"up": WS[0], "down": WS[1], "b": WS[2][0]}
-    own = [ff.value_and_grad(loss)(p, x)[1] for x in X.chunk(2)]
-    wanted = sum(squares(g) for each in own for g in each.values())
-
-    def main():
-        def observed(p, x):
-            out, total, n = observing(loss)(p, x)
-            return ff.psum(total, "data")
-
-        f, x = ff.shard(observed, mesh, "data"), ff.local_batch(X, mesh, "data")
-        layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
-        return f(ff.place(f, p, x, layouts=layouts), x)
-
-    for total in ff.spmd(main, mesh)():
-        close(total, wanted)
 
 
 # What is refused

@@ -245,16 +245,6 @@ def test_what_runs_again_reads_what_the_forward_read(zero):
     assert_same(ADAM, around, MESH, loss=loss, init=params, steps=2)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_what_is_read_beside_units_too_is_stepped_in_the_end(zero):
-    def loss(params, batch):
-        squares = [ff.tree_sum(tree.map(torch.square, p)) for p in params[1:]]
-        return loss_fn(params, batch) + 0.1 * sum(squares)
-
-    around = functools.partial(sharded, zero=zero)
-    assert_same(ADAM, around, MESH, loss=loss, steps=2)
-
-
 def test_split_leaves_and_those_that_ranks_own():
     mesh = simulated(data=2, model=2)
     layouts = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}

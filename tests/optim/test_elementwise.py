@@ -7,13 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import from_torch, sgd, sharded_adam
-from tests.checks import simulated
 from tests.optim.optimizers import OWN, adamw, descent
-from tests.optim.steps import X
-from tests.optim.steps import trained as stacked
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
@@ -70,19 +66,6 @@ def test_memory_at_two_places_is_not_written_twice(other):
         assert trained(sharded_adam(0.1), params, grads)[0]["a"] is p
 
 
-def test_gradients_of_another_dtype_are_cast():
-    params, grads = {"w": torch.randn(5)}, {"w": torch.randn(5).bfloat16()}
-    wide = tree.map(torch.Tensor.float, grads)
-    optimizer = sharded_adam()
-    assert_bits(
-        trained(optimizer, params, [wide] * 2), trained(optimizer, params, [grads] * 2)
-    )
-    assert_near(
-        trained_by_update(optimizer, params, [wide] * 2),
-        trained_by_update(optimizer, params, [grads] * 2),
-    )
-
-
 @pytest.mark.parametrize(
     ("dtype", "moments"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
@@ -103,17 +86,6 @@ def test_moments_of_another_dtype(dtype, moments):
     with donated():
         actual = trained(optimizer, params, [grads])
     assert_bits((after, state), actual)
-
-
-def test_a_leaf_without_a_gradient_keeps_its_moments():
-    params = {"a": torch.ones(2), "b": torch.ones(2)}
-    optimizer = sharded_adam(0.1)
-    params, state = trained(optimizer, params, [params])
-    after, later = optimizer.apply({"a": torch.ones(2), "b": None}, state, params)
-    assert after["b"] is params["b"] and later.nu["b"] is state.nu["b"]
-    assert not torch.equal(after["a"], params["a"])
-    updates, _ = optimizer.update({"a": torch.ones(2), "b": None}, state, params)
-    assert updates["b"] is None and updates["a"] is not None
 
 
 SCHEDULED = {
@@ -162,23 +134,6 @@ def test_the_count_may_be_a_tensor(name, data):
         assert_bits(after, its)
         assert counted.count.item() == k + 1
         w = after
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_tensor_count_is_recorded_and_sharded(zero):
-    plain = sharded_adam(ff.warmup_cosine(0.1, 2, 5, start=0.05))
-    init = lambda params: plain.init(params)._replace(count=torch.tensor(0))  # noqa: E731
-
-    def around(step, mesh):
-        step = ff.shard(step, mesh, "data", zero=zero)
-        return ff.donate(step) if zero % 2 else step
-
-    batches, counted = [X] * 3, plain._replace(init=init)
-    expected = stacked("alone", plain, batches=batches)[0]
-    for found in stacked(around, counted, batches=batches, mesh=simulated()):
-        count = found.state.count
-        assert isinstance(count, torch.Tensor) and count.item() == 3
-        assert_near(found.params, expected.params)
 
 
 # torch's own jvp decompositions are scripted when first used.

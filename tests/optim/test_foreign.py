@@ -74,13 +74,6 @@ loss_fn = chain()
 PARAMS = layers(2, 3, dtype=torch.float64)
 
 
-def test_a_rank_without_elements_counts_too():
-    empty = {"w": torch.ones(0)}
-    _, state = trained(ours("NAdam"), empty, [empty] * 3)
-    _, other = trained(ours("NAdam"), {"w": torch.ones(2)}, [{"w": torch.ones(2)}] * 3)
-    assert state.numbers == other.numbers and state.numbers["step"] == 3.0
-
-
 def test_a_gradient_that_comes_late_finds_a_fresh_moment():
     params = {"early": torch.ones(2), "late": torch.ones(2)}
     optimizer = ours("Adagrad")
@@ -147,17 +140,6 @@ def test_a_class_of_ones_own(fault):
     )
     assert_bits(before, grads)
     assert state.numbers == {"count": 3}
-
-
-def test_a_number_that_begins_with_the_first_step():
-    """A late leaf finds it as an early one does."""
-    optimizer = own(fault="from one")
-    w, g = torch.ones(2), torch.ones(2)
-    state = optimizer.init(w)
-    assert state.numbers == {"count": 0, "step": 0}
-    for t in range(3):
-        w, state = optimizer.apply(g, state, w)
-        assert state.numbers == {"count": t + 1, "step": t + 1}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from tests.checks import refusals, refused, simulated
 from tests.optim.matrices import UNITS, drawn, trained
 from tests.optim.shards import mixed, placed, together
-from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_near
 from tests.optim.trees import trained as stepped
 
@@ -143,30 +142,6 @@ def test_any_layout_is_one_device(make, axes):
     assert_near(expected, together(ff.spmd(main, mesh)(), mesh))
 
 
-def test_whatever_is_no_matrix_has_another_optimizer():
-    params = {"w": torch.ones(6, 4), "b": torch.arange(4.0), "none": None, "n": 3}
-    unit = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-    optimizer = ff.partition(
-        {"matrix": ff.muon(0.1), "other": ff.sharded_adam(0.1)},
-        lambda path, leaf: "matrix" if leaf.ndim == 2 else "other",
-    )
-    x = torch.linspace(-1, 1, 24).view(4, 6)
-    loss = lambda p, x: unit(p, x).square().sum()  # noqa: E731
-    w, b = (torch.nn.Parameter(params[k].clone()) for k in "wb")
-    theirs = torch.optim.Muon([w], lr=0.1), torch.optim.AdamW([b], lr=0.1)
-    for _ in range(2):
-        torch.tanh(x @ w + b).square().sum().backward()
-        for one in theirs:
-            one.step()
-            one.zero_grad()
-    expected = {**params, "w": w.detach(), "b": b.detach()}
-    for stack, near in (("alone", 1e-6), ("donate(remat(shard))", 1e-3)):
-        # Of the same rows on each rank; gradients differ in the last bit.
-        rows = x if stack == "alone" else torch.cat([x, x])
-        for found in stacked(stack, optimizer, loss, [rows] * 2, params):
-            assert_near(expected, found.params, near)
-
-
 @given(
     costs=st.lists(st.integers(1, 20), min_size=1, max_size=12),
     n=st.integers(1, 5),
@@ -182,19 +157,6 @@ def test_owners_are_balanced(costs, n, seed):
     ideal = max(sum(costs) / n, max(costs))
     assert sum(loads) == sum(costs) and max(loads) <= ideal + max(costs) * (1 - 1 / n)
     assert balanced(costs, held, n) == owners
-
-
-@pytest.mark.parametrize(
-    "shape, steps", [((520, 512), 4), ((64, 520), 5), ((64, 520), 0)]
-)
-def test_memory_that_is_taken_once_gives_the_same_bits(shape, steps):
-    room, how = {}, ((3.4445, -4.7750, 2.0315), steps, 1e-7)
-    for seed in (0, 1):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        x = x.bfloat16()
-        expected = matrix_functions.newton_schulz(x, *how)
-        found = matrix_functions.newton_schulz(x, *how, room)
-        assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 
 def test_its_update_differentiates():

@@ -101,25 +101,6 @@ def test_a_matrix_that_is_not_finite_spoils_itself_alone():
     assert after["a"].isnan().all() and after["b"].isfinite().all()
 
 
-def test_a_leaf_may_go_without_a_gradient_and_its_state_stays():
-    mesh, shapes = ff.make_mesh({"data": 2}, "simulated"), [[(4, 6), (5, 3), (3, 3)]]
-    optimizer = ff.shampoo(0.1)
-
-    def main():
-        _, state = trained(optimizer, shapes, 1, over)
-        grads = [{**state.params[0], "w0": None}]
-        after, new = optimizer.apply(grads, state.opt_state, state.params)
-        assert after[0]["w0"] is state.params[0]["w0"]
-        old = state.opt_state.preconditioners[0]["w0"]
-        assert new.preconditioners[0]["w0"] is old
-        return ff.unshard(after)
-
-    def over(step):
-        return ff.shard(step, mesh, "data")
-
-    ff.spmd(main, mesh)()
-
-
 def test_a_state_of_another_mesh_is_refused():
     shapes, optimizer = [[(4, 6), (5, 3)]], ff.shampoo(0.1)
     mesh = ff.make_mesh({"data": 2}, "simulated")

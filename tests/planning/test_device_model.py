@@ -17,7 +17,7 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.cost_model import attention_share, fill, op_seconds
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import Op, Ran, Started, Waited
-from fsfunc.planning.hardware import A100_80, GIVEN, H100, replace
+from fsfunc.planning.hardware import A100_80, H100, replace
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 
 DENSE = replace(
@@ -154,31 +154,9 @@ def test_the_band_is_what_is_uncertain_by_its_share_of_the_time():
         assert dict(beside.band).get(name, 0) == pytest.approx(unsure * share, abs=5e-3)
 
 
-def test_attention_of_no_known_generation_widens_the_band():
-    ran = Ran(attention(8192), "", "forward")
-    unknown, known = (
-        estimate(of([ran]), H100, attention=name) for name in (None, "fa2")
-    )
-    assert unknown.seconds == known.seconds and unknown.width > known.width
-    assert "attention's generation" in dict(unknown.band)
-
-
-def test_what_nothing_was_held_against_is_the_most_uncertain():
-    widths = {h.name: h.uncertain for h in GIVEN}
-    held = [widths[n] for n in ("A100-40", "A100-80", "H100", "H100-500W", "H200")]
-    assert min(widths["B200"], widths["GB200"]) > 2 * max(held)
-
-
 def test_a_node_of_72_is_one_level():
     record = Record("all_gather", ("data",), Fraction(10**9), torch.bfloat16)
     waits = [Started(0, "issued", tuple(range(72)), record), Waited(0)]
     found = estimate(of(waits, 72), ff.hardware.GB200)
     level = ff.hardware.GB200.levels[0]
     assert found.seconds == pytest.approx(1e9 / level.bandwidth + 71 * level.latency)
-
-
-def test_half_the_watts_are_not_half_the_speed():
-    full, less = (
-        op_seconds(product(8192, 8192, 8192), h) for h in (H100, ff.hardware.H100_500W)
-    )
-    assert less / full == pytest.approx((700 / 500) ** 0.4)

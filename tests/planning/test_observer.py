@@ -40,19 +40,6 @@ def test_live_bytes_counts_from_making_to_the_last_tensor():
     assert seen.bytes[-1] == 600  # nobody watches any more
 
 
-def test_live_bytes_in_a_backward():
-    """exp keeps its result; its gradient is one more."""
-    x = torch.ones(100, requires_grad=True)
-
-    def f(x):
-        y = x.exp().sum()
-        return torch.autograd.grad(y, x)[0]
-
-    seen, _ = watched(f, x)
-    assert seen.peak_bytes == 3 * 400 + 2 * 4  # with the sum and its gradient
-    assert seen.bytes[-1] == 800
-
-
 @pytest.mark.parametrize("op", ["all_gather", "psum", "psum_scatter", "ppermute"])
 def test_live_bytes_of_a_collective_is_its_result(op):
     """What other ranks, or the link, do besides is not counted."""

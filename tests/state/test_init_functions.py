@@ -160,27 +160,6 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
             assert torch.equal(then, after)
 
 
-@pytest.mark.parametrize("shape", [(), (4, 10)])
-def test_every_make_of_leaf_alone(shape):
-    init = lambda: {  # noqa: E731
-        name: {"w": make(shape)} for name, make in MAKERS.items()
-    }
-    with small_blocks(16, 8):
-        expected, _ = alone(init, list(MAKERS))
-        for found, _ in everywhere(init, list(MAKERS), [3], [0, 3]):
-            same(found, expected)
-
-
-@given(inits(), st.integers(0, 2))
-@settings(max_examples=4)
-def test_another_seed_gives_other_values_and_the_same_seed_the_same(case, seed):
-    init, names = case
-    one, again = alone(init, names, seed)[0], alone(init, names, seed)[0]
-    same(one, again)
-    other = alone(init, names, seed + 1)[0]
-    assert not torch.equal(one["u0"]["first"], other["u0"]["first"])
-
-
 def test_long_leaves_are_cut_alike():
     """Over several blocks, with what torch computes in other ways at a range's end."""
 
@@ -295,13 +274,6 @@ def test_seeds_inside_the_function_count():
     assert not torch.equal(one["e"], other["e"])
     for found, _ in everywhere(init, "a", [2], [3], seed=1):
         same(found["a"], one)
-
-
-def test_two_states_of_one_generator_differ():
-    torch.manual_seed(0)
-    init = lambda: {"a": {"w": torch.randn(9)}}  # noqa: E731
-    made = [ff.init_state(step_of("a"), init, optimizer, X).params for _ in range(2)]
-    assert not torch.equal(made[0]["a"]["w"], made[1]["a"]["w"])
 
 
 def test_a_given_tensor_is_taken_from_and_left_as_it_is():

@@ -17,7 +17,6 @@ from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
-ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 optimizer = ff.sharded_adam(0.1)
 
 
@@ -93,23 +92,6 @@ def real(layout):
 
 def leaves_of(t):
     return tree.leaves(t, is_leaf=is_sharded)
-
-
-@ZEROS
-def test_what_a_rank_holds(zero):
-    def main():
-        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), MESH, "data", zero=zero)
-        state = ff.init_state(step, params_of(), optimizer, mine())
-        state, _ = step(state, mine())
-        count = lambda t: sum(x.numel() for x in split_buffers(t).tensors)  # noqa: E731
-        mu = state.opt_state.mu if hasattr(state.opt_state, "mu") else None
-        return count(state.params), None if mu is None else count(mu), state.step
-
-    for params, moments, step in on_each_rank(main):
-        assert step == 1
-        # Two buffers of 12 elements; at zero=0 everything is whole.
-        assert params == (24 if zero == 0 else 12)
-        assert moments in (None, params)
 
 
 def test_init_state_takes_a_function_and_runs_nothing_real():
@@ -213,20 +195,6 @@ def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
     for found, sizes in on_each_rank(main):
         close(found, expected, 1e-9)
         assert sizes == {"model": 2, "average": 2}  # packed again on the way out
-
-
-def test_what_a_loss_reads_outside_units_stays_whole_though_it_is_named_alike():
-    unit = ff.unit(lambda p, x: x @ p["w"])
-    state = {"a": {"w": torch.eye(3)}, "b": {"w": torch.eye(3)}, "c": torch.ones(3)}
-    step = lambda s, x: ff.value_and_grad(  # noqa: E731
-        lambda s, x: (unit(s["a"], x) @ s["b"]["w"]).sum()
-    )(s, x)
-
-    def main():
-        placed = ff.place(ff.shard(step, MESH, "data"), state, X.float())
-        return [is_sharded(x) for x in leaves_of(placed)]
-
-    assert on_each_rank(main) == [[True, False, False]] * 2
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -352,16 +320,3 @@ def test_one_tensor_at_two_paths_is_refused(made, turned):
         ValueError, match="one tensor stands at '.*a' and at '.*b'.*clone"
     ):
         ff.spmd(main, MESH)()
-
-
-def test_one_tensor_may_stand_in_a_state_twice():
-    """As an average of the weights begins, and a penalty on how far they went."""
-    step = lambda s, x: ff.value_and_grad(loss_fn)(s["w"], x)[1]  # noqa: E731
-
-    def main():
-        params = params_of()
-        f = ff.shard(step, MESH, "data")
-        placed = ff.place(f, {"w": params, "ema": params}, mine())
-        assert placed["ema"].keys() == placed["w"].keys()
-
-    ff.spmd(main, MESH)()
