@@ -45,6 +45,20 @@ def test_it_lies_where_the_target_lay(tmp_path, name):
     assert all(on(STACKS[name][0], main))
 
 
+LAZY = {"conjugate": lambda x: x.conj(), "negative": lambda x: x.conj().imag}
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize("view", LAZY)
+def test_into_a_view_that_is_not_what_its_memory_says(tmp_path, view, shape):
+    x = LAZY[view](torch.randn(shape, dtype=torch.complex64))
+    ff.save(tmp_path / "a", {"x": x})
+    memory = torch.zeros(shape, dtype=torch.complex64)
+    found = ff.load(tmp_path / "a", {"x": LAZY[view](memory)}, donate=True)["x"]
+    assert torch.equal(found, x)
+    assert torch.equal(LAZY[view](memory), x)
+
+
 def test_whole_tensors_and_what_is_refused(tmp_path):
     ff.save(tmp_path / "a", {"w": torch.arange(3.0), "n": 1})
     target = {"w": torch.zeros(3), "n": 0}
@@ -70,6 +84,16 @@ def test_a_target_that_is_being_saved_is_refused(tmp_path):
         ff.load(tmp_path / "a", state, donate=True)
     release()
     ff.load(tmp_path / "a", state, donate=True)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_target_is_touched(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    ff.save(tmp_path / "a", state)
+    next((tmp_path / "a").glob("*.safetensors")).unlink()
+    with pytest.raises(ff.CheckpointError, match="is missing"):
+        ff.load(tmp_path / "a", state, donate=True)
+    assert state["w"].tolist() == [0, 1, 2]
+    ff.save(tmp_path / "b", state)  # not spent
 
 
 @pytest.mark.parametrize("only", [None, "w", "average"])

@@ -87,6 +87,17 @@ def test_where_none_can_be_loaded_no_run_begins_anew(tmp_path):
     assert ff.latest(tmp_path, "epoch-*") is None
 
 
+def test_keep_counts_what_can_be_loaded(tmp_path):
+    """What cannot be is never the one that stays; nor is it deleted."""
+    steps(tmp_path, 1, 2, 3, 4)
+    for i in (3, 4):
+        shortened(tmp_path / f"step-{i}")
+    steps(tmp_path, 5, keep=2)
+    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
+    steps(tmp_path, 6, keep=1)
+    assert names(tmp_path) == ["step-3", "step-4", "step-6"]
+
+
 def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monkeypatch):
     """What lies there when a job begins is its own: it goes on from that."""
     steps(tmp_path, 1, 2)

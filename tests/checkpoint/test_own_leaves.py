@@ -4,6 +4,7 @@ Where no rank's bits differ from the others' a leaf is one value, as ever.
 """
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fsfunc import tree
 from fsfunc.checkpoint.blocks import prove
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.sharded.leaf import is_sharded
+from tests.checkpoint.forging import body_of
 from tests.checkpoint.trees import alike, any_bits, on
 
 PAIR, GRID = {"data": 2}, {"data": 2, "model": 3}
@@ -203,6 +205,19 @@ def test_a_mean_of_it_is_one_value_that_loads_anywhere(saved):
     assert ff.load(saved.with_name("b"), TARGET)["h"].tolist() == [5, 6, 7]
 
 
+def test_it_is_read_under_other_names_and_in_other_dtypes(saved):
+    def main(mesh):
+        target = {"x": {"y": torch.zeros(3, dtype=torch.float64)}}
+        found = ff.load(saved, target, only="x", rename={"x/y": "h"}, cast=True)
+        assert found["x"]["y"].tolist() == [10 * mesh.rank + i for i in range(3)]
+        with pytest.raises(
+            ValueError, match="each rank's own over data=2 in the check"
+        ):
+            ff.load(saved, {"h": torch.zeros(4), "w": torch.zeros(2)})
+
+    on(PAIR, main)
+
+
 def test_more_axes_and_other_layouts_load_it_too(saved):
     """Along the axis each rank its own; along others all the same, or parts of it."""
     layout = ff.Layout((3,), torch.float32, (ff.Split(0, "model", 3),), "h")
@@ -253,6 +268,14 @@ def test_it_is_told_where_a_checkpoint_is_shown(saved):
     assert ff.metadata(saved).leaves["h"] == ((2, 3), torch.float32)
 
 
+def test_what_is_one_value_is_written_as_ever(saved):
+    """A word more where ranks differ, and none elsewhere: older ones are read."""
+    leaves = body_of(saved)["leaves"]
+    assert leaves["w"].keys() == {"shape", "dtype", "chunks"}
+    assert leaves["h"]["own"] == PAIR
+    assert json.dumps(leaves["h"]["shape"]) == "[2, 3]"
+
+
 # What is no tensor, and trees that differ
 
 
@@ -281,6 +304,16 @@ def test_what_cannot_be_kept_of_each_rank_names_the_leaf_and_the_ranks(
 
     on(PAIR, main)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_ranks_lay_out_in_other_ways_is_refused(tmp_path):
+    def main(mesh):
+        layout = ff.Layout((2,), torch.float32, (ff.Split(0, "data", 2),), "w")
+        w = ff.Sharded(torch.ones(1), layout) if mesh.rank else torch.ones(2)
+        with pytest.raises(RanksDiffer, match=r"'w': rank 0: f32\[2\]; rank 1: .*ov"):
+            ff.save(tmp_path / "a", {"w": w})
+
+    on(PAIR, main)
 
 
 # Whatever else a state carries

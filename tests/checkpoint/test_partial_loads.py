@@ -1,7 +1,5 @@
 """A part of a checkpoint, under other names, in other dtypes: over any mesh."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tree.structure import TreeMismatch
-from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (
     MESHES,
     PAIR,
@@ -81,33 +78,6 @@ def test_what_is_chosen_is_read_renamed_and_converted(
 
     for found, right in on(axes[1], load):
         assert all(map(alike, found, right))
-
-
-@pytest.mark.parametrize("name", ["zero=3 on 2", "HSDP zero=1"])
-def test_parameters_of_a_state_and_its_own_moments(tmp_path, name):
-    """The next step gathers what was read, and goes on from what was kept."""
-
-    def save(mesh):
-        step, state, mine = made(name, mesh)
-        state, _ = step(state, mine[0])
-        ff.save(tmp_path / "a", state)
-        return ff.unshard(state)
-
-    def load(mesh):
-        step, target, mine = made(name, mesh, seed=8)
-        target, _ = step(target, mine[1])
-        before = ff.unshard(target)
-        state = ff.load(tmp_path / "a", target, only="params")
-        found = ff.unshard(state)
-        same(found.params, saved.params)
-        same(found.opt_state, before.opt_state)
-        same(ff.unshard(target), before)
-        whole = ff.load(tmp_path / "a", target)
-        with_own = replace(whole, opt_state=target.opt_state, step=target.step)
-        same(*(ff.unshard(step(s, mine[0])[0]).params for s in (state, with_own)))
-
-    saved = on(STACKS[name][0], save)[0]
-    on(STACKS[name][0], load)
 
 
 def test_what_is_on_one_side_alone_is_left_out_where_asked(kept):

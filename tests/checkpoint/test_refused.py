@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import (
     PAIR,
     empty,
@@ -92,6 +93,17 @@ def test_a_mesh_without_values_is_told(tmp_path, backend):
     with pytest.raises(RuntimeError, match="holds no values"):
         ff.spmd(lambda: ff.save(tmp_path / "a", {"w": torch.ones(1)}), mesh)()
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_save_different_trees_are_told(tmp_path):
+    def main(mesh, who):
+        more = {"v": torch.ones(3)} if mesh.rank == who else {}
+        with pytest.raises((CheckpointError, ValueError), match="another tree|'v'"):
+            ff.save(tmp_path / "a", {"w": torch.ones(4), **more})
+
+    for who in (0, 1):
+        on(PAIR, lambda mesh, who=who: main(mesh, who))
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_exists_is_left_alone(tmp_path):

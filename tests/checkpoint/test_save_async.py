@@ -139,6 +139,18 @@ def mesh_rank():
     return here().rank
 
 
+def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):
+    optimizer = ff.sgd(0.1)
+    step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
+    w = torch.ones(2)
+    where = w.data_ptr()
+    state = ff.TrainState(w, optimizer.init(w))
+    saving = ff.save_async(tmp_path / "a", state)
+    saving.wait()
+    state, _ = step(state, torch.ones(2))
+    assert state.params.data_ptr() == where
+
+
 def test_a_state_that_is_saved_and_stepped_is_spent(tmp_path, gate):
     """It is still a state that was donated: nobody else goes on with it."""
     optimizer = ff.sgd(0.1)
@@ -268,6 +280,25 @@ def test_an_error_that_nobody_waited_for_comes_with_the_next_save(tmp_path, gate
 
     on(PAIR, main)
     assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_saves_of_two_runs_of_ranks_do_not_meet(tmp_path, gate):
+    """As in a notebook: `spmd` again and again, each with ranks of its own."""
+    mesh = ff.make_mesh(PAIR, "simulated")
+
+    def begin(i):
+        state = {"w": torch.full((3,), float(i))}
+        return ff.spmd(lambda: ff.save_async(tmp_path / f"step-{i}", state), mesh)()
+
+    first = begin(1)
+    threading.Timer(0.05, gate.set).start()
+    second = begin(2)
+    third = ff.save_async(tmp_path / "step-3", {"w": torch.full((3,), 3.0)})
+    for saving in (*first, *second, third):
+        saving.wait()
+    for i in (1, 2, 3):
+        found = ff.load(tmp_path / f"step-{i}", {"w": torch.ones(3)})
+        assert found["w"].tolist() == [i] * 3
 
 
 def test_the_generators_are_those_of_the_call(tmp_path, gate):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.save_lock import MARK, own_name
 from tests.checks import same
 
@@ -89,6 +90,13 @@ def test_keep_takes_a_link_and_not_what_it_leads_to(run, how):
     for i in (2, 3):
         save(run / f"step-{i}", W, keep=1)
     assert [p.name for p in run.iterdir()] == ["step-3"]
+
+
+def test_a_link_may_be_the_newest(run):
+    (run / "step-5").symlink_to(f"{OUTSIDE}/best")
+    ff.save(run / "step-6", W, keep=2)
+    ff.save(run / "step-4", W, keep=2)
+    assert sorted(p.name for p in run.iterdir()) == ["step-4", "step-6"]
 
 
 @pytest.mark.parametrize(
@@ -199,3 +207,14 @@ def test_what_cannot_be_deleted_fails_no_save(run, monkeypatch):
         warnings.simplefilter("error")
         ff.save(run / "step-3", W, keep=1)
     assert [p.name for p in run.iterdir()] == ["step-3"]
+
+
+def test_remains_with_something_of_the_users_give_it_back(run):
+    """A deletion that was killed, of a checkpoint in which there were notes."""
+    ff.save(run / "step-1", W)
+    (run / "step-1" / "notes.txt").write_text("mine")
+    (run / "step-1").rename(run / f".step-1.deleting-{own_name()}")
+    remains = next(run.iterdir())
+    os.close(folders.mark(remains))
+    ff.save(run / "step-2", W)
+    assert everything(run / "step-1") == {str(run / "step-1" / "notes.txt"): b"mine"}

@@ -1,6 +1,7 @@
 """Batches: the rows of one device, each rank reading its own, resumed to the row."""
 
 import json
+import multiprocessing
 import random
 
 import pytest
@@ -140,6 +141,20 @@ def test_workers_change_nothing_and_do_not_count_what_they_read_ahead():
         assert loader.position == plain.position
     loader.seek(plain.position)
     same(next(plain), next(loader))
+
+
+def test_simulated_ranks_read_for_themselves():
+    mesh = simulated()
+    how = {"workers": 2, "prefetch_factor": 4, "shuffle": False, "epochs": 1}
+    before = multiprocessing.active_children()  # of other tests
+
+    def main():
+        loader = ff.batches(range(4), mesh, "data", 4, **how)
+        first = next(loader).tolist()
+        assert set(multiprocessing.active_children()) <= {*before}
+        return [first, *(batch.tolist() for batch in loader)]
+
+    assert ff.spmd(main, mesh)() == [[[0, 1]], [[2, 3]]]
 
 
 class Failing(Rows):

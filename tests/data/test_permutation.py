@@ -61,6 +61,11 @@ def test_the_places_of_many_are_as_likely(see):
     assert excess(counts, 10, drawn) < 5
 
 
+def test_epochs_have_little_in_common():
+    first, second = (Shuffled(2000, mixed(0, epoch)) for epoch in (0, 1))
+    assert sum(first[i] == second[i] for i in range(2000)) < 10  # 1 is expected
+
+
 def test_it_stays_what_it_is():
     """A checkpoint's position means nothing where the order has changed."""
     order = Shuffled(10, mixed(0, 0))

@@ -127,24 +127,6 @@ def test_shards_give_the_modules_loss_and_gradients(case, zero):
         assert (log.count("psum_scatter") > 0) == (zero > 0)
 
 
-def test_what_is_sent_is_told_by_a_closed_form():
-    n, width = 3, 4
-    apply, params, buffers = ff.from_module(model(Stack, n, width), Block)
-    step = ff.value_and_grad(loss_of(apply, buffers))
-    block = 2 * width + 2 * width + 4 * width * width + width
-    table = 5 * width
-    # embed, blocks, head; blocks again; every unit call reduced: half a buffer of 4
-    # bytes an element goes out each time.
-    gathered = 2 * table + 2 * n * block
-    reduced = 2 * table + n * block
-    for _, log in with_ledger(
-        lambda mesh: ff.shard(step, mesh, "data"), params, TOKENS
-    ):
-        moved = [r for r in log.records if r.op != "psum"]  # that of the loss
-        assert sum(r.bytes for r in moved) == 2 * (gathered + reduced)
-        assert log.count("all_gather") == 2 * n + 2
-
-
 def test_stages_follow_the_units_names():
     apply, params, buffers = ff.from_module(model().double(), Block)
     loss = loss_of(apply, buffers)
@@ -290,6 +272,15 @@ def test_hooks_run_on_copies_and_a_units_own_on_its_output():
     assert torch.equal(found[0], expected[0])
     close(found[1], expected[1], 0.0)
     assert len(seen) == 2 and seen[1] != seen[0] == id(module[0])
+
+
+def test_modes_are_those_of_the_module_then():
+    module = model(Stack, p=0.9)
+    train = ff.from_module(module, Block)
+    module.eval()
+    evaluate = ff.from_module(module, Block)
+    assert torch.equal(evaluate[0](*evaluate[1:], TOKENS), module(TOKENS))
+    assert not torch.equal(train[0](*train[1:], TOKENS), module(TOKENS))
 
 
 def test_dropout_between_units_is_a_unit():

@@ -257,6 +257,24 @@ def test_half_dtypes_are_summed_in_fp32(form, dtype) -> None:
             assert (x.double() - y).abs().max() <= steps
 
 
+@pytest.mark.parametrize("value", [4, 5])  # by a kernel, and by products
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_half_dtypes_are_sent(form, value) -> None:
+    shapes = (1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, value)
+    whole = tensors(0, *shapes, dtype=torch.float32)
+    ring = attention(form, "zigzag")
+
+    def cast(*qkv):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ring(*qkv)
+
+    expected = on_ranks(pulled(ring), 2, "zigzag", *(x.bfloat16() for x in whole))
+    with ff.ledger() as log:
+        found = on_ranks(pulled(cast), 2, "zigzag", *whole[:3], whole[3].bfloat16())
+    same([x.bfloat16() for x in found], expected)
+    assert {r.dtype for r in log.records} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("over", ["samples", "one loss"])
 def test_a_context_axis_is_one_of_shards_or_splits_the_work_of_one_loss(over, form):

@@ -172,3 +172,10 @@ def test_a_plan_knows_bytes_and_memory(form, order) -> None:
 
     for both in ff.spmd(main, mesh)():
         both.check()
+
+
+def test_rows_of_scores_are_bounded_whatever_the_length(monkeypatch) -> None:
+    monkeypatch.setattr(attention_blocks, "_SCORES", 1 << 18)
+    peaks = [held("ring", "zigzag", 2, n, value=9)[0] for n in (1024, 2048)]
+    rows = 3 * 4 * 4 * (1 << 18) // 4  # tiles of 2^18 scores in fp32, and their work
+    assert peaks[1] - peaks[0] < rows < 4 * 512 * 512 * 4

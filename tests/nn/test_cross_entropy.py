@@ -332,6 +332,17 @@ def test_tiles_are_added_up_in_fp32(derive):
     close(dw[0].double() / (-0.75 * x.double().sum(0)), torch.ones(D).double(), 2**-7)
 
 
+@pytest.mark.parametrize("derive", [by_autograd, by_functions])
+def test_a_scaled_loss_keeps_small_gradients_in_fp16(derive):
+    """Of each token 1 / (tokens * classes): 2.7 times the least number."""
+    tokens, classes = 2**9, 3 * 2**12
+    x, w = torch.ones(tokens, 1).half(), torch.zeros(classes, 1).half()
+    y = torch.zeros(tokens, dtype=torch.int64)
+    loss = lambda x, w: 2.0**13 * linear_cross_entropy(x, w, y, tile=64)  # noqa: E731
+    _, (_, dw) = derive(loss, x, w)
+    close(dw[1:], torch.full_like(dw[1:], 2**13 / classes), 2e-3)
+
+
 def test_autocast_makes_products_in_its_dtype_and_nothing_else():
     x, w, y = draw(40, D).float(), draw(9, D).float(), drawn_targets(40, 9)
     narrow = by_autograd(lambda x, w: tiled(x, w, y), x.bfloat16(), w.bfloat16())

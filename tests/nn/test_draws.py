@@ -68,6 +68,20 @@ def test_split_masks_are_independent_and_whole_ones_equal() -> None:
     assert abs((kept != 0).double().mean().item() - P) < 4 * 0.5 / kept.numel() ** 0.5
 
 
+def test_outside_units_and_over_several_axes_masks_differ_where_these_do() -> None:
+    def step(seen):
+        with pytest.raises(KeyError), own_draws("a"):  # generators are equal again
+            torch.rand(3)
+            raise KeyError
+        seen += [dropout(X, P, ("a", "b")), dropout(X, P, "a"), dropout(X, P)]
+
+    both, one, whole = zip(*masks(step, a=2, b=2), strict=True)
+    apart(both)
+    same(one[0], one[1])
+    apart([one[0], one[2]])
+    same(list(whole), [whole[0]] * 4)
+
+
 @pytest.mark.parametrize(
     ("policy", "seeded"),
     [(None, True), (ff.SaveAllBut(), True), (ff.SaveOnly("kept"), False)],

@@ -210,6 +210,16 @@ def test_second_derivatives_and_forward_ones(gate) -> None:
         close(ran, forward(params, None, i), 1e-12)
 
 
+def test_results_have_the_dtype_of_experts_and_weights_stay_exact() -> None:
+    x, w = draw(50, 8).bfloat16(), draw(4, 8).bfloat16()
+    routing = nn.top_2_gating(x[:, :4], capacity_factor=4)
+    y = nn.expert_layer(x, routing, lambda w, x: x * w, w)
+    rows = x[:, None] * w[routing.indices]
+    exact = (rows.float() * routing.weights[..., None]).sum(1)
+    assert y.dtype == torch.bfloat16
+    close(y, exact.bfloat16(), 0)
+
+
 @pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
 def test_memory_is_of_choices_and_not_of_masks(gate) -> None:
     tokens, count, d = 1024, 16, 4

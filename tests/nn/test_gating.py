@@ -250,3 +250,9 @@ REFUSED = {
 @refusals(REFUSED)
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)
+
+
+def test_a_factor_is_meant_as_it_is_written() -> None:
+    """In floats 1.1 * 50 is more than 55."""
+    zeros = torch.zeros(50, 1, dtype=torch.int64)
+    assert nn.route(zeros, torch.ones(50, 1), 1, capacity_factor=1.1).capacity == 55

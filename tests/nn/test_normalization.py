@@ -200,6 +200,19 @@ def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio=1e4) -
         close(found.double(), expected, 4e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [LAYER, ROOT, of_groups(2), BATCH], ids=repr)
+def test_dtypes(kind, dtype) -> None:
+    x, w, b = (v.to(dtype) for v in (wide(*kind.shape, seed=3), W, B))
+    expected = kind.torchs(x.double(), w.double(), b.double()).to(dtype)
+
+    def main():
+        return kind.ours(part(x, kind.dim), own(kind, w), own(kind, b), "model")
+
+    found = torch.cat(ff.spmd(main, simulated(model=4))(), kind.dim)
+    close(found, expected, {torch.float32: 1e-6}.get(dtype, 2e-2))
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_one_rank_is_one_device(kind) -> None:
     x = wide(*kind.shape, seed=3)

@@ -183,6 +183,25 @@ def total(axis):
 NORM = PARAMS[0]["norm"]
 
 
+@pytest.mark.parametrize("n, order, times", [(2, "s", 2), (4, "rs", 3), (2, "sr", 3)])
+def test_one_sum_forward_and_one_backward_and_one_for_a_recompute(n, order, times):
+    x, mesh = batch([2] * n, 2), simulated(n)
+
+    def main():
+        step = wrapped(order, "data", mesh)
+        rows = ff.local_batch(x, mesh, "data")
+        params = ff.place(step, PARAMS, rows)
+        with ff.ledger() as log:
+            (_, stats), _ = step(params, rows)
+        assert [s.tree.count.item() for s in stats] == [2 * n] * len(PARAMS)
+        others = "loss", "sums"
+        return [r.bytes for r in log.of() if r.op == "psum" and r.phase not in others]
+
+    numbers = 2 * C + 1
+    sent = 2 * (n - 1) * numbers * 8 / n
+    assert ff.spmd(main, mesh)()[0] == [sent] * (times * len(PARAMS))
+
+
 def test_evaluation_normalises_by_running_statistics_and_sends_nothing() -> None:
     values = wide(C, seed=1), wide(C, seed=2) ** 2, FRESH[0].count
     how, x = {"running": ff.RunningStatistics(*values)}, batch([2, 1], 3)

@@ -119,6 +119,15 @@ def test_schedule_free_is_the_papers(kind, decay):
     assert_near((y, z, x), found, 1e-9)
 
 
+def test_a_frozen_leaf_keeps_its_bits_schedule_free():
+    params = {"w": torch.randn(3), "frozen": torch.randn(7)}
+    optimizer = ff.schedule_free(ff.sgd(0.1), 0.1, weight_decay=0.1)
+    grads = {"w": torch.randn(3), "frozen": None}
+    after, state = trained(optimizer, params, [grads] * 3)
+    assert after["frozen"] is params["frozen"]
+    assert_bits(params["frozen"], state.z["frozen"])
+
+
 @pytest.mark.parametrize(
     "bad, at", [(NAN, "first/b"), (INF, "split"), (-INF, "owned"), (NAN, "norm")]
 )

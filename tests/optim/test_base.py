@@ -11,9 +11,7 @@ from tests.optim.trees import (
     SEEDS,
     SHAPES,
     assert_bits,
-    copies,
     donated,
-    floating,
     like,
     params_of,
     trained,
@@ -71,23 +69,6 @@ def test_called_on_a_gradient_function_it_is_a_train_step():
     with_aux = optimizer(lambda params, x: ((params.sum(), {"n": 1}), x))
     _, metrics = with_aux(State(p, optimizer.init(p)), x)
     assert metrics == {"loss": p.sum(), "aux": {"n": 1}}
-
-
-@given(shapes=SHAPES, seed=SEEDS)
-def test_apply_updates(shapes, seed):
-    params = params_of(shapes, seed)
-    updates = like(params, seed + 1)
-    before = copies((params, updates))
-    added = ff.optim.apply_updates(params, updates)
-    assert_bits(before, (params, updates))
-    for p, u, a in zip(
-        floating(params), floating(updates), floating(added), strict=True
-    ):
-        assert_bits(p + u, a)
-    assert added["steps"] is params["steps"]
-    with donated():
-        assert_bits(added, ff.optim.apply_updates(params, updates))
-    assert_bits(added, params)
 
 
 def test_a_chain_composes_in_order():

@@ -42,6 +42,20 @@ def test_the_norm_of_half_precision_is_summed_in_float32(shapes, seed, p):
     torch.testing.assert_close(global_norm(values, p), global_norm(wide, p))
 
 
+def test_one_double_makes_the_norm_double():
+    values = {"a": torch.ones(3), "b": torch.ones(1, dtype=torch.float64)}
+    expected = torch.tensor(2.0, dtype=torch.float64)
+    torch.testing.assert_close(global_norm(values), expected)
+    assert_bits(torch.tensor(4.0, dtype=torch.float64), tree_sum(values))
+
+
+@given(shapes=SHAPES, seed=SEEDS)
+def test_the_sum(shapes, seed):
+    values = params_of(shapes, seed)
+    expected = torch.cat([x.flatten() for x in floating(values)]).double().sum()
+    torch.testing.assert_close(tree_sum(values), expected.float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("values", [{}, {"n": 3, "none": None}, torch.ones(0, 3)])
 def test_nothing_sums_to_zero(values):
     for found in (tree_sum(values), global_norm(values), global_norm(values, math.inf)):
@@ -62,6 +76,11 @@ def test_clipping_is_torchs(shapes, seed, p, max_norm):
         leaf.grad = grad.clone()
     clip_grads_with_norm_(leaves, max_norm, get_total_norm(non_empty(grads), p))
     assert_bits([leaf.grad for leaf in leaves], non_empty(clipped))
+
+
+def test_clipping_keeps_the_dtype():
+    clipped, _ = clip_by_global_norm(1.0).update(torch.ones(4).bfloat16(), ())
+    assert_bits(torch.full((4,), 0.5).bfloat16(), clipped)
 
 
 def test_the_norm_runs_under_vmap_and_differentiates():

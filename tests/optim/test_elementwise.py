@@ -66,6 +66,19 @@ def test_memory_at_two_places_is_not_written_twice(other):
         assert trained(sharded_adam(0.1), params, grads)[0]["a"] is p
 
 
+def test_gradients_of_another_dtype_are_cast():
+    params, grads = {"w": torch.randn(5)}, {"w": torch.randn(5).bfloat16()}
+    wide = tree.map(torch.Tensor.float, grads)
+    optimizer = sharded_adam()
+    assert_bits(
+        trained(optimizer, params, [wide] * 2), trained(optimizer, params, [grads] * 2)
+    )
+    assert_near(
+        trained_by_update(optimizer, params, [wide] * 2),
+        trained_by_update(optimizer, params, [grads] * 2),
+    )
+
+
 @pytest.mark.parametrize(
     ("dtype", "moments"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
@@ -86,6 +99,17 @@ def test_moments_of_another_dtype(dtype, moments):
     with donated():
         actual = trained(optimizer, params, [grads])
     assert_bits((after, state), actual)
+
+
+def test_a_leaf_without_a_gradient_keeps_its_moments():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    optimizer = sharded_adam(0.1)
+    params, state = trained(optimizer, params, [params])
+    after, later = optimizer.apply({"a": torch.ones(2), "b": None}, state, params)
+    assert after["b"] is params["b"] and later.nu["b"] is state.nu["b"]
+    assert not torch.equal(after["a"], params["a"])
+    updates, _ = optimizer.update({"a": torch.ones(2), "b": None}, state, params)
+    assert updates["b"] is None and updates["a"] is not None
 
 
 SCHEDULED = {

@@ -74,6 +74,13 @@ loss_fn = chain()
 PARAMS = layers(2, 3, dtype=torch.float64)
 
 
+def test_a_rank_without_elements_counts_too():
+    empty = {"w": torch.ones(0)}
+    _, state = trained(ours("NAdam"), empty, [empty] * 3)
+    _, other = trained(ours("NAdam"), {"w": torch.ones(2)}, [{"w": torch.ones(2)}] * 3)
+    assert state.numbers == other.numbers and state.numbers["step"] == 3.0
+
+
 def test_a_gradient_that_comes_late_finds_a_fresh_moment():
     params = {"early": torch.ones(2), "late": torch.ones(2)}
     optimizer = ours("Adagrad")

@@ -70,6 +70,11 @@ def test_who_overflows_backs_off_and_the_step_is_skipped_on_all(stack):
         assert found.state[:3] == (scales, {"layer": 0, "narrow": 2}, 1)
 
 
+def test_a_loss_that_is_not_finite_is_everybodys():
+    for found in ran("shard", SCALED, batches=[batch(torch.inf)]):
+        assert found.state.scales == {name: s / 2 for name, s in SCALES.items()}
+
+
 def test_what_float16_loses_is_there():
     far = ff.unit(lambda w, x: (w * x).half().float())
     near = ff.unit(lambda w, x: w * x.half().float() * 2.0**-30)

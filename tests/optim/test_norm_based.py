@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
 from tests import models
 from tests.checks import on_ranks, simulated
 from tests.models import floats, layer, layers
@@ -165,6 +166,21 @@ def test_adafactor_of_cubes_cut_anywhere(axes, seed):
     assert_near(floating(expected), floating(unshard(by_rank, mesh)), 2e-6)
     for _, its in by_rank:
         assert_near((state.row, state.col), (its.row, its.col), 2e-6)
+
+
+def test_adafactor_keeps_a_row_and_a_column():
+    params = {"w": torch.zeros(64, 32), "b": torch.zeros(8), "e": torch.zeros(3, 4, 5)}
+    state = ff.adafactor().init(params)
+    kept = sum(x.numel() for x in tree.leaves(state[1:]))
+    assert kept == (64 + 32) + 8 + 3 * (4 + 5)
+
+
+def test_half_precision_has_moments_in_float32():
+    params = {"w": torch.randn(4, 3).bfloat16(), "b": torch.randn(3).bfloat16()}
+    after, state = trained(ff.adafactor(0.1), params, [params] * 2)
+    assert {x.dtype for x in tree.leaves(after)} == {torch.bfloat16}
+    assert {x.dtype for x in tree.leaves(state[1:])} == {torch.float32}
+    assert not any(map(is_sharded, tree.leaves(state)))
 
 
 def each_norm(w, x, loss):

@@ -11,7 +11,7 @@ from fsfunc import tree
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import refusals, refused, unchanged
 from tests.optim.optimizers import ours
-from tests.optim.trees import donated
+from tests.optim.trees import assert_bits, donated
 
 W, P = torch.ones(2, 3), torch.ones(2)
 TWO = {"a": P, "b": P}
@@ -206,3 +206,9 @@ LATE = ff.chain(ff.Optimizer(lambda params: (), refuse), ff.sgd(0.1))
 def test_nothing_is_written_before_the_last_part_is_ready(optimizer):
     with donated(), unchanged(TWO), pytest.raises(RuntimeError, match="a collective"):
         optimizer.apply(tree.map(torch.clone, TWO), optimizer.init(TWO), TWO)
+
+
+def test_parameters_are_asked_for_where_they_decay_alone():
+    for make in (ff.sharded_adam, lambda **how: ff.sgd(0.1, momentum=0.9, **how)):
+        free = make(weight_decay=0)
+        assert_bits(free.update(P, free.init(P), P), free.update(P, free.init(P)))

@@ -58,6 +58,14 @@ def test_warmup_cosine(rate, warmup, decay):
     assert_same(schedule, rates_by_torch(make, rate, warmup + decay + 1))
 
 
+def test_join_restarts_the_count():
+    def count(step):
+        return step
+
+    schedule = join([count, count, constant(9)], [2, 5])
+    assert [schedule(step) for step in range(7)] == [0, 1, 0, 1, 2, 9, 9]
+
+
 def test_a_tensor_is_counted_as_a_number_is():
     rate = join([constant(1.0), warmup_cosine(0.5, 2, 6, end=0.1)], [3])
     for count in range(12):

@@ -15,6 +15,7 @@ from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.sharded.placements import Split
 from tests.checks import simulated
+from tests.optim.optimizers import by_shape, matrices
 from tests.optim.shards import MESHES, layouts, place, together, whole
 from tests.optim.trees import (
     SEEDS,
@@ -92,6 +93,17 @@ def test_so_many_numbers_are_sent_for_each_set_of_axes(name):
             assert log.bytes(over, rank=rank) == pytest.approx(expected)
 
 
+def test_finiteness_is_one_number_over_the_mesh():
+    mesh = simulated(**GRID)
+    with ff.ledger() as log:
+        assert all(ff.spmd(lambda: ff.all_finite(place(whole(0), GRID)), mesh)())
+    for rank in range(mesh.size):
+        assert len(log.of(rank)) == log.count("pmax", ("data", "model"), rank) == 1
+        assert log.bytes(("data", "model"), rank=rank) == 2 * 5 / 6 * 4
+    big = torch.full((4,), 3e38)  # no sum of these is finite
+    assert ff.all_finite({"w": big, "n": 3}) and ff.all_finite({})
+
+
 def unit_of_two():
     shapes, names = [(3, 5), (5,)], ["w", "b"]
     members = pack_flat(shapes, torch.float32, names, ["data"], 2, "unit")
@@ -102,6 +114,27 @@ def unit_of_two():
 def packed_of(values):
     ((_, shard),) = split_buffers(values).groups
     return shard
+
+
+@pytest.mark.parametrize("cut", ["decay", "partition", "frozen"])
+def test_a_unit_cut_by_its_leaves_keeps_its_shard_in_place(cut):
+    params, grads = unit_of_two(), unit_of_two()
+    optimizer = {
+        "decay": lambda: sharded_adam(mask=matrices),
+        "partition": lambda: by_shape(sharded_adam(0.1), sgd(0.1, momentum=0.9)),
+        "frozen": sharded_adam,
+    }[cut]()
+    if cut == "frozen":
+        grads["b"] = None
+    expected = trained(optimizer, params, [grads])
+    flat, version = packed_of(params).flat, packed_of(params).flat._version
+    with donated(params):
+        actual = trained(optimizer, params, [grads])
+    assert_bits(floating(expected), floating(actual))
+    assert packed_of(actual[0]).flat is flat and flat._version > version
+    for k, leaf in params.items():
+        frozen = cut == "frozen" and k == "b"
+        assert (actual[0][k] is leaf) == frozen and bool(leaf.spent) != frozen
 
 
 @pytest.mark.parametrize("make", [sharded_adam, lambda: sgd(0.1)])

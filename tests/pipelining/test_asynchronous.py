@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.pipelining.actions import ScheduleError, forward_only
+from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held
 from tests.checks import close, same
@@ -250,6 +251,17 @@ def test_staleness_has_its_closed_form(ranks, m, k):
     assert forward_only(schedule) == forward_only(without)
 
 
+def test_an_update_goes_after_what_its_backward_sends():
+    assert S.listing(with_transfers(S.asynchronous(2, 2))) == (
+        "0: F0 SF0>1 RB0<1 F1 SF1>1 RB1<1 B0 U0 B1 U1\n"
+        "1: RF0<0 F0 RF1<0 B0 SB0>0 U0 F1 B1 SB1>0 U1"
+    )
+    schedule = S.asynchronous(2, 3)
+    assert ff.bubble(schedule) == ff.bubble(S.one_f_one_b(2, 3))
+    ends = [e.end for e in simulate(schedule, Costs(u=[0.5, 0.25])) if e.rank == 0]
+    assert ends == [1, 2, 6, 6.5, 7.5, 9.5, 10, 12.5, 13]
+
+
 UPDATES = {  # rows of ranks
     "F0 U0 B0": "rank 0: U0@0 is to take up gradients, microbatch 0's .*is none",
     "F0 I0 U0 W0": "since the update before there is none",
@@ -396,3 +408,34 @@ def test_prediction_goes_on_as_the_last_update_went(optimizer):
     for _ in range(3):
         params, state = optimizer.apply(grads, state, params)
     close(found, params, 1e-6)
+
+
+@pytest.mark.processes
+def test_it_runs_over_processes(processes):
+    """Two stages y = w x of one number, rate 1/2: gradients one update old at most."""
+    out = processes(
+        """
+        import torch, fsfunc as ff
+
+        scale = ff.unit(lambda p, x: x * p)
+        mesh = ff.make_mesh({"pipe": 2})
+
+        def loss(params, x):
+            return scale(params[1], scale(params[0], x)).mean()
+
+        optimizer = ff.sgd(0.5)
+        step = ff.pipeline(
+            loss, mesh, "pipe", n_microbatches=2, schedule=ff.schedules.asynchronous,
+            update=optimizer,
+        )
+        params, x = [torch.tensor(2.0), torch.tensor(-1.0)], torch.tensor([1.0, 2.0])
+        state, _ = step(ff.init_state(step, params, optimizer, x), x)
+        print([w.item() for w in ff.unshard(state.params)])
+        """,
+        2,
+    )
+    # By hand: the first stage's second gradient is taken at w = 2 and v = -2, where
+    # the first microbatch's has not come back to it.
+    first = 2 - 0.5 * (-1 * 1) - 0.5 * (-2 * 2)
+    second = -1 - 0.5 * (2 * 1) - 0.5 * (2 * 2)
+    assert out.splitlines() == 2 * [str([first, second])]

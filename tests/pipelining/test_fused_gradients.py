@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsfunc.pipelining.fused_gradients import _alone
 from fsfunc.pipelining.stages import StageVjp
 from fsfunc.runtime.buffer_pool import BufferPool
 from tests.checks import same
@@ -51,6 +52,17 @@ def backward(vjp: StageVjp, g: Tensor, halves: bool):
     found = vjp.input_gradient([g])
     vjp.weight_gradient()
     return found
+
+
+def test_only_what_products_alone_read_is_added_by_them():
+    p, x = weights(), whole(T, D).requires_grad_()
+    y = network(p, x, whole(T, D, seed=10))
+    found = _alone([y.grad_fn], p.values(), BufferPool())
+    names = {id(w): name for name, w in p.items()}
+    added = [names[id(add.leaf)] for add in found]
+    assert sorted(added) == [
+        *("biased", "first", "linear", "plain", "table", "twice", "twice", "viewed")
+    ]
 
 
 @pytest.mark.parametrize("halves", [False, True])

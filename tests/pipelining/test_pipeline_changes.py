@@ -129,6 +129,36 @@ def test_numbers_beside_the_loss_are_those_of_now_on_every_rank():
             assert list(map(type, found.values())) == [float, bool, int]
 
 
+def test_autocast_around_a_step_that_was_recorded_without():
+    params, x = [{"w": torch.eye(4) * 2} for _ in range(4)], torch.sign(X).float()
+    call = ff.value_and_grad(lambda p, x: mean(p, x).double())
+    grad = piped(call)
+
+    def main():
+        plain = grad(params, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain, grad(params, x)
+
+    expected = call(params, x)  # powers of two: exact in bfloat16 too
+    for found in on_ranks(main):
+        same(found, (expected, expected))
+
+
+def test_ranks_with_pipelines_of_their_own_cut_as_the_state_was_laid_out():
+    """Longer rows than those of ``init_state`` would balance otherwise."""
+    affinity = ff.unit(lambda p, x: x @ x.transpose(-1, -2) @ x @ p["w"])
+    loss = lambda p, x: mean(p[1:], affinity(p[0], x))  # noqa: E731
+    optimizer = ff.sgd(0.125)
+    short, long = torch.ones(2, 1, 4).double(), torch.ones(2, 64, 4).double()
+
+    def main():
+        step = piped(optimizer(ff.value_and_grad(loss)))
+        state = ff.init_state(step, parameters(6), optimizer, short)
+        return step(state, long)[1]["loss"]
+
+    same(list(on_ranks(main)), [loss(parameters(6), long)] * 2)
+
+
 # Kinds of units that are easily lost in a cut
 
 
@@ -141,3 +171,15 @@ def test_a_table_with_sparse_gradients_that_two_stages_share():
         return scores(p[2]["w"], h).mean()
 
     equal(ff.value_and_grad(loss), parameters(), torch.tensor([0, 3, 3, 1]))
+
+
+def test_a_hook_on_a_parameter_sees_its_gradient():
+    mask = torch.tensor([[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64)
+
+    @ff.unit
+    def masked(p, x):
+        p["w"].register_hook(lambda g: g * mask)
+        return x @ p["w"]
+
+    call = ff.value_and_grad(lambda p, x: mean(p, x, masked))
+    equal(call, parameters(), X, schedule=ff.schedules.zb_h1)

@@ -1,4 +1,4 @@
-"""What a pipeline sends, on every rank: messages, one broadcast, shared gradients."""
+"""What a pipeline sends, on every rank, and what a clock around its run sees."""
 
 from fractions import Fraction
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.pipelining.transfers import with_transfers
 from tests import models
 from tests.checks import close, simulated
 from tests.pipelining.models import (
@@ -213,3 +214,35 @@ def test_gradients_are_reduced_before_ranks_wait_for_the_loss(order, zero):
         last = max(i for i, (op, _) in enumerate(sent) if op == "pbroadcast")
         reduced = [i for i, (_, phase) in enumerate(sent) if phase == "backward"]
         assert max(reduced) < last, sent
+
+
+# By the clock
+
+
+def run(schedule, m):
+    step = ff.value_and_grad(models.chain(models.linear))
+    step = ff.pipeline(step, MESH, "pipe", n_microbatches=m, schedule=schedule)
+    with ff.clock() as events:
+        step(models.layers(4), torch.ones(4, 4))
+    return events
+
+
+@pytest.mark.parametrize("schedule", [S.gpipe, S.zb_v])
+def test_it_sees_every_action_of_the_schedule(schedule):
+    """The gradients that leave before their backward's end, too."""
+    n = 4 if schedule is S.zb_v else 2
+    rows = with_transfers(schedule(n, 4), {(s, s + 1) for s in range(n - 1)})
+    with ff.clock() as outer:
+        every = ff.spmd(lambda: run(schedule, 4), MESH)()
+    for row, events in zip(rows, every, strict=True):
+        assert sorted(e.action for e in events) == sorted(row)
+    # One around all ranks sees what theirs see.
+    assert sorted(outer) == sorted(e for events in every for e in events)
+
+
+def test_rows_of_text_are_verified_and_timed_as_they_are():
+    rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
+    ff.verify(rows)
+    with pytest.raises(S.ScheduleError, match="rank 0: microbatch 1 of stage 0"):
+        ff.verify(["F0 F1 B0", "F0 B0 F1 B1"])
+    assert ff.bubble(rows) == ff.bubble(S.parse(rows)) == 3

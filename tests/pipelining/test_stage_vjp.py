@@ -203,6 +203,18 @@ def test_products_of_weights_wait_where_they_can(name):
     assert found == tuple(2 * D**3 * k for k in products)
 
 
+def test_gradients_add_up_in_place():
+    x, ws = leaves(1, 0)[0], leaves(3, 10)
+    for w in ws:
+        w.grad = torch.ones_like(w)
+    places = [w.grad.data_ptr() for w in ws]  # type: ignore[union-attr]
+    for halves in (False, True, True):
+        ones = torch.ones(D, D, dtype=torch.double)
+        run(StageVjp([deep(x, ws)], [x], ws), [ones], halves)
+    assert [w.grad.data_ptr() for w in ws] == places  # type: ignore[union-attr]
+    assert x.grad is None
+
+
 # Memory
 
 

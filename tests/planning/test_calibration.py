@@ -13,7 +13,7 @@ from fsfunc.planning.rank_timing import line
 
 @pytest.fixture(scope="module")
 def machine():
-    return measure_hardware(name="here", seconds=2.0)
+    return measure_hardware(name="here", seconds=1.0)
 
 
 @pytest.mark.slow  # other programs may run

@@ -59,6 +59,20 @@ def like(mesh, **axes):
     return ff.make_mesh(mesh.axes | axes, "abstract")
 
 
+def test_leaves_say_what_they_are():
+    optimizer, batch = ff.sharded_adam(1e-3), {"x": torch.ones(4, 8)}
+    step = optimizer(ff.value_and_grad(lambda p, b: mean(p, b["x"])))
+    step = ff.shard(step, MESH, "data")
+    found = plan_of(step, lambda: layers(2, 8), optimizer, batch).ranks[0]
+    leaves = {leaf.path: leaf for leaf in found.leaves}
+    w = leaves["params/1/w"]
+    assert (w.kind, w.shape, w.unit) == ("parameters", (8, 8), "layer")
+    pair = [leaves["params/1/b"], w]
+    assert sum(leaf.bytes for leaf in pair) == 4 * (8 * 8 + 8) // 2
+    assert leaves["opt_state/mu/1/w"].kind == "moments"
+    assert leaves["batch/x"].kind == "buffers" and leaves["batch/x"].bytes == 128
+
+
 # Everybody's functions
 
 

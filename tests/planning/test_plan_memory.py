@@ -104,7 +104,6 @@ EXACT = {  # to the byte
 NEARLY = {
     "accumulate(shard)": lambda f: ff.accumulate(sharded(f), 2),
     "shard(accumulate)": lambda f: sharded(ff.accumulate(f, 4), 2),
-    "merged": lambda f: sharded(f, min_bytes=10**6),
     "bf16, zero=1, donated": lambda f: ff.donate(sharded(half(f), 1)),
     "HSDP": lambda f: ff.shard(f, GRID, "data", replicate="node"),
 }
@@ -185,6 +184,23 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
         both.check()
 
 
+def test_each_rank_of_a_pipeline_is_planned():
+    mesh = ff.make_mesh({"data": 4, "pipe": 2}, "abstract")
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.pipeline(
+        optimizer(ff.value_and_grad(loss_fn)), mesh, "pipe", n_microbatches=4,
+        schedule=S.one_f_one_b,
+    )  # fmt: skip
+    step = ff.shard(step, mesh, "data", zero=3)
+    found = ff.plan(step, init, optimizer, batch_of())
+    assert [(r.rank, r.alike) for r in found.ranks] == [(0, 4), (1, 4)]
+    assert found[0] is found[6] and found[1] is found[7]
+    assert found[0] is not found[1]
+    assert found.peak_bytes == max(r.peak_bytes for r in found.ranks)
+    units = [{unit for unit, _ in r.work} for r in found.ranks]
+    assert "embed" in units[0] - units[1] and "head" in units[1] - units[0]
+
+
 # What it is for
 
 
@@ -228,3 +244,19 @@ def test_what_is_alive_adds_up():
     rows = found.alive()
     assert sum(a.bytes for a in rows) == found.peak_bytes
     assert [a.bytes for a in rows] == sorted((a.bytes for a in rows), reverse=True)
+
+
+def test_a_batch_that_is_a_part_of_something_larger():
+    """A view holds all that lies under it, once."""
+    whole = torch.zeros(2 * BATCH, SEQ + 1, dtype=torch.long)
+
+    def main():
+        optimizer = ff.sharded_adam(1e-3)
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), LINE, "data")
+        rows = ff.local_batch(whole, LINE, "data")
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        state = ff.init_state(step, init, optimizer, batch)
+        return planned_and_run(step, state, batch)
+
+    for both in ff.spmd(main, LINE)():
+        both.check()

@@ -164,26 +164,14 @@ def test_a_unit_of_any_kind(name, remat):
     alike(through(UNITS[name]), params(), rows(), transform=transform)
 
 
-def test_branches_on_python_values_are_seen():
-    """Whether an argument is a bool or a number; a mode; a dtype."""
-
+def test_policies_that_name_values():
     @ff.unit
-    def branching(p, x, how):
-        if how is True:
-            return x @ p["w"]
-        if isinstance(how, int):
-            return (x @ p["w"]) @ p["w"]
-        if how == "none":
-            return x * p["b"]
-        return x.to(how).float() @ p["w"]
+    def named(p, x):
+        return torch.tanh(ff.checkpoint_name(x @ p["w"], "product")) @ p["w"]
 
-    def loss(params, x):
-        for p in params:
-            for how in True, 1, "none", torch.float64, torch.bfloat16:
-                x = branching(p, x, how)
-        return x.sum()
-
-    alike(loss, params(2), rows())
+    for policy in ff.SaveOnly("product"), ff.SaveAllBut("product"):
+        remat = lambda f, policy=policy: ff.remat(f, policy)  # noqa: E731
+        alike(through(named), params(), rows(), transform=remat)
 
 
 def loss_of(params, x):

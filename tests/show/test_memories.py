@@ -9,7 +9,7 @@ from fsfunc.show import memory
 from fsfunc.show.figures import MEMORY
 from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack
-from tests.show.planned import body, golden, lone, ran, small
+from tests.show.planned import body, golden, lone, ran, small, stages
 
 
 @st.composite
@@ -88,6 +88,11 @@ b  buffers          32 B         32 B     32 B     32 B
 m  moments         264 B        264 B    264 B    264 B
 p  parameters      264 B        264 B    264 B    264 B
    together        560 B      1.86 kB  1.86 kB    560 B""")
+
+
+def test_the_rank_is_chosen():
+    assert memory(stages()).title.startswith("memory of rank 0: at most 8 B, before")
+    assert memory(stages(), 3).title.startswith("memory of rank 3: at most 24 B")
 
 
 def test_what_is_given_to_a_step_of_nothing(tmp_path):

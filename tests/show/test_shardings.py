@@ -123,27 +123,6 @@ rank  at              holds       elements  as
 3     data=1 model=1  [3:5, 2:3]         2  [2, 1]""")
 
 
-def test_a_vector_and_who_holds_nothing():
-    mesh = Mesh({"data": 2, "model": 4}, "abstract")
-    shown = sharding(Layout((5,), F32, (Split(0, "model", 4),), "b"), mesh, rank=7)
-    assert str(shown) == golden("""
-b f32[5], split over model=4 along dim 0
-a cell names the ranks that hold it
-
-   0:2   2:4    4
- ┌─────┬─────┬─────┐
- │ 0,4 │ 1,5 │ 2,6 │
- └─────┴─────┴─────┘
-
-rank  at       holds  elements  as
-0,4   model=0  [0:2]         2  [2]
-1,5   model=1  [2:4]         2  [2]
-2,6   model=2  [4:5]         1  [1]
-1 other holds nothing
-
-rank 7 holds nothing: 0 of 5 elements, 0 B, as [0]""")
-
-
 def test_what_is_too_fine_for_a_grid_is_a_table():
     flat = pack_flat([(4096, 512)], F32, ["w"], ["data"], 1024, "u")[0]
     shown = sharding(flat, rank=1023)

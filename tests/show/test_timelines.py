@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_v
-from fsfunc.pipelining.timing import Costs, TimedAction
+from fsfunc.pipelining.timing import Costs, TimedAction, bubble, simulate
+from fsfunc.pipelining.verification import held
 from fsfunc.show import Timeline, timeline
 from tests.show.planned import golden
 
@@ -97,6 +98,13 @@ rank 1      │·········│
     )
 
 
+def test_skip_connections_are_waited_for():
+    schedule = ["F0@0 B0@0", "F0@1 B0@1", "F0@2 B0@2"]
+    costs = Costs(f=[1, 3, 1], i=1, w=1)
+    assert timeline(schedule, costs).makespan == 11
+    assert timeline(schedule, costs, edges={(0, 1), (0, 2)}).makespan == 8
+
+
 @given(
     st.sampled_from([gpipe, one_f_one_b, looped_bfs, zb_h1, zb_v]),
     st.integers(1, 4),
@@ -113,6 +121,14 @@ def test_every_action_is_shown_once_and_no_line_is_too_long(make, ranks, count, 
         assert said == [action.text(stage=chunked) for action in row]
     assert all(len(line) <= width for line in shown.text(width).splitlines())
     assert len({len(line) for line in rows(shown, None)}) == 1
+
+
+def test_the_figures_are_those_of_the_schedule():
+    schedule, costs = zb_v(8, 8), Costs(f=1.0, i=1.5, w=0.5)
+    shown = timeline(schedule, costs)
+    assert shown.held == held(schedule)
+    assert shown.makespan == max(event.end for event in simulate(schedule, costs))
+    assert min(shown.bubble) == bubble(schedule, costs)
 
 
 def test_a_recorded_run():

@@ -160,6 +160,17 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
             assert torch.equal(then, after)
 
 
+@pytest.mark.parametrize("shape", [(), (4, 10)])
+def test_every_make_of_leaf_alone(shape):
+    init = lambda: {  # noqa: E731
+        name: {"w": make(shape)} for name, make in MAKERS.items()
+    }
+    with small_blocks(16, 8):
+        expected, _ = alone(init, list(MAKERS))
+        for found, _ in everywhere(init, list(MAKERS), [3], [0, 3]):
+            same(found, expected)
+
+
 def test_long_leaves_are_cut_alike():
     """Over several blocks, with what torch computes in other ways at a range's end."""
 
@@ -274,6 +285,13 @@ def test_seeds_inside_the_function_count():
     assert not torch.equal(one["e"], other["e"])
     for found, _ in everywhere(init, "a", [2], [3], seed=1):
         same(found["a"], one)
+
+
+def test_two_states_of_one_generator_differ():
+    torch.manual_seed(0)
+    init = lambda: {"a": {"w": torch.randn(9)}}  # noqa: E731
+    made = [ff.init_state(step_of("a"), init, optimizer, X).params for _ in range(2)]
+    assert not torch.equal(made[0]["a"]["w"], made[1]["a"]["w"])
 
 
 def test_a_given_tensor_is_taken_from_and_left_as_it_is():
