@@ -30,7 +30,7 @@ nn/data_parallel/test_fsdp_shared_weights.py
 nn/data_parallel/test_fsdp_multiple_forward.py
   has     | several forwards before a backward, with checkpoints too | tracing/test_recording.py::test_a_unit_called_twice_is_one_buffer_wanted_twice
 nn/data_parallel/test_fsdp_fwd_fwd_bwd_bwd.py
-  has     | two forwards, then two backwards | pipelining/test_pipeline_composition.py::test_either_order_trains_as_one_device
+  has     | two forwards, then two backwards | pipelining/test_pipeline_composition.py::test_with_other_transforms_it_trains_as_one_device
 nn/data_parallel/test_fsdp_input.py
   has     | inputs as lists and dicts | core/test_units.py::test_any_pytree_in_and_out
 nn/data_parallel/test_fsdp_grad_scaler.py
@@ -75,7 +75,7 @@ optim/test_single_node_adascale.py
 optim/test_ddp_adascale.py
   has     | the same over ranks | optim/test_adascale.py::test_each_sample_is_seen_whole_and_once
 optim/test_oss_adascale.py
-  has     | the same over sharded state | optim/test_adascale.py::test_it_may_stand_around_what_cuts_and_shards
+  has     | the same over sharded state | optim/test_adascale.py::test_the_gains_are_fairscales
 optim/test_adam.py
   differs | pure float16, its scale of moments | float16 moments go by that rule, parameters round by chance or have masters | optim/test_low_precision.py::test_float16_moments_follow_fairscales_scale
 optim/test_layerwise_gradient_scaler.py

@@ -282,6 +282,24 @@ def test_an_error_that_nobody_waited_for_comes_with_the_next_save(tmp_path, gate
     assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
 
 
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
+    states = [{"w": torch.full((3,), float(i))} for i in range(4)]
+
+    def main(mesh):
+        savings = [ff.save_async(tmp_path / "step-0", states[0])]
+        gate.set()
+        savings += [ff.save_async(tmp_path / f"step-{i}", states[i]) for i in (1, 2)]
+        assert savings[0].done() and savings[1].done()
+        ff.save(tmp_path / "step-3", states[3])
+        assert all(s.done() for s in savings)
+        for saving in reversed(savings):
+            saving.wait()
+
+    on(PAIR, main)
+    for i, state in enumerate(states):
+        same(ff.load(tmp_path / f"step-{i}", {"w": torch.ones(3)}), state)
+
+
 def test_saves_of_two_runs_of_ranks_do_not_meet(tmp_path, gate):
     """As in a notebook: `spmd` again and again, each with ranks of its own."""
     mesh = ff.make_mesh(PAIR, "simulated")

@@ -61,6 +61,13 @@ def test_a_cut_is_the_best_of_all(seed):
     assert found in cuts and worth(found) == min(map(worth, cuts))
 
 
+@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=8), st.integers(1, 3))
+def test_costs_may_be_times(costs, n):
+    best = min(max(parts(costs, c)) for c in all_cuts(len(costs), n))
+    found = max(parts(costs, ff.balance(costs, n)))
+    assert found == pytest.approx(best, rel=1e-9, abs=1e-3)
+
+
 # By the clock
 
 

@@ -164,6 +164,28 @@ def test_a_unit_of_any_kind(name, remat):
     alike(through(UNITS[name]), params(), rows(), transform=transform)
 
 
+def test_branches_on_python_values_are_seen():
+    """Whether an argument is a bool or a number; a mode; a dtype."""
+
+    @ff.unit
+    def branching(p, x, how):
+        if how is True:
+            return x @ p["w"]
+        if isinstance(how, int):
+            return (x @ p["w"]) @ p["w"]
+        if how == "none":
+            return x * p["b"]
+        return x.to(how).float() @ p["w"]
+
+    def loss(params, x):
+        for p in params:
+            for how in True, 1, "none", torch.float64, torch.bfloat16:
+                x = branching(p, x, how)
+        return x.sum()
+
+    alike(loss, params(2), rows())
+
+
 def test_policies_that_name_values():
     @ff.unit
     def named(p, x):

@@ -17,6 +17,9 @@ from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
+
+
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 optimizer = ff.sharded_adam(0.1)
 
 
@@ -92,6 +95,23 @@ def real(layout):
 
 def leaves_of(t):
     return tree.leaves(t, is_leaf=is_sharded)
+
+
+@ZEROS
+def test_what_a_rank_holds(zero):
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), MESH, "data", zero=zero)
+        state = ff.init_state(step, params_of(), optimizer, mine())
+        state, _ = step(state, mine())
+        count = lambda t: sum(x.numel() for x in split_buffers(t).tensors)  # noqa: E731
+        mu = state.opt_state.mu if hasattr(state.opt_state, "mu") else None
+        return count(state.params), None if mu is None else count(mu), state.step
+
+    for params, moments, step in on_each_rank(main):
+        assert step == 1
+        # Two buffers of 12 elements; at zero=0 everything is whole.
+        assert params == (24 if zero == 0 else 12)
+        assert moments in (None, params)
 
 
 def test_init_state_takes_a_function_and_runs_nothing_real():
