@@ -4,7 +4,7 @@ ROWS = """
 test_checkpoint.py
   has     | saving and loading, on every rank | checkpoint/test_checkpoint_processes.py::test_every_claim_holds_on_two_processes
   has     | an error of one rank is raised on all | checkpoint/test_save_async.py::test_an_error_of_one_rank_is_raised_by_all_that_wait
-  has     | a disk or a reader that fails, at any call | checkpoint/test_full_disks.py::test_every_call_of_the_file_system_may_fail
+  has     | a disk or a reader that fails, at any call | checkpoint/test_blocks.py::test_every_call_of_the_file_system_may_fail
   has     | without processes: one device | checkpoint/test_resharding.py::test_any_layout_is_loaded_by_any_other
 test_dtensor_resharding.py
   has     | from any layout to any other | checkpoint/test_resharding.py::test_any_layout_is_loaded_by_any_other

@@ -11,7 +11,7 @@ from tests.checks import simulated
 from tests.optim.trees import assert_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-DIM, ROWS, STEPS = 24, 8, 5
+DIM, ROWS, STEPS = 24, 8, 3
 LAYOUTS = {
     "**/up": ff.Split(0, "model"),
     "**/bias": ff.Split(0, "model"),

@@ -14,7 +14,7 @@ from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
 from tests.models import chain, floats, layer, layers
 
-WIDTH, LAYERS, ROWS = 64, 16, 512
+WIDTH, LAYERS, ROWS = 64, 8, 256
 WHOLE = LAYERS * WIDTH * WIDTH * 4  # bytes of all parameters, and of gradients
 AXES = (("data", 4),)
 
