@@ -99,8 +99,8 @@ nn/pipe/test_pipe.py
   has     | uneven batches, several inputs, wrong counts | pipelining/test_pipeline_laws.py::test_uneven_microbatches_make_the_mean_over_the_batch
   has     | an error of a stage is everybody's, and nothing hangs | pipelining/test_pipeline_bad_input.py::test_a_stage_that_raises_raises_everywhere_and_leaves_the_state
 nn/pipe/test_balance.py
-  has     | balanced by time | pipelining/test_balanced_cuts.py::test_costs_may_be_times
-  differs | balanced by size | by FLOPs; memory by plan and search | pipelining/test_balanced_cuts.py::test_a_cut_is_the_best_of_all
+  has     | balanced by time | pipelining/test_stage_plans.py::test_costs_may_be_times
+  differs | balanced by size | by FLOPs; memory by plan and search | pipelining/test_stage_plans.py::test_a_cut_is_the_best_of_all
 nn/pipe/test_checkpoint.py
   has     | all, all but the last, none | transforms/test_remat_modes.py::test_how_many_microbatches_are_recomputed
 nn/pipe/test_deferred_batch_norm.py

@@ -174,6 +174,23 @@ def test_a_manifest_that_makes_no_sense_is_refused_at_once(victim, what):
     assert len(said) < 1000 and "state of" in said or str(victim.path) in said
 
 
+def test_own_rows_that_are_none_are_no_others_values(victim):
+    """Whoever says of two rows that they are ranks' own, or of ranks' own that they are
+    rows: a target of the shape that was saved is given what was saved, or nothing."""
+    for change, path in (
+        (leaf(W, own=PAIR), W),
+        (lambda b: b["leaves"][H].pop("own"), H),
+    ):
+        change(body := body_of(victim.path))
+        (victim.path / "fsfunc.json").write_bytes(text_of(body))
+        try:
+            assert victim.judge(proven=True) is None
+            with pytest.raises(ValueError, match="cannot load"):
+                ff.load(victim.path, torch.zeros(3), at=path)
+        finally:
+            victim.restore()
+
+
 def test_what_the_manifest_alone_says_is_not_believed(victim):
     """The files say it too: here of a dtype as wide, for which the target asks."""
     body = body_of(victim.path)

@@ -258,6 +258,23 @@ def test_buffers_keywords_and_dataclasses_go_through_units(units):
     assert new["part.count"] == module.part.count == 12
 
 
+def test_a_parameter_read_without_gradients_is_read_again_with_them():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                norm = self.w.norm()
+            return self.layer(x) * self.w / norm
+
+    module = Twice()
+    apply, params, buffers = ff.from_module(module)
+    found = ff.value_and_grad(loss_of(apply, buffers))(params, X)
+    close(found, gradients(module, X), 0.0)
+
+
 def test_hooks_run_on_copies_and_a_units_own_on_its_output():
     module = model(lambda: nn.Sequential(Block(), nn.Linear(4, 4)))
     seen = []

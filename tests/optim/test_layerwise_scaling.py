@@ -43,7 +43,7 @@ def ran(stack, optimizer, fn=loss, batches=(ONE, ONE), **how):
     return trained(stack, optimizer, fn, batches, **how)
 
 
-@pytest.mark.parametrize("stack", [*CHOSEN, "shard zero=1", "accumulate(shard)"])
+@pytest.mark.parametrize("stack", CHOSEN)
 def test_a_power_of_two_changes_no_bit(stack):
     plain = ran(stack, SGD)
     for a, b in zip(ran(stack, SCALED), plain, strict=True):

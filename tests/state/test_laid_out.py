@@ -297,6 +297,17 @@ def test_writes_into_a_leaf_that_is_one_value_are_refused():
     refused(lambda: everywhere(main), ValueError, "writes a value that differs")
 
 
+def test_ranks_that_wrote_unlike_values_outside_are_told():
+    def main():
+        f = ff.shard(sgd, MESH, "data")
+        p = ff.place(f, W, mine())
+        p["s"].add_(MESH.rank)
+        f(p, mine())
+
+    with pytest.raises(RanksDiffer, match="'0/s'"):
+        everywhere(main)
+
+
 def test_laid_out_leaves_of_other_arguments_stay_so():
     def second(p, q, x):
         return ff.value_and_grad(loss)(q, x)[1]
