@@ -39,7 +39,7 @@ test_stage.py
   has     | a shape or a dtype that is not the recorded one is told | pipelining/test_pipeline_changes.py::test_what_travels_has_the_recorded_shape
   differs | stages built by hand | stages= by counts or by names: one loss, cut | pipelining/test_stage_plans.py::test_stages_are_given_by_counts_or_by_names
   differs | a weight backward of one's own (dw_builder) | the tape is split by itself | pipelining/test_stage_vjp.py::test_products_of_weights_wait_where_they_can
-  has     | stages that are not the last hold no outputs | pipelining/test_pipeline_memory.py::test_a_rank_holds_what_the_table_says
+  has     | stages that are not the last hold no outputs | pipelining/test_pipeline_memory.py::test_a_rank_holds_what_the_verifier_counts
 test_microbatch.py
   has     | a batch cut and joined again | pipelining/test_pipeline_losses.py::test_a_forward_pass_returns_rows_joined
   has     | batches of any form | transforms/test_accumulate.py::test_batches_of_any_form
