@@ -3,7 +3,7 @@
 ROWS = """
 test_schedule.py
   has     | every schedule is complete and in order, for any counts | pipelining/test_schedules.py::test_every_count_is_right
-  has     | GPipe, 1F1B, interleaved, looped BFS as published | pipelining/test_schedules.py::test_as_written_down
+  has     | GPipe, 1F1B, interleaved, looped BFS as published | pipelining/test_schedules.py::test_equal_to_torch
   has     | zero-bubble schedules as torch's own | pipelining/test_schedules.py::test_equal_to_torch
   has     | a schedule by its name | examples/test_pipe.py::test_every_schedule_can_be_asked_for
   has     | stages that ranks do not divide are refused | pipelining/test_pipeline_bad_input.py::test_every_rank_says_what_is_wrong_and_sends_nothing
