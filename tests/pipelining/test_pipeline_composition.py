@@ -237,10 +237,15 @@ UNITS = CALLS // 2  # of a rank
 
 
 @pytest.mark.parametrize(
-    "zero, schedule",
-    [(0, "1f1b"), (1, "gpipe"), (2, "zb_h1"), (3, "interleaved")],
+    "order, zero, schedule",
+    [
+        ("shard(pipeline)", 0, "1f1b"),
+        ("pipeline(shard)", 1, "gpipe"),
+        ("pipeline(shard)", 2, "zb_h1"),
+        ("shard(pipeline)", 3, "interleaved"),
+        ("pipeline(shard)", 3, "interleaved"),
+    ],
 )
-@pytest.mark.parametrize("order", ORDERS)
 def test_gradients_are_reduced_when_the_order_says(order, zero, schedule):
     """Once a step in shard(pipeline), once a microbatch in pipeline(shard)."""
     m = 2

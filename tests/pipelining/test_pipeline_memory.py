@@ -84,7 +84,7 @@ def held(ranks, m, name):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_rank_holds_what_the_verifier_counts(name):
     """Whose formulas are those of `test_bubbles`."""
-    for ranks, m in [(3, 6), (1, 3), (2, 5)]:
+    for ranks, m in [(3, 6), (1, 3)]:
         found, made = held(ranks, m, name)
         assert found == list(count_held(made))
 
