@@ -65,11 +65,10 @@ IDEAS = {
     "schedules": (
         "pipelining/actions.py pipelining/synchronous.py pipelining/verification.py "
         "pipelining/player.py pipelining/transfers.py",
-        "tests/pipelining/test_actions.py tests/pipelining/test_schedules.py "
-        "tests/pipelining/test_verification.py tests/pipelining/test_transfers.py "
+        "tests/pipelining/test_schedules.py tests/pipelining/test_verification.py "
         "tests/pipelining/test_bubbles.py tests/pipelining/test_asynchronous.py "
         "tests/pipelining/test_pipeline_laws.py "
-        "tests/pipelining/test_pipeline_clock.py",
+        "tests/pipelining/test_pipeline_ledger.py",
     ),
 }
 

@@ -30,7 +30,7 @@ nn/data_parallel/test_fsdp_shared_weights.py
 nn/data_parallel/test_fsdp_multiple_forward.py
   has     | several forwards before a backward, with checkpoints too | tracing/test_recording.py::test_a_unit_called_twice_is_one_buffer_wanted_twice
 nn/data_parallel/test_fsdp_fwd_fwd_bwd_bwd.py
-  has     | two forwards, then two backwards | pipelining/test_pipeline_composition.py::test_either_order_trains_as_one_device
+  has     | two forwards, then two backwards | pipelining/test_pipeline_composition.py::test_with_other_transforms_it_trains_as_one_device
 nn/data_parallel/test_fsdp_input.py
   has     | inputs as lists and dicts | core/test_units.py::test_any_pytree_in_and_out
 nn/data_parallel/test_fsdp_grad_scaler.py
@@ -75,7 +75,7 @@ optim/test_single_node_adascale.py
 optim/test_ddp_adascale.py
   has     | the same over ranks | optim/test_adascale.py::test_each_sample_is_seen_whole_and_once
 optim/test_oss_adascale.py
-  has     | the same over sharded state | optim/test_adascale.py::test_it_may_stand_around_what_cuts_and_shards
+  has     | the same over sharded state | optim/test_adascale.py::test_the_gains_are_fairscales
 optim/test_adam.py
   differs | pure float16, its scale of moments | float16 moments go by that rule, parameters round by chance or have masters | optim/test_low_precision.py::test_float16_moments_follow_fairscales_scale
 optim/test_layerwise_gradient_scaler.py
@@ -99,8 +99,8 @@ nn/pipe/test_pipe.py
   has     | uneven batches, several inputs, wrong counts | pipelining/test_pipeline_laws.py::test_uneven_microbatches_make_the_mean_over_the_batch
   has     | an error of a stage is everybody's, and nothing hangs | pipelining/test_pipeline_bad_input.py::test_a_stage_that_raises_raises_everywhere_and_leaves_the_state
 nn/pipe/test_balance.py
-  has     | balanced by time | pipelining/test_balanced_cuts.py::test_costs_may_be_times
-  differs | balanced by size | by FLOPs; memory by plan and search | pipelining/test_balanced_cuts.py::test_a_cut_is_the_best_of_all
+  has     | balanced by time | pipelining/test_stage_plans.py::test_costs_may_be_times
+  differs | balanced by size | by FLOPs; memory by plan and search | pipelining/test_stage_plans.py::test_a_cut_is_the_best_of_all
 nn/pipe/test_checkpoint.py
   has     | all, all but the last, none | transforms/test_remat_modes.py::test_how_many_microbatches_are_recomputed
 nn/pipe/test_deferred_batch_norm.py

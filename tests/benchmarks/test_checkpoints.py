@@ -1,4 +1,4 @@
-"""The checkpoint benchmark runs: every row of its table is there, and measured."""
+"""The checkpoint and vocabulary benchmarks run, and measure what they say."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ def test_quick_run_measures_every_row(tmp_path: Path) -> None:
     assert record["bytes"] >= 12 * record["parameters"]
     assert record["dcp_bytes"] >= 12 * record["parameters"]
     assert not list((tmp_path / "disk").iterdir())
+
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "vocabulary.py"
+
+
+@pytest.mark.processes
+def test_a_small_run_measures_every_side():
+    sizes = ["--tokens", "256", "--features", "8", "--classes", "65536"]
+    done = forked(BENCHMARK, *sizes, "--rounds", "2", timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["seconds"]) == {"plain", "ours", "again"}
+    assert found["peak"]["plain"] > 2 * 4 * 256 * 65536

@@ -38,8 +38,8 @@ PIPELINED_STEPS = [key for key in PIPELINED if not key.endswith("memory")]
 # One row at least of each group that is measured together; other schedules are
 # rehearsed by the peers below.
 FORKS = [
-    "one_device", "zero0", "zero1", "zero3", "zero3_remat", "zero3_memory",
-    "pipeline_1f1b", "pipeline_zb_v", *SPLIT_STEPS, "unit_call", "example",
+    "one_device", "zero0", "zero3", "zero3_memory", "pipeline_1f1b", *SPLIT_STEPS,
+    "unit_call", "example",
 ]  # fmt: skip
 OWN = ["sharded_adam", "import"]  # by processes of their own
 

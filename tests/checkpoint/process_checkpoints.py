@@ -154,6 +154,15 @@ def background(mesh, folder):
     return good and names == ["step-3", "step-4", "step-5"]
 
 
+def each_ranks_own(mesh, folder):
+    """A leaf in which they differ: each has its own back, and a reader sees a stack."""
+    mine = {"h": torch.arange(4.0) + mesh.rank, "w": torch.ones(3)}
+    ff.save(folder / "own", mine)
+    found = ff.load(folder / "own", tree.map(torch.zeros_like, mine))
+    own = {p: dict(x.own) for p, x in ff.metadata(folder / "own").tensors.items()}
+    return equal(found, mine) and own == {"h": {"data": 2}, "w": {}}
+
+
 def sent(mesh, folder):
     """The bytes that a save and a load send: [op, bytes] of this rank."""
     state = flat_target(mesh)
@@ -173,6 +182,7 @@ def main():
         "ours by them": lambda: ours_by_them(mesh, folder),
         "reads badly": lambda: one_rank_reads_badly(mesh, folder),
         "background": lambda: background(mesh, folder),
+        "own": lambda: each_ranks_own(mesh, folder),
         "sent": lambda: sent(mesh, folder),
     }
     for save in ("save", "save_async"):

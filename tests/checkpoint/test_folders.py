@@ -1,11 +1,13 @@
-"""Which folder is the newest checkpoint, which are deleted, and what a save leaves."""
+"""Which folder is the newest checkpoint, what a save leaves, and who may save where."""
 
 import os
+import time
 
 import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.save_lock import mark
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -137,16 +139,6 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
     same(ff.load(tmp_path / "b" / "c", W), W)
 
 
-def test_random_states_are_restored_or_not(tmp_path):
-    torch.manual_seed(1)
-    ff.save(tmp_path / "a", W)
-    expected = torch.rand(2)
-    for random in (True, False):
-        torch.manual_seed(2)
-        ff.load(tmp_path / "a", W, random=random)
-        assert torch.equal(torch.rand(2), expected) == random
-
-
 def test_each_rank_gets_its_own_generator_back(tmp_path):
     """Ranks that draw each for themselves; more of them take the states in turn."""
 
@@ -165,3 +157,70 @@ def test_each_rank_gets_its_own_generator_back(tmp_path):
     assert on(PAIR, load) == expected
     assert on({"data": 3}, load) == [*expected, expected[0]]
     assert on({}, load) == expected[:1]
+
+
+# Several ranks, several runs, one folder
+
+
+THREE = ff.make_mesh({"data": 3}, "simulated")
+STATE = {"w": torch.arange(4.0)}
+
+
+def rank():
+    return int(ff.axis_index("data"))
+
+
+@pytest.mark.parametrize("save", [ff.save, ff.save_async])
+def test_ranks_that_name_different_paths_are_told(tmp_path, save):
+    with pytest.raises(ValueError, match="the ranks save to different paths"):
+        ff.spmd(lambda: save(tmp_path / f"at-{rank()}", STATE), THREE)()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_load_different_checkpoints_are_told(tmp_path):
+    for i in range(2):
+        ff.save(tmp_path / f"step-{i}", {"w": STATE["w"] + i})
+    with pytest.raises(ValueError, match="the ranks load different checkpoints"):
+        ff.spmd(lambda: ff.load(tmp_path / f"step-{rank() % 2}", STATE), THREE)()
+
+
+def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
+    ff.save(tmp_path / "here", STATE)
+    name = lambda: "nowhere" if rank() == 1 else "here"  # noqa: E731
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        ff.spmd(lambda: ff.load(tmp_path / name(), STATE), THREE)()
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path):
+    """It holds the lock of its folder; what a killed one left is locked no more."""
+    alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "shard-00001-half.safetensors").write_text("half")
+    os.close(mark(dead))
+    lock = mark(alive)
+    try:
+        ff.save(tmp_path / "seed-0", STATE)
+        assert alive.exists() and not dead.exists()
+        with pytest.raises(FileExistsError, match="another process is saving"):
+            ff.save(tmp_path / "seed-1", STATE)
+    finally:
+        os.close(lock)
+    ff.save(tmp_path / "seed-1", STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
+    seen = []
+    appear = folders.appear
+
+    def look(folder, path):
+        seen.append(folder.name)
+        folders._remove_dead(folder, time.time())
+        assert folder.exists()
+        appear(folder, path)
+
+    monkeypatch.setattr(folders, "appear", look)
+    ff.save(tmp_path / "step-1", STATE)
+    ff.save_async(tmp_path / "step-2", STATE).wait()
+    assert seen == [".step-1.saving", ".step-2.saving"]

@@ -112,18 +112,6 @@ def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monke
     assert names(tmp_path) == ["step-4", "step-5"]
 
 
-def test_the_bytes_of_a_checkpoint_are_those_of_its_state(tmp_path, monkeypatch):
-    """Not of who saved it, or when: runs of other processes end with the same files."""
-    torch.manual_seed(2)
-    steps(tmp_path, 1)
-    monkeypatch.setattr("os.getpid", lambda: 7)
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    steps(tmp_path / "other", 1)
-    for name in names(tmp_path / "step-1"):
-        one, other = (f / "step-1" / name for f in (tmp_path, tmp_path / "other"))
-        assert one.read_bytes() == other.read_bytes()
-
-
 def test_a_first_checkpoint_of_this_format_is_loaded(tmp_path):
     """It had one rank's generators alone."""
     from tests.checkpoint.forging import body_of, text_of

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint import (
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpoint.stored import CheckpointError
-from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (
     DTYPES,
@@ -81,7 +79,7 @@ def test_dcp_and_safetensors_read_any_layout(drawn):
             assert all(map(alike, tree.leaves(mine), tree.leaves(expected)))
 
 
-@pytest.mark.parametrize("name", ["zero=3 on 4", "HSDP zero=1", "shard(pipeline)"])
+@pytest.mark.parametrize("name", ["HSDP zero=1", "shard(pipeline)"])
 def test_a_state_becomes_one_file_and_comes_back(tmp_path, name):
     def save(mesh):
         step, state, mine = made(name, mesh)
@@ -186,11 +184,3 @@ def test_what_others_wrote_is_loaded_onto_any_mesh(tmp_path, kind):
         same(ff.load(file, tree.map(torch.zeros_like, whole)), whole)
     ff.consolidate(path, tmp_path / "one.safetensors")
     same(load_file(tmp_path / "one.safetensors"), whole)
-
-
-def test_a_file_that_the_hubs_index_names_is_missed(tmp_path):
-    write_hub(tmp_path / "hub")
-    (tmp_path / "hub" / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises((CheckpointError, TreeMismatch)) as raised:
-        ff.load(tmp_path / "hub", weights())
-    assert "model-00002" in str(raised.value) or "'head'" in str(raised.value)

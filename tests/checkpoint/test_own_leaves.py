@@ -159,22 +159,6 @@ def test_bits_decide_not_numbers(tmp_path):
     assert own_of(tmp_path / "a").keys() == {"payload", "zero", "signs"}
 
 
-@pytest.mark.processes
-def test_real_processes_keep_what_is_each_ranks_own(processes, tmp_path):
-    processes(
-        f"""
-        import torch, fsfunc as ff
-        mesh = ff.make_mesh({{"data": 2}})
-        mine = {{"h": torch.arange(4.0) + mesh.rank, "w": torch.ones(3)}}
-        ff.save({str(tmp_path / "a")!r}, mine)
-        found = ff.load({str(tmp_path / "a")!r}, ff.tree.map(torch.zeros_like, mine))
-        assert all(torch.equal(found[k], mine[k]) for k in mine)
-        """,
-        2,
-    )
-    assert own_of(tmp_path / "a") == {"h": PAIR}
-
-
 # Elsewhere
 
 

@@ -1,17 +1,14 @@
-"""A part of a checkpoint, under other names, in other dtypes: over any mesh."""
-
-from dataclasses import replace
+"""A part of a checkpoint, under other names, in other dtypes, into given memory."""
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.runtime.memory import hold
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (
@@ -34,10 +31,6 @@ W = "params/layers/0/w"
 def kept(tmp_path_factory):
     path = tmp_path_factory.mktemp("partial") / "a"
     return path, save_on_two(path)
-
-
-def leaves_of(t):
-    return dict(zip(tree.paths(t), tree.leaves(t), strict=True))
 
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -89,33 +82,6 @@ def test_what_is_chosen_is_read_renamed_and_converted(
         assert all(map(alike, found, right))
 
 
-@pytest.mark.parametrize("name", ["zero=3 on 2", "HSDP zero=1"])
-def test_parameters_of_a_state_and_its_own_moments(tmp_path, name):
-    """The next step gathers what was read, and goes on from what was kept."""
-
-    def save(mesh):
-        step, state, mine = made(name, mesh)
-        state, _ = step(state, mine[0])
-        ff.save(tmp_path / "a", state)
-        return ff.unshard(state)
-
-    def load(mesh):
-        step, target, mine = made(name, mesh, seed=8)
-        target, _ = step(target, mine[1])
-        before = ff.unshard(target)
-        state = ff.load(tmp_path / "a", target, only="params")
-        found = ff.unshard(state)
-        same(found.params, saved.params)
-        same(found.opt_state, before.opt_state)
-        same(ff.unshard(target), before)
-        whole = ff.load(tmp_path / "a", target)
-        with_own = replace(whole, opt_state=target.opt_state, step=target.step)
-        same(*(ff.unshard(step(s, mine[0])[0]).params for s in (state, with_own)))
-
-    saved = on(STACKS[name][0], save)[0]
-    on(STACKS[name][0], load)
-
-
 def test_what_is_on_one_side_alone_is_left_out_where_asked(kept):
     path, state = kept
     target = empty(state)
@@ -130,18 +96,6 @@ def test_what_is_on_one_side_alone_is_left_out_where_asked(kept):
     with pytest.raises(TreeMismatch, match="has no 'x'.*near are"):
         ff.load(path, {"x": torch.ones(1)}, strict=False)  # nothing at all
     same(ff.load(path, target, strict=False, only=["**/w", "step"])["step"], 3)
-
-
-def test_dots_for_slashes(tmp_path):
-    saved = {"model.layers.0.w": torch.randn(2, 3), "model.layers.1.w": torch.ones(2)}
-    save_file(saved, tmp_path / "hub.safetensors")
-    target = {"layers": [{"w": torch.zeros(2, 3)}, {"w": torch.zeros(2)}]}
-    found = ff.load(
-        tmp_path / "hub.safetensors",
-        target,
-        rename=lambda path: "model." + path.replace("/", "."),
-    )
-    assert all(map(torch.equal, tree.leaves(found), saved.values()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -216,11 +170,121 @@ def test_chance_stays_where_a_part_is_read(kept):
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_damage_is_found_in_what_is_read(tmp_path):
-    state = save_on_two(tmp_path / "a")
-    for file in (tmp_path / "a").glob("*.safetensors"):
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        ff.load(tmp_path / "a", empty(state), only="params/h")
+# Into the target's own memory
+
+
+def whole(state):
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+
+
+def at(state):
+    return [x.data_ptr() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one device", "zero=0 on 2", "zero=1 on 3", "zero=3 on 2", "shard(pipeline)"],
+)
+def test_it_lies_where_the_target_lay(tmp_path, name):
+    def main(mesh):
+        step, state, (batch, *_) = made(name, mesh)
+        ff.save(tmp_path / "a", state)
+        saved = whole(ff.unshard(state))
+        for _ in range(2):
+            state, _ = step(state, batch)
+        old, where = state, at(state)
+        state = ff.load(tmp_path / "a", state, donate=True)
+        # What units last saw of it is gone too: the next step gathers anew.
+        assert at(state) == where
+        same(ff.unshard(state), saved)
+        fresh = ff.load(tmp_path / "a", state)
+        same(ff.unshard(step(state, batch)[0]), ff.unshard(step(fresh, batch)[0]))
+        with pytest.raises(RuntimeError, match=r"given to ff\.load"):
+            ff.unshard(old)
+        return True
+
+    assert all(on(STACKS[name][0], main))
+
+
+LAZY = {"conjugate": lambda x: x.conj(), "negative": lambda x: x.conj().imag}
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize("view", LAZY)
+def test_into_a_view_that_is_not_what_its_memory_says(tmp_path, view, shape):
+    x = LAZY[view](torch.randn(shape, dtype=torch.complex64))
+    ff.save(tmp_path / "a", {"x": x})
+    memory = torch.zeros(shape, dtype=torch.complex64)
+    found = ff.load(tmp_path / "a", {"x": LAZY[view](memory)}, donate=True)["x"]
+    assert torch.equal(found, x)
+    assert torch.equal(LAZY[view](memory), x)
+
+
+def test_whole_tensors_and_what_is_refused(tmp_path):
+    ff.save(tmp_path / "a", {"w": torch.arange(3.0), "n": 1})
+    target = {"w": torch.zeros(3), "n": 0}
+    where = target["w"].data_ptr()
+    found = ff.load(tmp_path / "a", target, donate=True)
+    assert found["w"].data_ptr() == where and found["n"] == 1
+    with pytest.raises(RuntimeError, match=r"f32\[3\]: this state's memory was given"):
+        target["w"] + 1
+    with pytest.raises(RuntimeError, match=r"'w': this state's memory was given"):
+        ff.load(tmp_path / "a", target)
+    with pytest.raises(ValueError, match="cannot load into"):
+        meta = {"w": torch.zeros(3, device="meta"), "n": 0}
+        ff.load(tmp_path / "a", meta, donate=True)
+    with pytest.raises(ValueError, match="stays on its device"):
+        ff.load(tmp_path / "a", found, donate=True, device="cuda")
+
+
+def test_a_target_that_is_being_saved_is_refused(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    ff.save(tmp_path / "a", state)
+    release = hold([state["w"]])
+    with pytest.raises(ValueError, match="is being saved"):
+        ff.load(tmp_path / "a", state, donate=True)
+    release()
+    ff.load(tmp_path / "a", state, donate=True)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_target_is_touched(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    ff.save(tmp_path / "a", state)
+    next((tmp_path / "a").glob("*.safetensors")).unlink()
+    with pytest.raises(ff.CheckpointError, match="is missing"):
+        ff.load(tmp_path / "a", state, donate=True)
+    assert state["w"].tolist() == [0, 1, 2]
+    ff.save(tmp_path / "b", state)  # not spent
+
+
+@pytest.mark.parametrize("only", [None, "w", "average"])
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: x[1:]])
+def test_two_leaves_in_one_memory_come_apart(tmp_path, of, only):
+    """An average that started as the parameters themselves."""
+
+    def state(i):
+        return {"w": torch.full((4,), i), "average": of(torch.full((4,), i + 1))}
+
+    ff.save(tmp_path / "a", state(1.0))
+    w = torch.full((4,), 7.0)
+    found = ff.load(tmp_path / "a", {"w": w, "average": of(w)}, only=only, donate=True)
+    for k, x in found.items():
+        assert set(x.tolist()) == {state(1.0)[k][0].item() if only in (None, k) else 7}
+
+
+def test_so_do_parts_in_one_buffer(tmp_path):
+    unit = ff.unit(lambda p, x: x * p["w"] + p["b"])
+
+    def main(mesh):
+        loss = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+        params = {"w": torch.arange(3.0), "b": torch.ones(3)}
+        one = ff.place(loss, params, torch.ones(3))
+        two = ff.place(loss, tree.map(lambda x: x + 5, params), torch.ones(3))
+        ff.save(tmp_path / "b", {"mine": one, "average": two})
+        target = {"mine": one, "average": dict(one)}
+        found = ff.load(tmp_path / "b", target, donate=True, only="average")
+        return ff.unshard(found)
+
+    for found in on({"data": 2}, main):
+        assert found["mine"]["w"].tolist() == [0, 1, 2]
+        assert found["average"]["w"].tolist() == [5, 6, 7]

@@ -118,9 +118,9 @@ def test_every_stack_loads_what_any_saved(name, saved, trained):
         step, target, mine = made(name, mesh, seed=8)
         first = tree.map(lambda x: x.clone() if is_tensor(x) else x, target)
         parts = tree.map(part_of(mesh), target, expected, is_leaf=ff.is_sharded)
-        # A quarter of them: any layout to any other is drawn above.
+        # An eighth of them: any layout to any other is drawn above.
         at = list(STACKS).index(name)
-        for source, path in list(saved.items())[at % 4 :: 4]:
+        for source, path in list(saved.items())[at % 8 :: 8]:
             state = ff.load(path, target)
             try:
                 same(state, parts)
@@ -152,25 +152,3 @@ def part_of(mesh):
         return leaf.with_local(take(whole, leaf.layout, mesh.coordinates()))
 
     return part
-
-
-def test_a_subtree_is_loaded_alone(tmp_path, trained):
-    path, expected = tmp_path / "a", trained[0]
-
-    def save(mesh):
-        _, target, _ = made("zero=3 on 4", mesh, seed=8)
-        ff.save(path, ff.load(tmp_path / "whole", abstract(target)))
-
-    ff.save(tmp_path / "whole", expected)
-    on(STACKS["zero=3 on 4"][0], save)
-
-    def main(mesh):
-        _, target, _ = made("shard(pipeline)", mesh, seed=8)
-        params = ff.load(path, target.params, at="params")
-        one = ff.load(path, torch.zeros(5), at="params/layers/1/b")
-        return ff.unshard(params), one
-
-    for params, one in on(STACKS["shard(pipeline)"][0], main):
-        same(params, expected.params)
-        same(one, expected.params["layers"][1]["b"])
-    assert ff.load(path, 0, at="step") == 2

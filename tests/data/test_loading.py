@@ -231,29 +231,6 @@ def test_an_abstract_mesh_reads_rows_and_forgets_them():
     assert shape(2, 5) == [(3, 2), (2, 2)]  # parts of other sizes run apart
 
 
-def test_training_on_batches_is_training_on_one_device():
-    data = torch.randint(-3, 4, (12, 2), generator=torch.Generator().manual_seed(0))
-    dataset = TensorDataset(data.double())
-    layer = ff.unit(lambda p, x: x @ p["w"])
-    optimizer = ff.sgd(0.125)
-
-    def train(mesh, wrap):
-        step = wrap(
-            optimizer(ff.value_and_grad(lambda p, x: layer(p, x).sum(1).mean()))
-        )
-        loader = ff.batches(dataset, mesh, "data", 4, epochs=2)
-        params = {"w": torch.eye(2, dtype=torch.float64)}
-        state = ff.init_state(step, params, optimizer, torch.zeros(2, 2).double())
-        for (x,) in loader:
-            state, _ = step(state, x)
-        return ff.unshard(state.params)["w"]
-
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    expected = train(None, lambda step: step)
-    for w in ff.spmd(lambda: train(mesh, lambda s: ff.shard(s, mesh, "data")), mesh)():
-        assert torch.equal(w, expected)
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         yield 0

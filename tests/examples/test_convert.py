@@ -2,6 +2,7 @@
 
 import difflib
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,23 @@ def code(script: Path) -> list[str]:
     return [line for line in below.splitlines() if line.strip()]
 
 
+def main_of(script: Path, **names: object) -> Callable[[], list[float]]:
+    """A script's main, where its globals are these."""
+    main = runpy.run_path(str(script))["main"]
+    main.__globals__.update(names)
+    return main
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     """What the ordinary script finds."""
-    return runpy.run_path(str(ORDINARY))["main"]()
+    return main_of(ORDINARY)()
 
 
-def sharded(ranks: int) -> list[list[float]]:
+def sharded(ranks: int, **names: object) -> list[list[float]]:
     """What each of some simulated ranks finds."""
     mesh = ff.make_mesh({"data": ranks}, "simulated")
-    main = runpy.run_path(str(SHARDED))["main"]
-    main.__globals__["mesh"] = mesh
-    return ff.spmd(main, mesh)()
+    return ff.spmd(main_of(SHARDED, mesh=mesh, **names), mesh)()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def test_ranks_find_the_same_losses(expected: list[float], two: list) -> None:
     """One rank the same bits; and it learns."""
     assert expected[0] == pytest.approx(1.4, abs=0.1)  # of four kinds, log 4
     assert sum(expected[-5:]) / 5 < 0.5
-    assert sharded(1) == [expected]
+    assert sharded(1, STEPS=12) == [main_of(ORDINARY, STEPS=12)()]
     first, other = two
     assert first == pytest.approx(expected, abs=1e-6) and other == first
 

@@ -187,7 +187,7 @@ def test_order_of_transforms_does_not_change_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 1, 3])
 def test_every_stage_with_all_options(
     zero: int, simulated: Run, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ with an attention mask; what is sent is told by closed forms.
 import copy
 
 import pytest
-import torch
 
 import fsfunc as ff
 from tests.interop.models import (
@@ -92,36 +91,3 @@ def test_a_model_trains_as_by_itself(references, name, how):
         assert log.count("psum_scatter") == 2 * n
     elif how == "pipeline":
         assert log.count("all_gather") == log.count("psum_scatter") == 0
-
-
-def test_a_model_around_units_is_a_unit_too():
-    """Its output is one of transformers' own classes, seen as a tree."""
-    from transformers import LlamaModel
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    module = hugging_face(llama)
-    apply, params, buffers = ff.from_module(module, [LlamaModel, LlamaDecoderLayer])
-    optimizer = ff.sharded_adam(1e-2)
-    step = step_of(apply, buffers, optimizer)
-    shard = TRANSFORMS["zero=1 remat"][1]
-    batch = text()
-    found = on_mesh(shard, {"data": 2}, params, step, optimizer, batch)
-    close(found[:2], trained(module, batch))
-
-
-def test_dropout_is_that_of_one_device_under_accumulation():
-    module = hugging_face(gpt2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    apply, params, buffers = ff.from_module(module, units="transformer.h.*")
-    optimizer = ff.sgd(0.1)
-    step = step_of(apply, buffers, optimizer)
-    batch = text()
-
-    def run(transform, axes):
-        torch.manual_seed(7)
-        return on_mesh(transform, axes, params, step, optimizer, batch)[:2]
-
-    alone = run(lambda step, mesh: ff.accumulate(step, 2), {"data": 1})
-    sharded = run(lambda s, mesh: ff.shard(ff.remat(s), mesh, "data"), {"data": 2})
-    piped = run(TRANSFORMS["pipeline"][1], {"pipe": 2})
-    close(sharded, alone)
-    close(piped, alone)

@@ -127,24 +127,6 @@ def test_shards_give_the_modules_loss_and_gradients(case, zero):
         assert (log.count("psum_scatter") > 0) == (zero > 0)
 
 
-def test_what_is_sent_is_told_by_a_closed_form():
-    n, width = 3, 4
-    apply, params, buffers = ff.from_module(model(Stack, n, width), Block)
-    step = ff.value_and_grad(loss_of(apply, buffers))
-    block = 2 * width + 2 * width + 4 * width * width + width
-    table = 5 * width
-    # embed, blocks, head; blocks again; every unit call reduced: half a buffer of 4
-    # bytes an element goes out each time.
-    gathered = 2 * table + 2 * n * block
-    reduced = 2 * table + n * block
-    for _, log in with_ledger(
-        lambda mesh: ff.shard(step, mesh, "data"), params, TOKENS
-    ):
-        moved = [r for r in log.records if r.op != "psum"]  # that of the loss
-        assert sum(r.bytes for r in moved) == 2 * (gathered + reduced)
-        assert log.count("all_gather") == 2 * n + 2
-
-
 def test_stages_follow_the_units_names():
     apply, params, buffers = ff.from_module(model().double(), Block)
     loss = loss_of(apply, buffers)
@@ -293,36 +275,6 @@ def test_a_parameter_read_without_gradients_is_read_again_with_them():
     close(found, gradients(module, X), 0.0)
 
 
-def test_parameters_may_be_made_by_a_function():
-    apply, _, buffers = ff.from_module(model(), Block)
-    optimizer, mesh = ff.sgd(0.1), simulated()
-    step = optimizer(ff.value_and_grad(loss_of(apply, buffers)))
-
-    def main():
-        f, mine = ff.shard(step, mesh, "data"), ff.local_batch(TOKENS, mesh, "data")
-        state = ff.init_state(f, lambda: ff.from_module(Stack())[1], optimizer, mine)
-        before = ff.unshard(state.params)
-        return before, f(state, mine)[1]["loss"]
-
-    params, loss = ff.spmd(main, mesh)()[0]
-    close(loss, loss_of(apply, buffers)(params, TOKENS), 1e-6)
-
-
-def test_under_shard_each_rank_has_its_own_statistics():
-    module = model(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    apply, params, buffers = ff.from_module(module)
-
-    def loss_fn(params, x):
-        out, new = apply(params, buffers, x, mutable=True)
-        return out.square().mean(), {k: v for k, v in new.items() if v.ndim}
-
-    step = ff.remat(ff.value_and_grad(loss_fn, has_aux=True))
-    found = with_ledger(lambda mesh: ff.shard(step, mesh, "data"), params, X)
-    for rank, (((_, new), _), _) in enumerate(found):
-        alone = apply(params, buffers, X[2 * rank : 2 * rank + 2], mutable=True)[1]
-        close(new["1.running_mean"], alone["1.running_mean"], 1e-6)
-
-
 def test_hooks_run_on_copies_and_a_units_own_on_its_output():
     module = model(lambda: nn.Sequential(Block(), nn.Linear(4, 4)))
     seen = []
@@ -352,16 +304,6 @@ def test_dropout_between_units_is_a_unit():
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU())
     assert ff.from_module(module)[0].units == ("0", "1")
     assert ff.from_module(module.eval())[0].units == ("0",)
-
-
-def test_maps_and_stock_transforms_pass():
-    apply, params, buffers = ff.from_module(model().double(), Block)
-    loss = loss_of(apply, buffers)
-    stacked = {name: torch.stack([x, 2 * x]) for name, x in params.items()}
-    mapped = torch.func.vmap(loss, (0, None))(stacked, TOKENS)
-    close(mapped[0], loss(params, TOKENS))
-    grads = torch.func.grad(loss)(params, TOKENS)
-    close(grads, ff.value_and_grad(loss)(params, TOKENS)[1])
 
 
 def test_a_module_on_meta_has_parameters_to_make():

@@ -239,20 +239,6 @@ def test_further_derivatives(form, order, way) -> None:
     close(found, [x.detach() for x in expected], 1e-11)
 
 
-@pytest.mark.parametrize(("form", "order"), PAIRS)
-def test_on_a_vmap_mesh_all_ranks_run_as_one(form, order) -> None:
-    whole = tensors(0, *[(1, 4, 8, 2)] * 3)
-    parts = [cut(x, 4, order) for x in whole]
-    mesh = ff.make_mesh({"context": 4}, "vmap")
-    mine = ff.spmd(
-        lambda: [x[ff.axis_index("context")] for x in parts[:3]], simulated(context=4)
-    )()
-    attend = attention(form, order)
-    outs = ff.spmd(lambda qkv: attend(*qkv), mesh)(mine)
-    expected = judged(*whole, causal=order is not None)[0]
-    close(join(outs, order), expected, 1e-12)
-
-
 # As it is used
 
 
@@ -287,20 +273,6 @@ def test_under_autocast_half_dtypes_are_sent(form, value) -> None:
         found = on_ranks(pulled(cast), 2, "zigzag", *whole[:3], whole[3].bfloat16())
     same([x.bfloat16() for x in found], expected)
     assert {r.dtype for r in log.records} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_only_some_inputs_are_differentiated(which) -> None:
-    whole = tensors(0, *[(1, 2, 8, 4)] * 3)
-
-    def run(*qkvw):
-        given = list(qkvw)
-        given[which] = x = given[which].detach().requires_grad_()
-        out = attention("ring", "zigzag")(*given[:3])
-        return torch.autograd.grad((out * given[3]).sum(), (x,))
-
-    (found,) = on_ranks(run, 2, "zigzag", *whole)
-    close(found, judged(*whole, causal=True)[1 + which], 1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -187,19 +187,6 @@ def test_second_derivatives_cross_ranks(fn):
         close(mine, (dx, part), 1e-11)
 
 
-@BOTH
-def test_it_holds_on_a_mesh_of_vmap(fn):
-    x, w, y = draw(4, D), draw(6, D), drawn_targets(4, 6)
-
-    def main():
-        part = w.view(3, 2, D)[ff.axis_index("model")]
-        return torch.func.grad(lambda x: fn(x, part, y, "model"))(x)
-
-    expected = by_autograd(lambda x, w: judged(x, w, y), x, w)[1][0]
-    for found in ff.spmd(main, ff.make_mesh({"model": 3}, "vmap"))():
-        close(found, expected, 1e-12)
-
-
 # Masked classes
 
 

@@ -195,33 +195,6 @@ def test_under_torch_func_and_in_attention() -> None:
     assert not torch.equal(first[3], second[3])
 
 
-def test_a_pipeline_draws_as_one_stage_does() -> None:
-    @ff.unit
-    def block(w, x):
-        return dropout(x * w, P, "model") + F.dropout(x, P)
-
-    def loss(ws, x):
-        for w in ws:
-            x = ff.psum(block(*ff.pcast((w, x), "model", to="V")), "model")
-        return x.square().mean()
-
-    ws = [torch.linspace(0.5, 1, D) + k for k in range(2)]
-    mesh = simulated(pipe=2, model=2)
-
-    def main(schedule):
-        torch.manual_seed(3)
-        grad = ff.value_and_grad(loss)
-        if schedule is None:
-            step = ff.accumulate(grad, 2)
-        else:
-            step = ff.pipeline(grad, mesh, "pipe", n_microbatches=2, schedule=schedule)
-        return ff.unshard(step(ff.place(step, ws, X), X))
-
-    expected = ff.spmd(lambda: main(None), mesh)()[0]
-    for found in ff.spmd(lambda: main(ff.schedules.one_f_one_b(2, 2)), mesh)():
-        close(found, expected, 1e-6)
-
-
 @pytest.mark.parametrize("axis", [None, "model"])
 def test_one_rank_and_no_axis_are_torchs_dropout(axis) -> None:
     def drawn(fn):

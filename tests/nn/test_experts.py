@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import fsfunc as ff
 import fsfunc.nn as nn
@@ -184,47 +182,6 @@ def test_dropless_takes_uneven_ranks_and_computes_on_tokens_alone(sizes, here) -
         close(y, expected, 1e-12)
 
 
-@pytest.mark.parametrize("factor", [None, 4.0])
-def test_it_is_mixtrals_block(factor) -> None:
-    """Forward and backward, with its parameters as they lie; its gate is in fp32."""
-    LAST.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_local_experts": 4}
-    block = MixtralSparseMoeBlock(MixtralConfig(**sizes, num_experts_per_tok=2))
-    block = block.double()
-    for p in block.parameters():
-        p.data = draw(*p.shape) / 3
-    groups = [draw(2, 3, 8).requires_grad_() for _ in range(2)]
-    outs = [block(x) for x in groups]
-    torch.autograd.backward([(y**2).sum() for y in outs])
-    module = block.experts
-
-    def swiglu(p, x):
-        gate, up = F.linear(x, p["gate_up"]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, p["down"])
-
-    def main():
-        i = ff.axis_index("expert")
-        x = groups[i].detach()
-        weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
-        mine = part({k: w.detach() for k, w in weights.items()}, 2, i)
-
-        def loss(mine, router, x):
-            routing = nn.top_k_gating(F.linear(x, router), 2, capacity_factor=factor)
-            y = nn.expert_layer(x, routing, swiglu, mine, "expert")
-            return (y**2).sum(), y
-
-        grad = ff.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        (_, y), grads = grad(mine, block.gate.weight.detach(), x)
-        return y.detach(), *grads
-
-    found = ff.spmd(main, simulated(expert=2))()
-    for i, (y, by_experts, _, by_x) in enumerate(found):
-        close((y, by_x), (outs[i].detach(), groups[i].grad), 1e-5)
-        expected = {"gate_up": module.gate_up_proj.grad, "down": module.down_proj.grad}
-        close(by_experts, part(expected, 2, i), 1e-5)
-    close(sum(router for _, _, router, _ in found), block.gate.weight.grad, 1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("gate", ["top 2, tight", "dropless 2"])
 def test_second_derivatives_and_forward_ones(gate) -> None:
@@ -360,27 +317,6 @@ def test_on_an_abstract_mesh_the_load_is_even(gate) -> None:
         assert out[0] == (16, 2) and len(out) == (1 if backend == "abstract" else 4)
         logs.append(log.table())
     assert logs[0] == logs[1]
-
-
-@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
-def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
-    """Collectives inside an expert, under its vmap or one by one."""
-    params, x = drawn(4), draw(2, 5, D)
-
-    def main():
-        i, j = ff.axis_index("expert"), ff.axis_index("model")
-        mine = part(params["experts"], 2, i)
-        mine["in"], mine["bias"] = (mine[k].chunk(3, -1)[j] for k in ("in", "bias"))
-        mine["out"] = mine["out"].chunk(3, 1)[j]
-
-        def rows(p, x):
-            return ff.psum(two_layers(p, ff.pcast(x, "model", to="V")), "model")
-
-        routing = GATES[gate](x[i] @ params["gate"])
-        return nn.expert_layer(x[i], routing, rows, mine, "expert")
-
-    for i, y in enumerate(ff.spmd(main, simulated(expert=2, model=3))()):
-        close(y, loss_of(gate)(params, x[i // 3])[1], 1e-12)
 
 
 X, TO = torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)

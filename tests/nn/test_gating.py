@@ -217,22 +217,6 @@ def test_gates_compute_in_fp32_and_take_any_group(gate) -> None:
     assert (nobody.aux_loss, nobody.z_loss, nobody.dropped) == (0, 0, 0)
 
 
-def test_under_torch_func() -> None:
-    logits = draw(3, 6, 4)
-
-    def loss(x):
-        routing = nn.top_2_gating(x)
-        return (routing.weights[:, 0] ** 2).sum() + routing.aux_loss + routing.z_loss
-
-    each = torch.stack([torch.func.grad(loss)(x) for x in logits])
-    close(torch.func.vmap(torch.func.grad(loss))(logits), each, 1e-12)
-    leaf = logits[0].clone().requires_grad_()
-    close(torch.autograd.grad(loss(leaf), leaf)[0], each[0], 1e-12)
-    assert torch.autograd.gradcheck(loss, leaf) and torch.autograd.gradgradcheck(
-        loss, leaf
-    )
-
-
 X = torch.zeros(4, 3)
 REFUSED = {
     "integers": (lambda: nn.top_1_gating(X.long()), TypeError, "needs floating logits"),

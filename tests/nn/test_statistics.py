@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import tree
 from fsfunc.core.losses import Summed, added
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import close, refusals, refused, same, simulated
@@ -169,30 +168,6 @@ def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
     assert (naive / x.double().var(0) - 1).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes(dtype) -> None:
-    x = draw(64, C, 2).to(dtype) + 1
-    running = ff.init_statistics(C)
-    for params in (None, affine(), tree.map(lambda w: w.to(dtype), affine())):
-        y, stats = ff.batch_norm(params, x)
-        assert y.dtype == dtype
-        assert all(s.dtype == torch.float64 for s in stats.tree)
-        assert ff.batch_norm(params, x, running=running)[0].dtype == dtype
-        found = ff.commit_statistics(running, stats, None)
-        close(found.mean, x.double().mean((0, 2)).float())
-        close(found.var, x.double().transpose(0, 1).flatten(1).var(1).float(), 2e-6)
-        assert [v.dtype for v in found] == [torch.float32, torch.float32, torch.int64]
-
-
-def test_under_precision() -> None:
-    x = draw(32, C) * 2 + 1
-    step = ff.precision(ff.accumulate(GRAD, 2), torch.bfloat16)
-    (_, (stats, seen)), _ = step(PARAMS, x)
-    assert seen[0].dtype == torch.bfloat16
-    found = ff.commit_statistics(FRESH, stats, None)
-    close(found, torchs([[h.float() for h in seen]], None), 2e-6)
-
-
 def test_evaluation_normalises_by_running_statistics() -> None:
     params, x = affine(), draw(1, C, 4)  # one sample is enough here
     running = ff.RunningStatistics(draw(C), draw(C).abs(), torch.tensor(1))
@@ -202,35 +177,6 @@ def test_evaluation_normalises_by_running_statistics() -> None:
     unit = ff.unit(ff.batch_norm)
     grads = ff.value_and_grad(lambda p: unit(p, x, running=running)[0].sum())(params)[1]
     close(grads["bias"], torch.full((C,), 4.0))
-
-
-def test_nothing_is_written_into_or_differentiated() -> None:
-    params, x, running = affine(), draw(6, C), ff.init_statistics(C)
-    given = [*params.values(), x, *running]
-    before = [t.clone() for t in given]
-    leaf = x.requires_grad_()
-    y, stats = ff.batch_norm(params, leaf)
-    after = ff.commit_statistics(running, stats)
-    assert y.requires_grad and not any(s.requires_grad for s in stats.tree)
-    ff.batch_norm(params, leaf, running=after)
-    same([t.detach() for t in given], before)
-    assert all(t._version == 0 for t in given)
-
-
-def test_under_torch_func() -> None:
-    params, x = affine(), draw(4, 6, C)
-
-    def f(p, x):
-        y, stats = ff.batch_norm(p, x)
-        return (y**3).sum(), stats
-
-    per_row = torch.func.vmap(torch.func.grad(f, has_aux=True), in_dims=(None, 0))
-    grads, stats = per_row(params, x)
-    for i in range(len(x)):
-        one, of_one = ff.value_and_grad(f, has_aux=True)(params, x[i])[1], f(
-            params, x[i])[1]  # fmt: skip
-        close(tree.map(lambda g, i=i: g[i], grads), one, 1e-5)
-        close(tree.map(lambda s, i=i: s[i], stats.tree), of_one.tree)
 
 
 def test_statistics_hold_one_copy_for_a_moment() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import sync_batch_norm
-from fsfunc.testing import assert_equals_one_device
 from tests.checks import close, nothing_sent, refusals, refused, same, simulated
 from tests.models import floats
 from tests.nn.models import wide
@@ -184,28 +183,6 @@ def total(axis):
 NORM = PARAMS[0]["norm"]
 
 
-def test_second_derivatives_under_shard() -> None:
-    def bent(axis):
-        layer = ff.unit(lambda p, x: sync_batch_norm(p["norm"], x @ p["w"], axis)[0])
-        grad = torch.func.grad(lambda p, x: torch.sin(layer(p, x)).mean())
-        return lambda p, x: torch.func.grad(lambda p: ff.global_norm(grad(p, x)))(p)
-
-    mesh, how = simulated(2), {"calls": 1, "tolerance": 1e-10}
-    ours = ff.shard(bent("data"), mesh, "data")
-    assert_equals_one_device(bent(None), ours, mesh, PARAMS[0], batch([4, 4], 2), **how)
-
-
-def test_under_vmap() -> None:
-    x = wide(4, 6, C, seed=3)
-    expected = torch.stack([torch.func.grad(total(None), 1)(NORM, r) for r in x])
-
-    def main():
-        each = torch.func.vmap(torch.func.grad(total("rows"), 1), (None, 0))
-        return each(NORM, x.chunk(2, dim=1)[ff.axis_index("rows")])
-
-    close(torch.cat(ff.spmd(main, simulated(rows=2))(), 1), expected, 1e-11)
-
-
 @pytest.mark.parametrize("n, order, times", [(2, "s", 2), (4, "rs", 3), (2, "sr", 3)])
 def test_one_sum_forward_and_one_backward_and_one_for_a_recompute(n, order, times):
     x, mesh = batch([2] * n, 2), simulated(n)
@@ -223,17 +200,6 @@ def test_one_sum_forward_and_one_backward_and_one_for_a_recompute(n, order, time
     numbers = 2 * C + 1
     sent = 2 * (n - 1) * numbers * 8 / n
     assert ff.spmd(main, mesh)()[0] == [sent] * (times * len(PARAMS))
-
-
-def test_over_another_axis_parameters_send_one_sum_more() -> None:
-    def main():
-        with ff.ledger() as log:
-            torch.func.grad(total("rows"), 1)(NORM, batch([2], 3))
-            torch.func.grad(total("rows"))(NORM, batch([2], 3))
-        return [r.bytes for r in log.of() if r.bytes > 8]
-
-    sums, ours = (2 * C + 1) * 8, 2 * C * 8
-    assert ff.spmd(main, simulated(rows=2))()[0] == [sums, sums, sums, ours]
 
 
 def test_evaluation_normalises_by_running_statistics_and_sends_nothing() -> None:

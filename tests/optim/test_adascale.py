@@ -157,25 +157,6 @@ def test_each_sample_is_seen_whole_and_once(zero, min_bytes):
         assert count == n // 2
 
 
-@pytest.mark.parametrize("zero", [None, 0, 3])
-def test_it_may_stand_around_what_cuts_and_shards(zero):
-    """Where a gradient function is transformed already, its samples are the same."""
-
-    def main():
-        grad, x, placed = ff.accumulate(ff.value_and_grad(tied), 2), X, WS
-        if zero is not None:
-            grad = ff.shard(grad, DATA, "data", zero=zero)
-            x = ff.local_batch(X, DATA, "data")
-            placed = ff.place(grad, WS, x)
-        for cut, n in ((grad, 2), (ff.accumulate(grad, 2), 4)):
-            _, total, count = ff.observe_gradients(cut, squares)(placed, x)
-            samples = n if zero is None else 2 * n
-            close(total if zero is None else ff.psum(total, "data"), expected(samples))
-            assert count == n
-
-    ff.spmd(main, DATA)()
-
-
 def test_of_split_leaves_all_blocks_are_seen():
     mesh = simulated(data=2, model=2)
 

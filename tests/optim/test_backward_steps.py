@@ -80,27 +80,6 @@ def assert_same(optimizer, around, mesh, **what):
 
 ADAM = ff.sharded_adam(1e-2)
 adam = functools.partial(ff.sharded_adam, 1e-2)
-INNER = {
-    "plain": lambda f: f,
-    "remat": ff.remat,
-    "bf16": lambda f: ff.precision(f, BF16),
-    "accumulate": lambda f: ff.accumulate(ff.remat(f), 2),
-}
-
-
-@pytest.mark.parametrize(
-    "inner, size, zero",
-    [("plain", 1, 0), ("remat", 3, 3), ("bf16", 2, 2), ("accumulate", 2, 0)],
-)
-def test_it_is_the_usual_step_in_bits_and_bytes(inner, size, zero):
-    mesh = simulated(size)
-
-    def around(f):
-        return ff.shard(INNER[inner](f), mesh, "data", zero=zero)
-
-    assert_same(ADAM, around, mesh, steps=2)
-
-
 GRID, MESH = simulated(node=2, data=2), simulated()
 
 
@@ -108,7 +87,12 @@ def sharded(f, mesh=MESH, **how):
     return ff.shard(f, mesh, "data", **how)
 
 
-OTHERS = {
+ONE, THREE = simulated(1), simulated(3)
+STACKS = {
+    "one rank": (ONE, lambda f: sharded(f, ONE, zero=0)),
+    "remat": (THREE, lambda f: sharded(ff.remat(f), THREE)),
+    "bf16": (MESH, lambda f: sharded(ff.precision(f, BF16), zero=2)),
+    "accumulate": (MESH, lambda f: sharded(ff.accumulate(ff.remat(f), 2), zero=0)),
     "HSDP, each": (GRID, lambda f: sharded(
         ff.accumulate(f, 2), GRID, replicate="node", reduce_each=True)),
     "two axes": (GRID, lambda f: ff.shard(f, GRID, ("node", "data"), zero=2)),
@@ -116,16 +100,17 @@ OTHERS = {
     "remat around": (MESH, lambda f: ff.remat(sharded(f))),
     "offload": (MESH, lambda f: ff.offload(
         sharded(f), params="host", moments="host")),
-    "float16": (simulated(3), lambda f: sharded(
-        ff.precision(f, torch.float16, torch.float32), simulated(3))),
+    "float16": (THREE, lambda f: sharded(
+        ff.precision(f, torch.float16, torch.float32), THREE)),
     "smaller": (MESH, lambda f: sharded(f, reduction=ff.QuantizedReduction())),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:gradients are computed in float16")
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_it_is_under_other_transforms(name):
-    assert_same(ADAM, OTHERS[name][1], OTHERS[name][0], steps=2)
+@pytest.mark.parametrize("name", STACKS)
+def test_it_is_the_usual_step_in_bits_and_bytes(name):
+    mesh, around = STACKS[name]
+    assert_same(ADAM, around, mesh, steps=2)
 
 
 def by_unit(*optimizers):
@@ -243,16 +228,6 @@ def test_what_runs_again_reads_what_the_forward_read(zero):
 
     around = lambda f: ff.remat(sharded(f, zero=zero))  # noqa: E731
     assert_same(ADAM, around, MESH, loss=loss, init=params, steps=2)
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_what_is_read_beside_units_too_is_stepped_in_the_end(zero):
-    def loss(params, batch):
-        squares = [ff.tree_sum(tree.map(torch.square, p)) for p in params[1:]]
-        return loss_fn(params, batch) + 0.1 * sum(squares)
-
-    around = functools.partial(sharded, zero=zero)
-    assert_same(ADAM, around, MESH, loss=loss, steps=2)
 
 
 def test_split_leaves_and_those_that_ranks_own():

@@ -1,12 +1,28 @@
-"""The contract of an optimizer, chains and partitions of them, and the small pieces."""
+"""The contract of an optimizer, its compositions, clipping, and schedules."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import lr_scheduler
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.optim import (
+    clip_by_global_norm,
+    constant,
+    cosine_decay,
+    global_norm,
+    join,
+    linear,
+    tree_sum,
+    warmup_cosine,
+)
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
@@ -73,36 +89,6 @@ def test_called_on_a_gradient_function_it_is_a_train_step():
     assert metrics == {"loss": p.sum(), "aux": {"n": 1}}
 
 
-@given(shapes=SHAPES, seed=SEEDS)
-def test_apply_updates(shapes, seed):
-    params = params_of(shapes, seed)
-    updates = like(params, seed + 1)
-    before = copies((params, updates))
-    added = ff.optim.apply_updates(params, updates)
-    assert_bits(before, (params, updates))
-    for p, u, a in zip(
-        floating(params), floating(updates), floating(added), strict=True
-    ):
-        assert_bits(p + u, a)
-    assert added["steps"] is params["steps"]
-    with donated():
-        assert_bits(added, ff.optim.apply_updates(params, updates))
-    assert_bits(added, params)
-
-
-def test_apply_updates_keeps_dtype_and_differentiates():
-    p = torch.ones(2).bfloat16()
-    assert_bits(
-        torch.full((2,), 1.5).bfloat16(), ff.optim.apply_updates(p, torch.ones(2) / 2)
-    )
-    asking = (torch.ones(2, requires_grad=True) / 2).clone()
-    assert_bits(
-        torch.full((2,), 1.5).bfloat16(), ff.optim.apply_updates(p, asking).detach()
-    )
-    total = torch.func.grad(lambda u: (ff.optim.apply_updates(p.float(), u) ** 2).sum())
-    assert_bits(torch.full((2,), 4.0), total(torch.ones(2)))
-
-
 def test_a_chain_composes_in_order():
     p, g = torch.tensor([10.0]), torch.tensor([4.0])
     decay, half = ff.add_decayed_weights(0.1), ff.scale(-0.5)
@@ -118,10 +104,6 @@ def test_a_chain_composes_in_order():
 
 
 # Partitions
-
-
-def two():
-    return {"a": torch.ones(2), "b": torch.ones(2)}
 
 
 @given(shapes=SHAPES, seed=SEEDS)
@@ -156,15 +138,6 @@ def _named(values):
     return [(p, x) for p, x in zip(paths, leaves, strict=True) if p != "steps"]
 
 
-def test_a_part_may_go_without_gradients():
-    optimizer = ff.partition(
-        {"a": ff.sgd(0.1), "b": ff.sgd(0.1)}, lambda path, leaf: path
-    )
-    params = two()
-    after, _ = trained(optimizer, params, [{"a": torch.ones(2), "b": None}])
-    assert after["b"] is params["b"] and not torch.equal(after["a"], params["a"])
-
-
 class Tagged:
     def __init__(self, w, tags):
         self.w, self.tags = w, tags
@@ -175,9 +148,147 @@ tree.register_node(
 )
 
 
-def test_nodes_whose_static_data_do_not_hash():
-    params = {"a": Tagged(torch.ones(2), ["list"]), "b": torch.ones(2)}
-    seen = []
-    optimizer = ff.sharded_adam(mask=lambda path, leaf: not seen.append(path))
-    optimizer.apply(params, optimizer.init(params), params)
-    assert seen == ["a", "b"]
+# Norms, sums and clipping of whole trees; of shards: `test_sharded`
+
+
+ORDERS = st.sampled_from([1.0, 2.0, 3.0, math.inf])
+
+
+def non_empty(values):
+    return [x for x in floating(values) if x.numel()]
+
+
+@given(shapes=SHAPES, seed=SEEDS, p=ORDERS)
+def test_the_norm_has_the_bits_of_torchs(shapes, seed, p):
+    values = params_of(shapes, seed)
+    # torch refuses the infinite norm of an empty tensor.
+    assert_bits(get_total_norm(non_empty(values), p), global_norm(values, p))
+
+
+@given(shapes=SHAPES, seed=SEEDS, p=ORDERS)
+def test_the_norm_of_half_precision_is_summed_in_float32(shapes, seed, p):
+    values = params_of(shapes, seed, torch.bfloat16)
+    wide = tree.map(lambda x: x.float() if x.is_floating_point() else x, values)
+    assert global_norm(values, p).dtype == torch.float32
+    torch.testing.assert_close(global_norm(values, p), global_norm(wide, p))
+
+
+def test_one_double_makes_the_norm_double():
+    values = {"a": torch.ones(3), "b": torch.ones(1, dtype=torch.float64)}
+    expected = torch.tensor(2.0, dtype=torch.float64)
+    torch.testing.assert_close(global_norm(values), expected)
+    assert_bits(torch.tensor(4.0, dtype=torch.float64), tree_sum(values))
+
+
+@given(shapes=SHAPES, seed=SEEDS)
+def test_the_sum(shapes, seed):
+    values = params_of(shapes, seed)
+    expected = torch.cat([x.flatten() for x in floating(values)]).double().sum()
+    torch.testing.assert_close(tree_sum(values), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [{}, {"n": 3, "none": None}, torch.ones(0, 3)])
+def test_nothing_sums_to_zero(values):
+    for found in (tree_sum(values), global_norm(values), global_norm(values, math.inf)):
+        assert_bits(torch.tensor(0.0), found)
+
+
+@given(shapes=SHAPES, seed=SEEDS, p=ORDERS, max_norm=st.sampled_from([0.1, 1.0, 50.0]))
+def test_clipping_is_torchs(shapes, seed, p, max_norm):
+    params = params_of(shapes, seed)
+    grads = like(params, seed)
+    before = copies(grads)
+    clip = clip_by_global_norm(max_norm, p=p)
+    clipped, state = clip.update(grads, clip.init(params))
+    assert_bits(before, grads)
+    assert state == ()
+    leaves = [torch.nn.Parameter(x) for x in non_empty(params)]
+    for leaf, grad in zip(leaves, non_empty(grads), strict=True):
+        leaf.grad = grad.clone()
+    clip_grads_with_norm_(leaves, max_norm, get_total_norm(non_empty(grads), p))
+    assert_bits([leaf.grad for leaf in leaves], non_empty(clipped))
+
+
+def test_clipping_keeps_the_dtype():
+    clipped, _ = clip_by_global_norm(1.0).update(torch.ones(4).bfloat16(), ())
+    assert_bits(torch.full((4,), 0.5).bfloat16(), clipped)
+
+
+def test_the_norm_runs_under_vmap_and_differentiates():
+    x = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+    assert_bits(torch.tensor([5.0, 10.0]), torch.func.vmap(global_norm)(x))
+    torch.testing.assert_close(torch.func.grad(global_norm)(x[0]), x[0] / 5)
+
+    def clipped(g):
+        return clip_by_global_norm(1.0).update(g, ())[0]
+
+    torch.testing.assert_close(
+        torch.func.vmap(clipped)(x), torch.tensor([[0.6, 0.8]] * 2)
+    )
+
+
+# Schedules, against torch's, count by count
+
+
+STEPS = st.integers(1, 20)
+RATES = st.floats(1e-4, 10)
+
+
+def rates_by_torch(make, rate, n):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(n):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def assert_same(schedule, expected):
+    found = [schedule(count) for count in range(len(expected))]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(rate=RATES, steps=STEPS, start=st.floats(0.01, 1), end=st.floats(0, 1))
+def test_linear(rate, steps, start, end):
+    make = functools.partial(
+        lr_scheduler.LinearLR, start_factor=start, end_factor=end, total_iters=steps
+    )
+    expected = rates_by_torch(make, rate, steps + 5)
+    assert_same(linear(start * rate, end * rate, steps), expected)
+
+
+@given(rate=RATES, steps=STEPS, end=st.floats(0, 1e-4))
+def test_cosine_decay(rate, steps, end):
+    make = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=steps, eta_min=end)
+    assert_same(cosine_decay(rate, steps, end), rates_by_torch(make, rate, steps + 1))
+    assert cosine_decay(rate, steps, end)(steps + 7) == end
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR's own use
+@given(rate=RATES, warmup=STEPS, decay=STEPS)
+def test_warmup_cosine(rate, warmup, decay):
+    def make(optimizer):
+        rise = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warmup)
+        fall = lr_scheduler.CosineAnnealingLR(optimizer, decay)
+        return lr_scheduler.SequentialLR(optimizer, [rise, fall], [warmup])
+
+    schedule = warmup_cosine(rate, warmup, warmup + decay, start=0.1 * rate)
+    assert_same(schedule, rates_by_torch(make, rate, warmup + decay + 1))
+
+
+def test_join_restarts_the_count():
+    def count(step):
+        return step
+
+    schedule = join([count, count, constant(9)], [2, 5])
+    assert [schedule(step) for step in range(7)] == [0, 1, 0, 1, 2, 9, 9]
+
+
+def test_a_tensor_is_counted_as_a_number_is():
+    rate = join([constant(1.0), warmup_cosine(0.5, 2, 6, end=0.1)], [3])
+    for count in range(12):
+        found = rate(torch.tensor(count))
+        assert isinstance(found, torch.Tensor)
+        assert found.item() == pytest.approx(rate(count), abs=1e-6)

@@ -7,13 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import from_torch, sgd, sharded_adam
-from tests.checks import simulated
 from tests.optim.optimizers import OWN, adamw, descent
-from tests.optim.steps import X
-from tests.optim.steps import trained as stacked
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
@@ -162,23 +158,6 @@ def test_the_count_may_be_a_tensor(name, data):
         assert_bits(after, its)
         assert counted.count.item() == k + 1
         w = after
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_tensor_count_is_recorded_and_sharded(zero):
-    plain = sharded_adam(ff.warmup_cosine(0.1, 2, 5, start=0.05))
-    init = lambda params: plain.init(params)._replace(count=torch.tensor(0))  # noqa: E731
-
-    def around(step, mesh):
-        step = ff.shard(step, mesh, "data", zero=zero)
-        return ff.donate(step) if zero % 2 else step
-
-    batches, counted = [X] * 3, plain._replace(init=init)
-    expected = stacked("alone", plain, batches=batches)[0]
-    for found in stacked(around, counted, batches=batches, mesh=simulated()):
-        count = found.state.count
-        assert isinstance(count, torch.Tensor) and count.item() == 3
-        assert_near(found.params, expected.params)
 
 
 # torch's own jvp decompositions are scripted when first used.

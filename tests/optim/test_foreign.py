@@ -149,17 +149,6 @@ def test_a_class_of_ones_own(fault):
     assert state.numbers == {"count": 3}
 
 
-def test_a_number_that_begins_with_the_first_step():
-    """A late leaf finds it as an early one does."""
-    optimizer = own(fault="from one")
-    w, g = torch.ones(2), torch.ones(2)
-    state = optimizer.init(w)
-    assert state.numbers == {"count": 0, "step": 0}
-    for t in range(3):
-        w, state = optimizer.apply(g, state, w)
-        assert state.numbers == {"count": t + 1, "step": t + 1}
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

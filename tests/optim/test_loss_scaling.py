@@ -21,14 +21,14 @@ def weighted(ws, x):
     return ff.Weighted(x.square().sum(), x.numel())
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_a_power_of_two_changes_no_bit(stack):
-    for fn, scale in ((loss, 2.0**10), (weighted, 2.0**-10)):
-        plain = trained(stack, SGD, fn)
-        scaled = trained(stack, ff.loss_scale(SGD, scale), fn)
-        for a, b in zip(scaled, plain, strict=True):
-            same(a[:2], b[:2])
-            assert a.state[:3] == (scale, 2, 0)
+@pytest.mark.parametrize(("i", "stack"), [*enumerate(STACKS)])
+def test_a_power_of_two_changes_no_bit(i, stack):
+    fn, scale = [(loss, 2.0**10), (weighted, 2.0**-10)][i % 2]
+    plain = trained(stack, SGD, fn)
+    scaled = trained(stack, ff.loss_scale(SGD, scale), fn)
+    for a, b in zip(scaled, plain, strict=True):
+        same(a[:2], b[:2])
+        assert a.state[:3] == (scale, 2, 0)
     odd = trained(stack, ff.loss_scale(SGD, 1000.0), fn)
     close([a.params for a in odd], [b.params for b in plain])
 

@@ -103,15 +103,6 @@ def test_a_loss_that_changed_by_what_it_captured_is_told_so(loss):
         on_ranks(lambda: grad(parameters(), X))
 
 
-def test_a_loss_that_freezes_layers_by_what_it_captured_is_right():
-    now = {"learns": True}
-    call = ff.value_and_grad(lambda p, x: thaws_its_first_half(now["learns"], p, x))
-    grad = piped(call)
-    on_ranks(lambda: grad(parameters(), X))
-    now["learns"] = False
-    same(list(on_ranks(lambda: grad(parameters(), X))), [call(parameters(), X)] * 2)
-
-
 def test_what_travels_has_the_recorded_shape():
     """A receive of another size would wait, or take what is not there."""
     packed = ff.unit(lambda p, x: x[x[:, 0] > 4] @ p["w"])

@@ -1,4 +1,4 @@
-"""What a pipeline sends, on every rank: messages, one broadcast, shared gradients."""
+"""What a pipeline sends, on every rank, and what a clock around its run sees."""
 
 from fractions import Fraction
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.pipelining.transfers import with_transfers
 from tests import models
 from tests.checks import close, simulated
 from tests.pipelining.models import (
@@ -179,13 +180,6 @@ def test_what_a_loss_returns_goes_out_in_one_broadcast_and_one_for_each_tensor()
         assert [float(r.bytes) for r in loss] == [3 * 8 / 2, *[8 / 2], 8 / 2, 4 * 8 / 2]
 
 
-def test_one_rank_sends_nothing():
-    args = parameters(4), batch_of(4, 0)
-    for name in ("1f1b", "zb_v"):
-        schedule, call = NAMED[name][0], ff.value_and_grad(chain)
-        assert records(call, simulated(pipe=1), 2, schedule, args) == [[]]
-
-
 ORDERS = {
     "shard(pipeline)": lambda shard, pipe: shard(pipe(VAG)),
     "pipeline(shard)": lambda shard, pipe: pipe(shard(VAG)),
@@ -195,8 +189,9 @@ ORDERS = {
 VAG = ff.value_and_grad(models.chain())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("zero", "order"), [*enumerate(ORDERS), (3, "shard(pipeline)")]
+)
 def test_gradients_are_reduced_before_ranks_wait_for_the_loss(order, zero):
     """So that a stage's reductions run beside the others' last backwards."""
     mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
@@ -219,3 +214,35 @@ def test_gradients_are_reduced_before_ranks_wait_for_the_loss(order, zero):
         last = max(i for i, (op, _) in enumerate(sent) if op == "pbroadcast")
         reduced = [i for i, (_, phase) in enumerate(sent) if phase == "backward"]
         assert max(reduced) < last, sent
+
+
+# By the clock
+
+
+def run(schedule, m):
+    step = ff.value_and_grad(models.chain(models.linear))
+    step = ff.pipeline(step, MESH, "pipe", n_microbatches=m, schedule=schedule)
+    with ff.clock() as events:
+        step(models.layers(4), torch.ones(4, 4))
+    return events
+
+
+@pytest.mark.parametrize("schedule", [S.gpipe, S.zb_v])
+def test_it_sees_every_action_of_the_schedule(schedule):
+    """The gradients that leave before their backward's end, too."""
+    n = 4 if schedule is S.zb_v else 2
+    rows = with_transfers(schedule(n, 4), {(s, s + 1) for s in range(n - 1)})
+    with ff.clock() as outer:
+        every = ff.spmd(lambda: run(schedule, 4), MESH)()
+    for row, events in zip(rows, every, strict=True):
+        assert sorted(e.action for e in events) == sorted(row)
+    # One around all ranks sees what theirs see.
+    assert sorted(outer) == sorted(e for events in every for e in events)
+
+
+def test_rows_of_text_are_verified_and_timed_as_they_are():
+    rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
+    ff.verify(rows)
+    with pytest.raises(S.ScheduleError, match="rank 0: microbatch 1 of stage 0"):
+        ff.verify(["F0 F1 B0", "F0 B0 F1 B1"])
+    assert ff.bubble(rows) == ff.bubble(S.parse(rows)) == 3

@@ -150,19 +150,21 @@ def program():
     return ff.program(loss, torch.ones(2), torch.ones(2))
 
 
-@pytest.mark.parametrize(("call", "words"), SCHEDULES)
-def test_a_schedule_that_cannot_be_is_refused(call, words):
-    with pytest.raises(ScheduleError, match=words):
+def cut_as(stages, n):
+    return lambda: cut(program(), stages, n)
+
+
+REFUSED = [
+    *((call, ScheduleError, words) for call, words in SCHEDULES),
+    *(
+        (partial(ff.balance, costs, n, **options), ValueError, words)
+        for costs, n, options, words in BALANCES
+    ),
+    *((cut_as(stages, n), ValueError, words) for stages, n, words in CUTS),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_cannot_be_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.parametrize(("costs", "n", "options", "words"), BALANCES)
-def test_costs_that_cannot_be_balanced_are_refused(costs, n, options, words):
-    with pytest.raises(ValueError, match=words):
-        ff.balance(costs, n, **options)
-
-
-@pytest.mark.parametrize(("stages", "n", "words"), CUTS)
-def test_a_cut_that_cannot_be_made_is_refused(stages, n, words):
-    with pytest.raises(ValueError, match=words):
-        cut(program(), stages, n)

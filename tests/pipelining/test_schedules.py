@@ -1,4 +1,4 @@
-"""The named schedules: as they are written down, and as torch has them."""
+"""The named schedules, as torch has them; as text, and with their transfers."""
 
 import inspect
 from types import SimpleNamespace
@@ -9,35 +9,26 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from fsfunc.pipelining import schedules
-from fsfunc.pipelining.actions import Action, listing, owners
+from fsfunc.pipelining.actions import (
+    KINDS,
+    Action,
+    forward_only,
+    from_json,
+    listing,
+    owners,
+    parse,
+    texts,
+    to_json,
+)
+from fsfunc.pipelining.player import Dependencies
 from fsfunc.pipelining.synchronous import rounds_of
+from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
+from fsfunc.testing.strategies import valid_schedules
+from tests.pipelining.models import NAMED, any_edges
 
 SIZES = [(P, M) for P in (1, 2, 3, 4) for M in (1, 3, 4, 7, 8)]
-NAMED = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "looped_bfs", "zb_v"]
-
-GOLDEN = {
-    ("one_f_one_b", 3, 4): (
-        "0: F0 F1 F2 B0 F3 B1 B2 B3\n"
-        "1: F0 F1 B0 F2 B1 F3 B2 B3\n"
-        "2: F0 B0 F1 B1 F2 B2 F3 B3"
-    ),
-    ("zb_h1", 3, 4): (
-        "0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
-        "1: F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
-        "2: F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
-    ),
-    ("interleaved_1f1b", 4, 3): (
-        "0: F0@0 F1@0 F2@0 F0@2 F1@2 F2@2 B0@2 B1@2 B2@2 B0@0 B1@0 B2@0\n"
-        "1: F0@1 F1@1 F2@1 F0@3 B0@3 F1@3 B1@3 F2@3 B2@3 B0@1 B1@1 B2@1"
-    ),
-}
-
-
-@pytest.mark.parametrize("name, stages, count", GOLDEN)
-def test_as_written_down(name, stages, count):
-    made = getattr(schedules, name)(stages, count)
-    assert listing(made) == GOLDEN[name, stages, count]
+NAMES = ["gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "looped_bfs", "zb_v"]
 
 
 def their_order(schedule, ranks, count, chunks=1):
@@ -94,7 +85,7 @@ def test_equal_to_torch(ranks, count):
     ]
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks, count", [(1, 1), (1, 5), (3, 11), (5, 2), (6, 17)])
 def test_every_count_is_right(name, ranks, count):
     make = getattr(schedules, name)
@@ -123,3 +114,83 @@ def test_rounds_are_as_even_as_can_be(count, ranks):
     sizes = [len(group) for group in rounds]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
     assert min(sizes) >= min(ranks, count)
+
+
+# As text and JSON
+
+
+NUMBERS = st.integers(0, 40)
+
+
+@st.composite
+def actions(draw):
+    kind = draw(st.sampled_from(KINDS))
+    peer = draw(NUMBERS) if len(kind) == 2 else None
+    return Action(kind, draw(NUMBERS), draw(NUMBERS), peer)
+
+
+@given(st.lists(st.lists(actions(), max_size=5), max_size=4))
+def test_text_and_json_come_back(rows):
+    schedule = tuple(tuple(row) for row in rows)
+    assert parse(texts(schedule)) == schedule
+    assert parse([" ".join(map(str, row)) for row in schedule]) == schedule
+    assert parse(schedule) == schedule
+    assert from_json(to_json(schedule)) == schedule
+
+
+def test_a_listing_leaves_a_stage_out_only_where_it_is_the_ranks_own():
+    row = "F3 B3 I3 W3 SF3>1 RF3<1 SB3>1 RB3<1"
+    assert listing(parse([row])) == f"0: {row}"
+    assert listing(parse(["F0@1", "F0@0"])) == "0: F0@1\n1: F0@0"
+    assert listing(parse(["F0@0 F0@3", "F0@1"])) == "0: F0@0 F0@3\n1: F0"
+    assert parse([["F0", Action("B", 0, 0)]]) == parse(["F0 B0"])
+    wide = listing(parse(["F0"] * 11)).splitlines()
+    assert wide[0] == " 0: F0" and wide[10] == "10: F0"
+
+
+def test_forward_only_keeps_places_and_order():
+    schedule = parse(["F1 F0 I1 W1 B0", "F0 F1 B0 B1"])
+    assert forward_only(schedule) == parse(["F1 F0", "F0 F1"])
+
+
+# With their transfers
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("ranks, count", [(1, 3), (2, 1), (3, 5)])
+def test_named_schedules_run_with_edges_of_any_kind(name, ranks, count):
+    make, chunks = NAMED[name]
+    schedule = make(ranks * chunks, count)
+    stages = range(ranks * chunks)
+    every = {(p, c) for p in stages for c in stages if p < c}
+    for edges in (None, every, {e for e in every if e[0] == 0}, set()):
+        made = with_transfers(schedule, edges)
+        check(schedule, made, edges)
+
+
+@given(valid_schedules(), st.data())
+def test_any_schedule_runs_with_any_edges(schedule, data):
+    edges = data.draw(any_edges(schedule))
+    check(schedule, with_transfers(schedule, edges), edges)
+
+
+def check(schedule, made, edges):
+    verify(made, edges=edges)
+    assert [[a for a in row if a.is_compute] for row in made] == [
+        list(row) for row in schedule
+    ]
+    dependencies = Dependencies(made, edges)
+    for row in made:
+        compute = [n for n, a in enumerate(row) if a.is_compute]
+        for n, action in enumerate(row):
+            if action.is_compute:
+                # Its sends follow it, before anything is computed.
+                end = next((k for k in compute if k > n), len(row))
+                sends = [a for a in row[n + 1 : end] if a.kind in ("SF", "SB")]
+                assert sends == list(dependencies.sends(action))
+                # What it receives has been posted one compute action ahead.
+                before = [k for k in compute if k < n]
+                posted = row[: before[-1] if before else n]
+                for need in dependencies.needs(action):
+                    if need.peer is not None:
+                        assert need in posted

@@ -215,20 +215,6 @@ def test_gradients_add_up_in_place():
     assert x.grad is None
 
 
-def test_dropout_and_integers_and_what_nobody_uses():
-    def net(half: bool):
-        torch.manual_seed(0)
-        (x, unused), ws = leaves(2, 0), leaves(3, 10)
-        table = ws[2][torch.tensor([0, 3, 1, 1])]
-        y = F.dropout(x @ ws[0] + table, 0.5)
-        vjp = StageVjp([y, y * 2], [x, unused], ws)
-        found, _ = run(vjp, [torch.ones_like(y), None], half)
-        return found, [w.grad for w in ws]
-
-    same(net(True), net(False))
-    assert net(True)[0][1] is None and net(True)[1][1] is None
-
-
 # Memory
 
 

@@ -1,21 +1,29 @@
-"""What things cost, against closed forms worked out by hand."""
+"""What things cost, against closed forms by hand; a GPU's kernels, and the band."""
 
+import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fsfunc as ff
 from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.cost_model import (
+    attention_share,
     collective_seconds,
+    fill,
     message_seconds,
     op_seconds,
     taken_seconds,
 )
-from fsfunc.planning.events import Op
-from fsfunc.planning.hardware import A100_40, H100, Hardware, Level, replace
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.events import Op, Ran, Started, Waited
+from fsfunc.planning.hardware import A100_40, A100_80, H100, Hardware, Level, replace
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 
 NODES = Hardware(
     "nodes",
@@ -130,3 +138,157 @@ def test_further_ranks_and_more_bytes_never_take_less(count, stride, op, size):
         assert now <= collective_seconds(record(op, 2 * size), ranks, hardware)
         apart = [2 * r for r in ranks]
         assert now <= collective_seconds(record(op, size), apart, hardware) + 1e-12
+
+
+# Of a GPU's kernels, by the model of `planning.hardware`
+
+
+DENSE = replace(
+    H100, straggling=0.0, overhead=0.0, uncertain=0.0, efficiency=((1, 1.0),)
+)
+
+SHARES: Any = H100.attention
+
+
+def half_product(m, k, n, dtype=torch.bfloat16):
+    size = 2 * (m * k + k * n + m * n)
+    return Op("aten.mm", 2 * m * k * n, size, dtype, (1, m, k, n))
+
+
+def attention(length, head=128, name="", causal=True):
+    flops = 4 * 8 * length**2 * head
+    dims = (8, length, length, head)
+    full = "aten._scaled_dot_product_flash_attention" + name
+    return Op(full, flops, 64, torch.bfloat16, dims, causal)
+
+
+def of(events, ranks=8, leaves=()):
+    mesh = Mesh({"data": ranks}, "abstract")
+    own = RankPlan(0, ranks, {"data": 0}, list(events), {}, leaves, ())
+    return Plan(mesh, (own,))
+
+
+def test_a_wave_that_is_not_full_costs_as_much_as_one_that_is():
+    one = fill(1, 128, 2**16, 256 * 132, 132)
+    assert one == pytest.approx(2**16 / (2**16 + 96))
+    # One tile more: a second wave of them, or three of tiles of half their size.
+    assert fill(1, 128, 2**16, 256 * 133, 132) / one == pytest.approx(133 / 132 * 2 / 3)
+
+
+def test_a_deep_product_of_few_tiles_is_cut_along_its_depth():
+    # Four tiles of 128 x 128: in 8 parts they fill 32 of 132 processors.
+    share = 2**13 / (2**13 + 96)
+    assert fill(1, 256, 2**16, 256, 132) == pytest.approx(32 / 132 * share)
+
+
+@given(*[st.integers(1, 10**4) for _ in range(4)], st.sampled_from([1, 108, 132]))
+def test_no_more_than_the_chip_is_kept_busy(batch, m, k, n, processors):
+    assert 0 < fill(batch, m, k, n, processors) <= 1
+
+
+def test_eight_bits_are_twice_as_fast_as_sixteen():
+    half, eight = (
+        op_seconds(half_product(8192, 8192, 8192, dtype), H100)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    assert half / eight == pytest.approx(1979 / 989)
+    with pytest.raises(ValueError, match="computes in float8_e4m3fn.*A100-80"):
+        op_seconds(half_product(8, 8, 8, torch.float8_e4m3fn), A100_80)
+
+
+def test_attention_by_generation_direction_length_and_head():
+    share = attention_share(attention(512), H100, "fa3")
+    assert share == pytest.approx(SHARES["fa3"][0] / 2)
+    small = attention_share(attention(512, head=64), H100, "fa3")
+    assert small == pytest.approx(0.8 * share)
+    back = attention_share(attention(512, name="_backward"), H100, "fa2")
+    assert back == pytest.approx(SHARES["fa2"][1] / 2)
+    assert attention_share(attention(512), H100, None) == pytest.approx(0.37 / 2)
+    with pytest.raises(ValueError, match=r'no attention "fa9".*fa2, fa3, fa1'):
+        attention_share(attention(512), H100, "fa9")
+    with pytest.raises(ValueError, match=r'no attention "fa3".*it knows: fa2, fa1'):
+        estimate(of([Ran(attention(512), "", "forward")]), A100_80, attention="fa3")
+
+
+def test_small_kernels_take_their_launch_and_large_ones_hide_it():
+    small = Ran(Op("aten.add", 0, 8, torch.bfloat16), "", "forward")
+    slow = replace(DENSE, overhead=1e-3)
+    assert estimate(of([small] * 10), slow).seconds == pytest.approx(1e-2)
+    size = int(0.05 * slow.bandwidth)
+    large = Ran(Op("aten.add", 0, size, torch.bfloat16), "", "forward")
+    found = estimate(of([large] + [small] * 9), slow)
+    assert found.seconds == pytest.approx(5e-2, rel=1e-3)
+
+
+def test_more_nodes_are_later():
+    ran = Ran(half_product(8192, 8192, 8192), "", "forward")
+    slow = replace(DENSE, straggling=0.01)
+    one, four = (estimate(of([ran], ranks), slow) for ranks in (8, 32))
+    assert four.seconds == pytest.approx(1.02 * one.seconds)
+    assert four.seconds == pytest.approx(four.compute + four.exposed + four.bubble)
+
+
+def test_what_is_computed_again_is_in_hfu_alone():
+    one, back = half_product(8192, 8192, 8192), attention(4096, name="_backward")
+    events = [Ran(one, "", "forward"), Ran(one, "", "recompute")]
+    found = estimate(of([*events, Ran(back, "", "backward")]), DENSE)
+    peak, seconds = DENSE.peak["bfloat16"], found.seconds
+    assert found.share_of_peak == pytest.approx(
+        (2 * one.flops + back.flops) / peak / seconds
+    )
+    assert found.mfu == pytest.approx((one.flops + 4 / 5 * back.flops) / peak / seconds)
+
+
+def test_the_rule_of_thumb_is_6nd_and_stands_beside():
+    leaves = tuple(
+        PlannedLeaf(f"params/{i}", "parameters", (10**9, 7), torch.float32, 1, None, "")
+        for i in range(2)
+    )
+    ran = Ran(half_product(8192, 8192, 8192), "", "forward")
+    found = estimate(of([ran], leaves=leaves), H100, tokens=2**20)
+    rate = 8 * 989e12 * (H100.utilisation or 0)
+    assert found.rule_of_thumb == pytest.approx(6 * 14e9 * 2**20 / rate)
+    assert "by the rule of thumb (6ND)" in str(found)
+    assert estimate(of([ran], leaves=leaves), H100).rule_of_thumb is None
+    assert found.tokens_per_second == pytest.approx(2**20 / found.seconds)
+
+
+def test_the_band_is_what_is_uncertain_by_its_share_of_the_time():
+    machine = replace(DENSE, uncertain=0.1)
+    move = Op("aten.add", 0, int(machine.bandwidth), torch.bfloat16)
+    found = estimate(of([Ran(move, "", "forward")]), machine)
+    assert dict(found.band) == pytest.approx(
+        {"the model": 0.1, "operators bound by memory": 0.35}
+    )
+    assert math.log(found.high / found.seconds) == pytest.approx(math.hypot(0.1, 0.35))
+    assert found.low * found.high == pytest.approx(found.seconds**2)
+    assert found.band[0][0] == "operators bound by memory" and "35%" in str(found)
+    record = Record("all_gather", ("data",), Fraction(10**11), torch.bfloat16)
+    waits = [Started(0, "issued", tuple(range(8)), record), Waited(0)]
+    alone, beside = (
+        estimate(of(events), machine) for events in (waits, [*waits, Ran(move, "", "")])
+    )
+    assert dict(alone.band)["transfers"] == pytest.approx(0.4)
+    for name, unsure, spent in (
+        ("operators bound by memory", 0.35, beside.compute),
+        ("transfers", 0.4, beside.exposed),
+    ):
+        share = spent / beside.seconds
+        assert dict(beside.band).get(name, 0) == pytest.approx(unsure * share, abs=5e-3)
+
+
+def test_attention_of_no_known_generation_widens_the_band():
+    ran = Ran(attention(8192), "", "forward")
+    unknown, known = (
+        estimate(of([ran]), H100, attention=name) for name in (None, "fa2")
+    )
+    assert unknown.seconds == known.seconds and unknown.width > known.width
+    assert "attention's generation" in dict(unknown.band)
+
+
+def test_a_node_of_72_is_one_level():
+    record = Record("all_gather", ("data",), Fraction(10**9), torch.bfloat16)
+    waits = [Started(0, "issued", tuple(range(72)), record), Waited(0)]
+    found = estimate(of(waits, 72), ff.hardware.GB200)
+    level = ff.hardware.GB200.levels[0]
+    assert found.seconds == pytest.approx(1e9 / level.bandwidth + 71 * level.latency)

@@ -1,14 +1,21 @@
-"""The observer: which operators ran, whose they were, and what memory they took."""
+"""The observer: which operators ran, and whose; what an allocator reserves."""
 
 import gc
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import _torch
-from fsfunc.planning.events import PHASES, Ran
+from fsfunc.comm.mesh import Mesh
+from fsfunc.planning.allocation import Allocator, needed_bytes, reserved_bytes
+from fsfunc.planning.events import PHASES, Gave, Ran, Took
+from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.observer import Observer
+from fsfunc.planning.plans import Plan, RankPlan
+from fsfunc.runtime.memory import OFFLOADED
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
@@ -38,19 +45,6 @@ def test_live_bytes_counts_from_making_to_the_last_tensor():
     assert seen.bytes == [400, 800, 1000, 600, 800, 600]
     del out
     assert seen.bytes[-1] == 600  # nobody watches any more
-
-
-def test_live_bytes_in_a_backward():
-    """exp keeps its result; its gradient is one more."""
-    x = torch.ones(100, requires_grad=True)
-
-    def f(x):
-        y = x.exp().sum()
-        return torch.autograd.grad(y, x)[0]
-
-    seen, _ = watched(f, x)
-    assert seen.peak_bytes == 3 * 400 + 2 * 4  # with the sum and its gradient
-    assert seen.bytes[-1] == 800
 
 
 @pytest.mark.parametrize("op", ["all_gather", "psum", "psum_scatter", "ppermute"])
@@ -170,3 +164,98 @@ def test_garbage_collection_goes_on_afterwards():
     finally:
         gc.enable()
     assert not _torch.fake_active()
+
+
+# What a caching allocator reserves
+
+
+MIB = 2**20
+
+
+def took(key, size):
+    return Took(key, size, "aten.mm", "", "")
+
+
+def test_segments_are_of_three_sizes():
+    assert reserved_bytes([took(0, 1)]) == 2 * MIB
+    assert reserved_bytes([took(0, MIB + 1)]) == 20 * MIB
+    assert reserved_bytes([took(0, 11 * MIB + 1)]) == 12 * MIB
+    assert reserved_bytes([took(i, MIB) for i in range(3)]) == 4 * MIB
+    assert reserved_bytes([took(i, 9 * MIB) for i in range(3)]) == 40 * MIB
+
+
+def test_what_is_given_back_is_taken_again_where_it_fits():
+    again = [took(0, 64 * MIB), Gave(0), took(1, 64 * MIB)]
+    assert reserved_bytes(again) == 64 * MIB
+    # Both halves of a block are held by what came later: nothing merges.
+    cut = [took(0, 64 * MIB), Gave(0), took(1, 32 * MIB), took(2, 32 * MIB)]
+    assert reserved_bytes([*cut, Gave(1), took(3, 33 * MIB)]) == 98 * MIB
+    assert reserved_bytes([*cut, Gave(1), Gave(2), took(3, 64 * MIB)]) == 64 * MIB
+
+
+def test_the_smallest_block_that_holds_it_is_taken():
+    sizes = [took(0, 64 * MIB), took(1, 32 * MIB), Gave(0), Gave(1)]
+    both = [took(2, 32 * MIB), took(3, 64 * MIB)]
+    assert reserved_bytes([*sizes, *both]) == 96 * MIB
+
+
+def test_free_segments_go_back_before_memory_runs_out():
+    events = [took(0, 40 * MIB), Gave(0), took(1, 60 * MIB)]
+    assert reserved_bytes(events) == 100 * MIB
+    assert reserved_bytes(events, capacity=80 * MIB) == 60 * MIB
+
+
+def test_offloaded_memory_is_elsewhere():
+    assert reserved_bytes([took(0, 64 * MIB)], {0: OFFLOADED}) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 30 * MIB)), max_size=60))
+def test_no_less_is_reserved_than_is_held_and_all_of_it_is_found_again(steps):
+    allocator, held, size = Allocator(), [], 0
+    for takes, n in steps:
+        if takes or not held:
+            held.append((allocator.take(n), n))
+            size += n
+        else:
+            block, given_back = held.pop(n % len(held))
+            allocator.give(block)
+            size -= given_back
+        blocks = [block for block, _ in held]
+        free = [item[2] for row in allocator._free.values() for item in row]
+        assert allocator.reserved == sum(b.size for b in [*blocks, *free]) >= size
+    for block, _ in held:
+        allocator.give(block)
+    allocator._give_back()
+    assert allocator.reserved == 0
+
+
+def test_the_bytes_of_offload_are_counted_beside_the_device():
+    layer = ff.unit(lambda w, x: torch.tanh(x @ w))
+    optimizer = ff.sharded_adam(1e-3)
+
+    def loss(params, x):
+        for w in params:
+            x = layer(w, x)
+        return x.square().mean()
+
+    def step(state, x):
+        value, grads = ff.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads, optimizer), value
+
+    def planned(step):
+        given = lambda: [torch.zeros(64, 64) for _ in range(4)]  # noqa: E731
+        return ff.plan(ff.donate(step), given, optimizer, torch.zeros(2, 64))
+
+    assert planned(step).offloaded_bytes == 0
+    found = planned(ff.offload(step, moments="host"))
+    moments = 2 * 4 * 64 * 64 * 4
+    assert moments <= found.offloaded_bytes <= 1.3 * moments
+
+
+def test_a_plan_needs_what_is_reserved_where_the_allocator_caches():
+    events = [took(0, 11 * MIB + 1), Gave(0), took(1, 13 * MIB)]
+    mesh = Mesh({"data": 1}, "abstract")
+    plan = Plan(mesh, (RankPlan(0, 1, {"data": 0}, events, {}, (), ()),))
+    assert needed_bytes(plan, H100) == 26 * MIB
+    assert needed_bytes(plan, replace(H100, memory=20 * MIB)) == 14 * MIB
+    assert needed_bytes(plan, CPU) == plan.peak_bytes == 13 * MIB

@@ -142,20 +142,6 @@ def test_more_programs_than_anybody_means():
         ff.plan(by_rank, torch.ones(2), mesh=mesh)
 
 
-def test_an_error_of_the_step_is_the_step_s():
-    class Mine(Exception):
-        pass
-
-    def raising(params, x):
-        raise Mine("in the step")
-
-    with pytest.raises(Mine, match="in the step"):
-        ff.plan(raising, init(), X)
-    broken = ff.unit(lambda p, x: raising(p, x))
-    with pytest.raises(Mine, match="in the step"):
-        ff.plan(lambda p, x: broken(p, x), init(), X)
-
-
 def test_a_unit_that_writes_into_its_input_is_told():
     @ff.unit
     def writing(p, x):

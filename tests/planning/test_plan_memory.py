@@ -100,14 +100,11 @@ EXACT = {  # to the byte
     "zero=0": lambda f: sharded(f, 0),
     "zero=1, remat": lambda f: sharded(ff.remat(f), 1),
     "zero=2, donated": lambda f: ff.donate(sharded(f, 2)),
-    "zero=3": sharded,
     "zero=3, remat, donated": lambda f: ff.donate(sharded(ff.remat(f))),
 }
 NEARLY = {
     "accumulate(shard)": lambda f: ff.accumulate(sharded(f), 2),
     "shard(accumulate)": lambda f: sharded(ff.accumulate(f, 4), 2),
-    "remat(shard), kept": lambda f: ff.remat(sharded(f, reshard_after_forward=False)),
-    "merged": lambda f: sharded(f, min_bytes=10**6),
     "bf16, zero=1, donated": lambda f: ff.donate(sharded(half(f), 1)),
     "HSDP": lambda f: ff.shard(f, GRID, "data", replicate="node"),
 }

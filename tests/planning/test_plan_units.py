@@ -186,27 +186,6 @@ def test_branches_on_python_values_are_seen():
     alike(loss, params(2), rows())
 
 
-@pytest.mark.parametrize("frozen", [(0,), (0, 1)])
-def test_frozen_parameters(frozen):
-    layers = params()
-    trained = {str(k): p for k, p in enumerate(layers) if k not in frozen}
-    trained["extra"] = params(1)[0]
-
-    def loss(trained, held, x):
-        y = x
-        for k in range(LAYERS):
-            y = first(trained.get(str(k), held[k]), y)
-        return first(trained["extra"], y.sum() * x).sum()
-
-    alike(loss, trained, layers, rows())
-
-
-def test_precision_around():
-    precise = lambda f: ff.precision(f, torch.bfloat16, torch.float32)  # noqa: E731
-    # A simulated rank that comes last need not hold what it sends: a cast of its part.
-    alike(through(first), params(), rows(), transform=precise, memory=0.025)
-
-
 def test_policies_that_name_values():
     @ff.unit
     def named(p, x):

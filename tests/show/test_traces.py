@@ -84,28 +84,6 @@ def test_what_viewers_ask_of_any_schedule(make, ranks, count, send):
             )
 
 
-def test_spans_in_full(tmp_path):
-    spans = [
-        Span(2, "data", "all_gather", "f", "forward", 0.0, 0.5),
-        Span(2, "compute", "f", "f", "forward", 0.5, 1.5),
-    ]
-    path = tmp_path / "step.json"
-    written = trace(spans, path)
-    assert json.loads(path.read_text()) == written
-    named = {(e["name"], e.get("tid")): e["args"] for e in of_kind(written, "M")}
-    assert named["process_name", None] == {"name": "rank 2"}
-    assert named["thread_name", 2001] == {"name": "compute"}
-    assert named["thread_name", 2002] == {"name": "data"}
-    assert of_kind(written, "X") == [
-        {"ph": "X", "name": "all_gather", "cat": "transfer", "pid": 2, "ts": 0.0,
-         "dur": 500000.0, "cname": "thread_state_running", "tid": 2002,
-         "args": {"unit": "f", "phase": "forward", "stream": "data"}},
-        {"ph": "X", "name": "f", "cat": "compute", "pid": 2, "ts": 500000.0,
-         "dur": 1000000.0, "cname": "rail_response", "tid": 2001,
-         "args": {"unit": "f", "phase": "forward", "stream": "compute"}},
-    ]  # fmt: skip
-
-
 @given(st.lists(st.floats(1e-9, 1e-3), min_size=2, max_size=30))
 def test_spans_that_touch_stay_on_one_track(lengths):
     times = pairwise([0.0, *accumulate(lengths)])

@@ -100,16 +100,6 @@ def test_an_optimizer_outside_of_the_step_keeps_the_layouts(optimizer):
         torch.testing.assert_close(found, alone)
 
 
-def test_a_part_that_was_not_loaded_stays_as_it_was(tmp_path):
-    def main():
-        f = ff.shard(loss, MESH, "data")
-        p = ff.place(f, W, mine())
-        ff.save(tmp_path / "a", p)
-        return f(ff.load(tmp_path / "a", p, only="w"), mine())
-
-    everywhere(main)
-
-
 def carried(state, x):
     """A hidden state of each rank's rows, and a gradient by it."""
     h = torch.tanh(state["h"] + unit(state["w"], x))
@@ -195,43 +185,6 @@ def test_an_own_value_in_the_place_of_one_is_refused_where_it_is_given_back(dona
             step(step(state, mine()), mine())
 
     everywhere(main)
-
-
-def test_they_go_on_from_a_checkpoint(tmp_path):
-    begun = {**W, "h": torch.zeros(2, 3), "g": torch.zeros(2, 3)}
-
-    def main():
-        step = ff.shard(carried, MESH, "data")
-        first = ff.place(step, begun, mine(), layouts=OWN)
-        state = step(first, mine())
-        ff.save(tmp_path / "saved", state)
-        found = ff.load(tmp_path / "saved", first)
-        return ff.unshard(step(found, mine())), ff.unshard(step(state, mine()))
-
-    for found, expected in everywhere(main):
-        same(found, expected)
-
-
-def test_a_train_state_has_them_beside_its_parameters():
-    optimizer = ff.sgd(0.1)
-
-    def train(state, x):
-        h = state.extra["h"] + x
-        g = ff.value_and_grad(loss)(state.params, h)[1]
-        return state.apply_gradients(g, optimizer, extra={"h": h}), {}
-
-    def main():
-        step = ff.shard(train, MESH, "data")
-        told = {
-            "extra": {"h": torch.zeros(2, 3)},
-            "layouts": {"extra/h": ff.Own("data")},
-        }
-        state = ff.init_state(step, W, optimizer, mine(), **told)
-        for _ in range(2):
-            state, _ = step(state, mine())
-        return state.extra["h"]
-
-    same(torch.cat(everywhere(main)), 2 * X)
 
 
 LAYOUTS = {

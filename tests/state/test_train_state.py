@@ -17,6 +17,8 @@ from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
+
+
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 optimizer = ff.sharded_adam(0.1)
 
@@ -215,20 +217,6 @@ def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
         assert sizes == {"model": 2, "average": 2}  # packed again on the way out
 
 
-def test_what_a_loss_reads_outside_units_stays_whole_though_it_is_named_alike():
-    unit = ff.unit(lambda p, x: x @ p["w"])
-    state = {"a": {"w": torch.eye(3)}, "b": {"w": torch.eye(3)}, "c": torch.ones(3)}
-    step = lambda s, x: ff.value_and_grad(  # noqa: E731
-        lambda s, x: (unit(s["a"], x) @ s["b"]["w"]).sum()
-    )(s, x)
-
-    def main():
-        placed = ff.place(ff.shard(step, MESH, "data"), state, X.float())
-        return [is_sharded(x) for x in leaves_of(placed)]
-
-    assert on_each_rank(main) == [[True, False, False]] * 2
-
-
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
     """Low-rank adapters beside a frozen matrix of the same unit."""
@@ -352,16 +340,3 @@ def test_one_tensor_at_two_paths_is_refused(made, turned):
         ValueError, match="one tensor stands at '.*a' and at '.*b'.*clone"
     ):
         ff.spmd(main, MESH)()
-
-
-def test_one_tensor_may_stand_in_a_state_twice():
-    """As an average of the weights begins, and a penalty on how far they went."""
-    step = lambda s, x: ff.value_and_grad(loss_fn)(s["w"], x)[1]  # noqa: E731
-
-    def main():
-        params = params_of()
-        f = ff.shard(step, MESH, "data")
-        placed = ff.place(f, {"w": params, "ema": params}, mine())
-        assert placed["ema"].keys() == placed["w"].keys()
-
-    ff.spmd(main, MESH)()

@@ -201,11 +201,6 @@ def test_an_optimizer_says_what_it_was_made_of(name):
     assert make is ff.from_torch or known.keys() == wanted.keys()
 
 
-def test_torchs_says_its_classs_own_numbers_too():
-    said = repr(ff.from_torch(torch.optim.Adagrad, lr=0.5))
-    assert "kind=<class Adagrad>" in said and "lr_decay=0" in said and "lr=0.5" in said
-
-
 def test_tensors_are_told_by_their_values():
     one, other = torch.ones(40), torch.ones(40)
     other[20] += 1e-6
