@@ -48,7 +48,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsfunc.comm.async_collectives import start
-from fsfunc.comm.collective_pairs import collective
 from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
@@ -70,13 +69,6 @@ from fsfunc.core.frames import Interpretation, recording
 from fsfunc.core.losses import Summed
 from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
-from fsfunc.data.loader import batches
-from fsfunc.nn.statistics import (
-    RunningStatistics,
-    batch_norm,
-    commit_statistics,
-    init_statistics,
-)
 from fsfunc.optim import (
     Optimizer,
     adafactor,
@@ -118,14 +110,6 @@ from fsfunc.optim import (
     tree_sum,
     warmup_cosine,
 )
-from fsfunc.pipelining import schedules
-from fsfunc.pipelining.balanced_cuts import balance, profile
-from fsfunc.pipelining.delayed import momentum_prediction
-from fsfunc.pipelining.pipelines import pipeline
-from fsfunc.pipelining.timing import Costs, bubble, clock
-from fsfunc.pipelining.verification import verify
-from fsfunc.planning import hardware
-from fsfunc.planning.machines import Hardware, Level
 from fsfunc.runtime.memory_spaces import Store
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -135,28 +119,9 @@ from fsfunc.state.initialization import abstract_state, init_state
 from fsfunc.state.noise import randn_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState
-from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
-from fsfunc.transforms.compilation import jit
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms.local import graphs
-from fsfunc.transforms.local.averaging import LocalState, consensus
-from fsfunc.transforms.local.gossiping import gossip
-from fsfunc.transforms.local.local_updates import local_sgd
-from fsfunc.transforms.local.slow_momentum import slowmo
-from fsfunc.transforms.messages.encodings import (
-    CastGather,
-    CastReduction,
-    QuantizedGather,
-    QuantizedReduction,
-)
-from fsfunc.transforms.messages.hierarchy import (
-    HierarchicalGather,
-    HierarchicalReduction,
-)
-from fsfunc.transforms.messages.low_rank import powersgd
-from fsfunc.transforms.messages.residuals import error_feedback
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
@@ -167,41 +132,103 @@ from fsfunc.transforms.sharding import shard
 from fsfunc.transforms.transforming import transformed
 
 if TYPE_CHECKING:
-    from fsfunc import show, testing
+    from fsfunc import nn, show, testing
     from fsfunc.checkpoint.finding import latest, metadata
     from fsfunc.checkpoint.loading import load
     from fsfunc.checkpoint.safetensors import consolidate
     from fsfunc.checkpoint.saving import save, save_async
     from fsfunc.checkpoint.stored import CheckpointError
+    from fsfunc.comm.collective_pairs import collective
+    from fsfunc.data.loader import batches
     from fsfunc.interop.modules import from_module, to_module
     from fsfunc.interop.patterns import by_size
+    from fsfunc.nn.statistics import (
+        RunningStatistics,
+        batch_norm,
+        commit_statistics,
+        init_statistics,
+    )
+    from fsfunc.pipelining import schedules
+    from fsfunc.pipelining.balanced_cuts import balance, profile
+    from fsfunc.pipelining.delayed import momentum_prediction
+    from fsfunc.pipelining.pipelines import pipeline
+    from fsfunc.pipelining.timing import Costs, bubble, clock
+    from fsfunc.pipelining.verification import verify
+    from fsfunc.planning import hardware
     from fsfunc.planning.calibration import measure_hardware
     from fsfunc.planning.estimation import estimate
+    from fsfunc.planning.machines import Hardware, Level
     from fsfunc.planning.planner import plan
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
+    from fsfunc.tracing.tracer import program
+    from fsfunc.transforms.compilation import jit
+    from fsfunc.transforms.local import graphs
+    from fsfunc.transforms.local.averaging import LocalState, consensus
+    from fsfunc.transforms.local.gossiping import gossip
+    from fsfunc.transforms.local.local_updates import local_sgd
+    from fsfunc.transforms.local.slow_momentum import slowmo
+    from fsfunc.transforms.messages.encodings import (
+        CastGather,
+        CastReduction,
+        QuantizedGather,
+        QuantizedReduction,
+    )
+    from fsfunc.transforms.messages.hierarchy import (
+        HierarchicalGather,
+        HierarchicalReduction,
+    )
+    from fsfunc.transforms.messages.low_rank import powersgd
+    from fsfunc.transforms.messages.residuals import error_feedback
 
 __version__ = "0.1.0"
 
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
-    "CheckpointError": "fsfunc.checkpoint.stored",
-    "consolidate": "fsfunc.checkpoint.safetensors",
-    "latest": "fsfunc.checkpoint.finding",
-    "metadata": "fsfunc.checkpoint.finding",
-    "load": "fsfunc.checkpoint.loading",
-    "save_async": "fsfunc.checkpoint.saving",
-    "save": "fsfunc.checkpoint.saving",
-    "show": "fsfunc.show",
-    "testing": "fsfunc.testing",
-    "plan": "fsfunc.planning.planner",
-    "estimate": "fsfunc.planning.estimation",
-    "search": "fsfunc.planning.stack_search",
-    "recompute_points": "fsfunc.planning.recomputation",
-    "measure_hardware": "fsfunc.planning.calibration",
-    "from_module": "fsfunc.interop.modules",
-    "to_module": "fsfunc.interop.modules",
-    "by_size": "fsfunc.interop.patterns",
+    name: module
+    for module, names in {
+        "fsfunc.checkpoint.finding": "latest metadata",
+        "fsfunc.checkpoint.loading": "load",
+        "fsfunc.checkpoint.safetensors": "consolidate",
+        "fsfunc.checkpoint.saving": "save save_async",
+        "fsfunc.checkpoint.stored": "CheckpointError",
+        "fsfunc.comm.collective_pairs": "collective",
+        "fsfunc.data.loader": "batches",
+        "fsfunc.interop.modules": "from_module to_module",
+        "fsfunc.interop.patterns": "by_size",
+        "fsfunc.nn": "nn",
+        "fsfunc.nn.statistics": "RunningStatistics batch_norm commit_statistics "
+        "init_statistics",
+        "fsfunc.pipelining.balanced_cuts": "balance profile",
+        "fsfunc.pipelining.delayed": "momentum_prediction",
+        "fsfunc.pipelining.pipelines": "pipeline",
+        "fsfunc.pipelining.schedules": "schedules",
+        "fsfunc.pipelining.timing": "Costs bubble clock",
+        "fsfunc.pipelining.verification": "verify",
+        "fsfunc.planning.calibration": "measure_hardware",
+        "fsfunc.planning.estimation": "estimate",
+        "fsfunc.planning.hardware": "hardware",
+        "fsfunc.planning.machines": "Hardware Level",
+        "fsfunc.planning.planner": "plan",
+        "fsfunc.planning.recomputation": "recompute_points",
+        "fsfunc.planning.stack_search": "search",
+        "fsfunc.show": "show",
+        "fsfunc.testing": "testing",
+        "fsfunc.tracing.tracer": "program",
+        "fsfunc.transforms.compilation": "jit",
+        "fsfunc.transforms.local.averaging": "LocalState consensus",
+        "fsfunc.transforms.local.gossiping": "gossip",
+        "fsfunc.transforms.local.graphs": "graphs",
+        "fsfunc.transforms.local.local_updates": "local_sgd",
+        "fsfunc.transforms.local.slow_momentum": "slowmo",
+        "fsfunc.transforms.messages.encodings": "CastGather CastReduction QuantizedGather "
+        "QuantizedReduction",
+        "fsfunc.transforms.messages.hierarchy": "HierarchicalGather "
+        "HierarchicalReduction",
+        "fsfunc.transforms.messages.low_rank": "powersgd",
+        "fsfunc.transforms.messages.residuals": "error_feedback",
+    }.items()
+    for name in names.split()
 }
 
 
