@@ -120,23 +120,19 @@ class Push:
         ]
 
 
+SLOWMO: dict[str, Any] = dict(every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1)
+
+
+def slowly(**how):
+    return lambda s, m: ff.slowmo(s, m, "node", **SLOWMO, **how)
+
+
 KINDS = {
     "local_sgd": (lambda s, m: ff.local_sgd(s, m, "node", every=2), Average),
-    "slowmo": (
-        lambda s, m: ff.slowmo(
-            s, m, "node", every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1
-        ),
-        Slow,
-    ),
-    "slowmo, whole": (
-        lambda s, m: ff.slowmo(
-            s, m, "node", every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1,
-            memory_efficient=False,
-        ),
-        Slow,
-    ),
+    "slowmo": (slowly(), Slow),
+    "slowmo, whole": (slowly(memory_efficient=False), Slow),
     "gossip": (lambda s, m: ff.gossip(s, m, "node", GRAPH), Push),
-}  # fmt: skip
+}
 OPTIMIZERS = {"adam": lambda: ff.sharded_adam(LR), "sgd": lambda: ff.sgd(LR)}
 
 
@@ -204,12 +200,6 @@ def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
 START = {"w": torch.arange(3.0).view(3, 1) / 4 - 0.25, "b": torch.tensor([0.5])}
 SLOW: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
 FAIRSCALE = {
-    "local_sgd of 3": (
-        lambda s, m: ff.local_sgd(s, m, "node", every=3),
-        [[-0.2206691, -0.378126, -0.1879356, 0.2929641],
-         [-0.2427588, -0.4053565, -0.1952712, 0.1899836],
-         [-0.2784865, -0.4131566, -0.1679723, -0.075188]],
-    ),
     "slowmo in parts of 3": (
         lambda s, m: ff.slowmo(s, m, "node", average_every=3, **SLOW),
         [[-0.2140618, -0.3965455, -0.2144471, 0.2595642],
