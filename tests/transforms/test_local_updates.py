@@ -163,8 +163,13 @@ def copy_of(state, mesh):
     zero=st.sampled_from([None, 0, 1, 2, 3]),
     donated=st.sampled_from(["", "within", "around"]),
     more=st.sampled_from(["", "remat", "accumulate"]),
+    saved=st.booleans(),
 )
-def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
+def test_ranks_are_what_one_device_plays(
+    tmp_path_factory, kind, optimizer, zero, donated, more, saved
+):
+    """Also where the copies of all ranks were saved, and loaded again."""
+    path = tmp_path_factory.mktemp("copies") / "saved"
     wrap, rule = KINDS[kind]
     optimizer, mesh = OPTIMIZERS[optimizer](), nodes(2, 1 if zero is None else 2)
     expected = played(rule, optimizer, parameters(), steps=4)
@@ -182,6 +187,11 @@ def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
         for t in range(4):
             before = state
             state, _ = step(state, mine(t))
+            if saved and t == 1:
+                ff.save(path, state)
+                again = ff.load(path, state)
+                same(ff.unshard(again), ff.unshard(state))
+                state = again
         if donated:
             with pytest.raises(RuntimeError, match="donated"):
                 ff.unshard(before)
@@ -321,27 +331,6 @@ def test_bytes_are_those_of_a_mean_now_and_then(wrap, zero, expected):
 
 
 # What is kept
-
-
-@pytest.mark.parametrize("kind", ["slowmo, whole", "gossip"])
-def test_a_saved_state_has_the_copies_of_all_ranks(tmp_path, kind):
-    mesh, optimizer = nodes(2, 2), ff.sharded_adam(LR)
-
-    def main():
-        step = ff.shard(train_step(loss, optimizer), mesh, "data")
-        step = KINDS[kind][0](step, mesh)
-        mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
-        fresh = lambda: ff.init_state(step, parameters(), optimizer, mine(0))  # noqa: E731
-        state, _ = step(fresh(), mine(0))
-        ff.save(tmp_path / "a", state)
-        again = ff.load(tmp_path / "a", fresh())
-        same(ff.unshard(again), ff.unshard(state))
-        for t in range(1, 4):
-            state, again = step(state, mine(t))[0], step(again, mine(t))[0]
-        same(ff.unshard(again), ff.unshard(state))
-        return again.count
-
-    assert ff.spmd(main, mesh)() == [4] * 4
 
 
 def test_half_parameters_are_averaged_in_float32():
