@@ -51,7 +51,7 @@ IDEAS = {
     "gathered": (
         "transforms/gathered_calls.py transforms/gathers.py transforms/boundary.py "
         "transforms/unit_calls.py transforms/gradient_sums.py",
-        "tests/transforms/test_gathered_calls.py tests/transforms/test_gathers.py "
+        "tests/transforms/test_gathers.py "
         "tests/transforms/test_shard_laws.py tests/transforms/test_hierarchy.py "
         "tests/transforms/test_shard_ledger.py tests/transforms/test_shard_units.py "
         "tests/transforms/test_shard_memory.py tests/transforms/test_accumulate.py "

@@ -221,8 +221,8 @@ _LATER = {
         "fsfunc.transforms.local.graphs": "graphs",
         "fsfunc.transforms.local.local_updates": "local_sgd",
         "fsfunc.transforms.local.slow_momentum": "slowmo",
-        "fsfunc.transforms.messages.encodings": "CastGather CastReduction QuantizedGather "
-        "QuantizedReduction",
+        "fsfunc.transforms.messages.encodings": "CastGather CastReduction "
+        "QuantizedGather QuantizedReduction",
         "fsfunc.transforms.messages.hierarchy": "HierarchicalGather "
         "HierarchicalReduction",
         "fsfunc.transforms.messages.low_rank": "powersgd",

@@ -120,39 +120,29 @@ OTHERS = {
 }  # fmt: skip
 
 
-@refusals(
-    OTHERS
-    | {
-        who: (lambda f=f: f(3), TypeError, f"{who} takes a function, .* of type ")
-        for who, f in FUNCTIONS.items()
-    }
-    | {
-        f"{name}='1e-2'": (
-            lambda f=f: f("1e-2"),
-            TypeError,
-            r" is '1e-2', a str: it must be a number; give float\('1e-2'\)",
-        )
-        for name, f in NUMBERS.items()
-    }
-    | {
-        f"{who} over {axis}": (
-            lambda f=f, axis=axis: f(MESH, axis),
-            TypeError,
-            f"axis={axis}.*is a name, .* 'data'; this",
-        )
-        for who, f in NAMED.items()
-        for axis in (0, None)
-    }
-    | {
-        f"{who} on {mesh}": (
-            lambda f=f, mesh=mesh: f(mesh, "data"),
-            TypeError,
-            f"{who} needs a mesh, got .*make_mesh",
-        )
-        for who, f in NAMED.items()
-        for mesh in (None, "data", {"data": 2})
-    }
-)
+A_STRING = r" is '1e-2', a str: it must be a number; give float\('1e-2'\)"
+EVERY = OTHERS | {
+    who: (lambda f=f: f(3), TypeError, f"{who} takes a function, .* of type ")
+    for who, f in FUNCTIONS.items()
+} | {
+    f"{name}='1e-2'": (lambda f=f: f("1e-2"), TypeError, A_STRING)
+    for name, f in NUMBERS.items()
+} | {
+    f"{who} over {axis}": (
+        lambda f=f, axis=axis: f(MESH, axis),
+        TypeError, f"axis={axis}.*is a name, .* 'data'; this",
+    )
+    for who, f in NAMED.items() for axis in (0, None)
+} | {
+    f"{who} on {mesh}": (
+        lambda f=f, mesh=mesh: f(mesh, "data"),
+        TypeError, f"{who} needs a mesh, got .*make_mesh",
+    )
+    for who, f in NAMED.items() for mesh in (None, "data", {"data": 2})
+}  # fmt: skip
+
+
+@refusals(EVERY)
 def test_junk_is_refused(call, error, way_out):
     with pytest.raises(error, match=way_out):
         call()

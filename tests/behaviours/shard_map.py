@@ -44,7 +44,7 @@ vmap
   has     | vmap around collectives | comm/test_collectives.py::test_a_batch_is_one_collective_each_way
   has     | gradients per sample | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
   has     | vmap for a mesh's axis | comm/test_collectives.py::test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice
-  differs | spmd_axis_name: the mapped axis lies over ranks | per sample within a unit; across ranks refused | transforms/test_shard_higher_order.py::test_per_sample_gradients_outside_a_unit_would_mix_the_ranks_and_are_refused
+  differs | spmd_axis_name: the mapped axis lies over ranks | per sample within a unit; across ranks refused | derivatives/test_refusals.py::test_it_is_refused_with_the_way_out
 remat
   has     | remat around a sharded function, and within | transforms/test_remat_modes.py::test_with_shard_the_numbers_stay
   has     | collectives are not what is saved | transforms/test_policies.py::test_names_beside_collectives

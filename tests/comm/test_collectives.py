@@ -17,7 +17,6 @@ from tests.checks import refusals
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 N = 3  # ranks
-RING = [(0, 1), (1, 2), (2, 0)]
 CHAIN = [(0, 1), (1, 2)]  # nobody sends to rank 0
 
 
@@ -223,43 +222,6 @@ def test_a_pytree_goes_leaf_by_leaf(mesh):
     out = ff.spmd(lambda s: ff.psum(s, "data"), mesh)(state)
     assert out[1]["a"].tolist() == [3, 3] and out[1]["b"][0].item() == 3
     assert out[1]["b"][1] is None
-
-
-def test_softmax_over_a_sharded_vocabulary(mesh):
-    """Axes, dims and types together: a loss no rank can compute alone."""
-
-    def whole(x):
-        shift = ff.pmax(x.detach().amax(1), "data")
-        total = ff.psum((x - shift[:, None]).exp().sum(1), "data")
-        return (shift + total.log()).sum()
-
-    expected = grad(lambda x: torch.cat(x.unbind(), 1).logsumexp(1).sum())(X)
-    close(on_ranks(grad(whole), mesh, X), expected)
-
-
-MOVES = {
-    "psum": lambda x: ff.psum(x, "data"),
-    "psum_scatter": lambda x: ff.psum_scatter(x, "data"),
-    "pmean": lambda x: ff.pmean(x, "data"),
-    "pmax": lambda x: ff.pmax(x, "data"),
-    "pmin": lambda x: ff.pmin(x, "data"),
-    "all_gather": lambda x: ff.all_gather(x, "data"),
-    "all_to_all": lambda x: ff.all_to_all(x, "data", split_dim=0, concat_dim=0),
-    "ppermute": lambda x: ff.ppermute(x, "data", []),
-    "pbroadcast": lambda x: ff.pbroadcast(x, "data", source=0),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
-def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(dtype, mesh):
-    ones = torch.ones(N, N, dtype=dtype)
-    found = {name: on_ranks(move, mesh, ones).dtype for name, move in MOVES.items()}
-    expected = dict.fromkeys(MOVES, dtype)
-    if not dtype.is_floating_point:
-        expected["pmean"] = torch.float32
-    if dtype == torch.bool:
-        expected |= dict.fromkeys(("psum", "psum_scatter"), torch.int64)
-    assert found == expected
 
 
 def with_extreme(extreme, x):

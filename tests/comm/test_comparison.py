@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.comparison import RanksDiffer, checksums
-from tests.comm.unlike_programs import UNLIKE, alike, block, run
+from tests.comm.unlike_programs import OVER_PROCESSES, UNLIKE, alike, block, run
 
 PROGRAM = Path(__file__).with_name("unlike_programs.py")
 
@@ -16,7 +16,9 @@ PROGRAM = Path(__file__).with_name("unlike_programs.py")
 @pytest.mark.processes
 def test_processes_are_told_before_they_compute(processes):
     lines = processes(PROGRAM, 3).splitlines()
-    assert len(lines) == 3 * (len(UNLIKE) + 6)  # five that may differ, and the cost
+    assert len(lines) == 3 * (
+        len(OVER_PROCESSES) + 6
+    )  # five that may differ, and the cost
     assert [line for line in lines if not line.endswith(": right")] == []
 
 

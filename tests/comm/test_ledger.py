@@ -143,16 +143,6 @@ def test_what_is_asked_by_axis(backend):
     ]
 
 
-def test_a_rank_is_chosen():
-    def main():
-        if ff.axis_index("b") == 1:
-            ff.psum(torch.ones(2), "a")
-
-    log = run(main, mesh_of(a=2, b=2))
-    assert [log.count(rank=r) for r in range(4)] == [0, 1, 0, 1]
-    assert log.count() == 1 and log.of() == log.of(1)  # the lowest that sent
-
-
 def line(marker):
     """``file:line`` of the line of this file that ends in a comment of this name."""
     lines = Path(__file__).read_text().splitlines()
@@ -191,38 +181,3 @@ def test_labels_follow_into_the_backward_pass():
         *((op, unit, "forward") for op, unit in there),
         *((turned[op], unit, "backward") for op, unit in there[::-1]),
     ]
-
-
-def test_what_a_unit_sends_itself_bears_its_name():
-    @ff.unit
-    def layer(w, x):
-        return ff.psum(ff.pcast(w * x, "model", to="V").sin(), "model")
-
-    def main():
-        step = ff.remat(ff.value_and_grad(lambda w, x: layer(w, layer(w, x)).sum()))
-        with ff.ledger() as log:
-            step(torch.ones(2), torch.ones(2))
-        return [(r.op, r.unit, r.phase) for r in log.of(ff.axis_index("model"))]
-
-    phases = ["forward"] * 2 + ["recompute", "backward"] * 2
-    sent = [("psum", "layer", phase) for phase in phases]
-    assert ff.spmd(main, mesh_of(model=2))() == [sent] * 2
-
-
-def test_backends_agree():
-    def loss(x):
-        y = ff.all_gather(x, ("a", "b")).sin()
-        z = ff.psum_scatter(y * y, "a", dim=0)
-        ring = ff.ppermute(z, "b", [(0, 1), (1, 0)])
-        return ff.pmean((ring * z).sum(), ("b", "a"))
-
-    first = lambda x: torch.func.grad(loss)(x).sin().sum()  # noqa: E731
-    main = lambda: torch.func.grad(first)(torch.ones(4, 2))  # noqa: E731
-    logs = [run(main, mesh_of(k, a=2, b=2)) for k in ("simulated", "vmap", "abstract")]
-
-    def said(log, rank):
-        return [(r.op, r.axis, r.bytes, r.dtype) for r in log.of(rank)]
-
-    assert said(logs[0], 0) == said(logs[2], 0)
-    for rank in range(4):
-        assert said(logs[0], rank) == said(logs[1], rank)

@@ -1,4 +1,4 @@
-"""The fixture that starts ranks: what a program printed, and nobody left behind."""
+"""The fixture that starts ranks leaves nobody behind."""
 
 import os
 import time
@@ -22,22 +22,6 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_returns_what_every_rank_printed(processes):
-    out = processes(
-        """
-        import sys, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        x = torch.tensor([dist.get_rank() + 1.0])
-        dist.all_reduce(x)
-        print(f"{sys.argv[1]} {dist.get_rank()} {x.item()}\\n", end="", flush=True)
-        dist.destroy_process_group()
-        """,
-        2,
-        "rank",
-    )
-    assert sorted(out.splitlines()) == ["rank 0 3.0", "rank 1 3.0"]
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
 def test_a_hang_leaves_no_process(processes, tmp_path):
     program = f"""
@@ -48,7 +32,7 @@ def test_a_hang_leaves_no_process(processes, tmp_path):
         time.sleep(600)
     """
     with pytest.raises(TimeoutError, match="ran past"):
-        processes(program, 2, timeout=4)
+        processes(program, 2, timeout=2)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
     assert all(ended(pid) for pid in pids)

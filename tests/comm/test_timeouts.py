@@ -9,7 +9,7 @@ import fsfunc as ff
 STOPPED = """
     import os, signal, sys, time, torch, torch.distributed as dist, fsfunc as ff
     from datetime import timedelta
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     theirs = ff.make_mesh({"a": 2, "b": 2})
     ours = ff.make_mesh({"c": 2, "d": 2}, timeout=1.5)
     line = ff.make_mesh({"e": 4}, timeout=timedelta(seconds=1))

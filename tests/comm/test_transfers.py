@@ -32,31 +32,6 @@ def test_every_pair_both_ways(n):
     run(lambda: everything("pipe"), n)
 
 
-def test_along_one_axis_of_two():
-    """Indices are along the axis; a group's transfers are its own, and noted."""
-    mesh = ff.make_mesh({"data": 2, "pipe": 3}, "simulated")
-
-    def main():
-        along, across = group("pipe"), group("data")
-        after = along.receive((), torch.float32, "cpu", (along.index + 1) % 3)
-        beside = across.receive((), torch.float32, "cpu", 1 - across.index)
-        mine = torch.tensor(float(mesh.rank))
-        with label("stages/1", "backward"):
-            along.send(mine, (along.index - 1) % 3)
-        across.send(mine, 1 - across.index)
-        return after.wait().item(), beside.wait().item()
-
-    with ff.ledger() as log:
-        found = ff.spmd(main, mesh)()
-    assert found == [
-        (3 * d + (p + 1) % 3, 3 * (1 - d) + p) for d in range(2) for p in range(3)
-    ]
-    assert len(log.records) == 12 and log.bytes("pipe") == log.bytes("data") == 4
-    first = log.of(0)[0]
-    assert (first.op, first.axis, first.unit) == ("ppermute", ("pipe",), "stages/1")
-    assert first.phase == "backward" and first.where.startswith(__file__)
-
-
 def test_a_send_is_done_when_the_receiver_has_asked():
     seen = []
 

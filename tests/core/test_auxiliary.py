@@ -39,41 +39,36 @@ def loss(w, x):
 GRAD = ff.value_and_grad(loss, has_aux=True)
 (VALUE, (SUMS, REST)), _ = GRAD(W, X)
 
-ORDERS = {
-    "accumulate": lambda n: ff.accumulate(GRAD, n),
-    "accumulate twice": lambda n: ff.accumulate(ff.accumulate(GRAD, 2), max(n // 2, 1)),
-}
-SHARDED = {
-    "shard": lambda n, zero: ff.shard(GRAD, MESH, "data", zero=zero),
-    "shard(accumulate)": lambda n, zero: ff.shard(
-        ff.accumulate(GRAD, n), MESH, "data", zero=zero
-    ),
-    "accumulate(shard)": lambda n, zero: ff.accumulate(
-        ff.shard(GRAD, MESH, "data", zero=zero), n
-    ),
-    "accumulate(shard(accumulate))": lambda n, zero: ff.accumulate(
-        ff.shard(ff.accumulate(GRAD, 2), MESH, "data", zero=zero), 2
-    ),
-    "shard(remat)": lambda n, zero: ff.shard(ff.remat(GRAD), MESH, "data", zero=zero),
-}
+A = ff.accumulate
+
+
+def sharded(f, zero):
+    return ff.shard(f, MESH, "data", zero=zero)
 
 
 @pytest.mark.parametrize(
-    ("order", "n"), [("accumulate", 1), ("accumulate", 8), ("accumulate twice", 4)]
+    ("step", "n"), [(A(GRAD, 1), 1), (A(GRAD, 8), 8), (A(A(GRAD, 2), 2), 4)]
 )
-def test_sums_do_not_depend_on_the_number_of_microbatches(order, n) -> None:
-    (value, (found, rest)), _ = ORDERS[order](n)(W, X)
+def test_sums_do_not_depend_on_the_number_of_microbatches(step, n) -> None:
+    (value, (found, rest)), _ = step(W, X)
     same((value, found), (VALUE, SUMS))
     same((rest["mean"], rest["each"]), (REST["mean"], REST["each"]))
     assert rest["name"] == "n" and rest["last"].item() == len(X) // n
     assert isinstance(found["positive"], Summed) and not rest["each"].requires_grad
 
 
-@pytest.mark.parametrize(
-    ("order", "zero"), [*zip(SHARDED, (0, 3, 0, 3, 1), strict=True)]
-)
-def test_sums_do_not_depend_on_the_ranks(order, zero) -> None:
-    outs = on_ranks(SHARDED[order](2, zero), W, X, mesh=MESH)
+STACKS = {
+    "shard": sharded(GRAD, 0),
+    "shard(accumulate)": sharded(A(GRAD, 2), 3),
+    "accumulate(shard)": A(sharded(GRAD, 0), 2),
+    "accumulate(shard(accumulate))": A(sharded(A(GRAD, 2), 3), 2),
+    "shard(remat)": sharded(ff.remat(GRAD), 1),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_sums_do_not_depend_on_the_ranks(stack) -> None:
+    outs = on_ranks(STACKS[stack], W, X, mesh=MESH)
     outs = [
         (value, found, rest["mean"], rest["each"]) for (value, (found, rest)), _ in outs
     ]
@@ -84,11 +79,8 @@ def test_sums_do_not_depend_on_the_ranks(order, zero) -> None:
 
 def test_one_psum_more_for_each_dtype_and_none_without() -> None:
     def counted(aux):
-        step = ff.shard(
-            ff.value_and_grad(lambda w, x: ((x * w).sum(), aux), has_aux=True),
-            MESH,
-            "data",
-        )
+        loss = lambda w, x: ((x * w).sum(), aux)  # noqa: E731
+        step = sharded(ff.value_and_grad(loss, has_aux=True), 3)
 
         def main():
             w = ff.place(step, W, X)

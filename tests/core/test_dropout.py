@@ -130,10 +130,6 @@ def test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary() -> None:
     mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
 
     def main():
-        def f(w, x):
-            return (inner(w, x) * 1).sum(), x
-
-        g = ff.shard(ff.value_and_grad(f, has_aux=True), mesh, "data")
         unit = ff.unit(lambda w, x: F.dropout(x * w))
         drawn = []
 

@@ -30,14 +30,17 @@ def sharded(f, params, *rest, zero=3, around=lambda f: f):
     return ff.spmd(main, MESH)()[0]
 
 
-def interpreted(f, params, *rest):
-    """(name, value and gradient) of `f` under every interpretation of its units."""
+def interpreted(f, params, *rest, but=""):
+    """(name, value and gradient) of `f` under the interpretations of its units."""
     g = ff.value_and_grad(f)
-    yield "plain", g(params, *rest)
-    yield "remat", ff.remat(g)(params, *rest)
-    yield "shard", sharded(g, params, *rest)
-    yield "shard(remat), zero=1", sharded(ff.remat(g), params, *rest, zero=1)
-    yield "remat(shard)", sharded(g, params, *rest, around=ff.remat)
+    ways = {
+        "plain": lambda: g(params, *rest),
+        "remat": lambda: ff.remat(g)(params, *rest),
+        "shard": lambda: sharded(g, params, *rest),
+        "shard(remat), zero=1": lambda: sharded(ff.remat(g), params, *rest, zero=1),
+        "remat(shard)": lambda: sharded(g, params, *rest, around=ff.remat),
+    }
+    return ((name, way()) for name, way in ways.items() if name != but)
 
 
 def many_outputs(w, x, none, n, pair, *, scale):
@@ -152,12 +155,18 @@ def three_calls(unit):
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_body_is_right_under_every_interpretation(poisoned, name) -> None:
-    """As on one device, though buffers that were let go of turn NaN."""
+    """As on one device, though buffers that were let go of turn NaN.
+
+    Of the sharded ones two, by turns.
+    """
     body = BODIES[name]
     ws, x = [W, W.flip(0) * 0.5, W.t() + 0.1], torch.linspace(-1, 1, 9).view(3, 3)
     torch.manual_seed(1)
     expected = ff.value_and_grad(three_calls(body))(ws, x)
-    for how, found in interpreted(three_calls(ff.unit(body)), ws, x):
+    but = ("shard", "shard(remat), zero=1", "remat(shard)")[
+        list(BODIES).index(name) % 3
+    ]
+    for how, found in interpreted(three_calls(ff.unit(body)), ws, x, but=but):
         if name == "dropout":  # which draws by unit, and otherwise on each rank
             assert all(x.isfinite().all() for x in tree.leaves(found)), how
         else:

@@ -27,10 +27,6 @@ def flipped(o, x):
     return o.own(lambda x: x.flip(1), x)
 
 
-def norm_penalty(o, w, x):
-    return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(w)))
-
-
 def times_squares(o, w, x):
     return times(o, loss(o, w, x), squares(o, w))
 
@@ -38,17 +34,6 @@ def times_squares(o, w, x):
 def gradient_norm_penalty(o, w, x):
     g = o.grad_w(lambda w: loss(o, w, x), w)
     return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(g)))
-
-
-def maml(o, w, x):
-    """One inner step on the whole batch, which all ranks take alike."""
-    g = o.grad_w(lambda w: loss(o, w, x), w)
-    return loss(o, o.map(lambda a, g: a - 0.5 * g, w, g), flipped(o, x))
-
-
-def maml_one_task_a_rank(o, w, x):
-    """Each rank adapts to its own rows alone."""
-    return o.whole(lambda o, w, x: maml(o, w, x), w, x)
 
 
 def normed_step(o, w, x):
@@ -63,11 +48,6 @@ def loss_scaled_step(o, w, x):
     g = o.grad_w(lambda w: loss(o, w, x), w)
     step = o.scale(g, o.pmean(loss(o, w, x)))
     return loss(o, o.map(torch.sub, w, step), flipped(o, x))
-
-
-def hessian_vector_product(o, w, x):
-    direction = o.noise(w, 5)
-    return o.hvp(lambda w: loss(o, w, x), w, direction)
 
 
 def laid(o, w, x):
@@ -99,17 +79,6 @@ def neighbours(o, w, x):
     return plus(o, one, o.psum(one))
 
 
-def wgan_gp(o, w, x):
-    """A critic, and how steep it is at the data."""
-
-    def critic(x):
-        return o.own(lambda h: h.sum(), mlp(o, w, x))
-
-    slope = o.grad_x(critic, x)
-    gp = o.own(lambda g: ((g.norm(dim=1) - 1) ** 2).mean(), slope)
-    return plus(o, loss(o, w, x), gp)
-
-
 def energy(o, w, x):
     """Score matching: a nested gradient of our own, by the data."""
 
@@ -124,34 +93,14 @@ def steep_energy(o, w, x):
     return loss(o, w, o.vag_x(lambda x: energy(o, w, x), x))
 
 
-# More of them, in words of users: `tests/examples/test_derivatives.py`.
+# MAML, WGAN-GP, DP-SGD and more, in words of users: `tests/examples`.
 LOSSES = {
     f.__name__: f
     for f in (
-        loss, norm_penalty, times_squares, gradient_norm_penalty, maml,
-        maml_one_task_a_rank, normed_step, loss_scaled_step, laid, contrastive, centred,
-        neighbours, wgan_gp, energy, steep_energy,
+        loss, times_squares, gradient_norm_penalty, normed_step, loss_scaled_step, laid,
+        contrastive, centred, neighbours, energy, steep_energy,
     )
 }  # fmt: skip
-
-
-def dp_sgd(o, w, x):
-    """Per-sample gradients, clipped, and noise on their mean."""
-
-    def clipped(o, w, x):
-        each = o.per_sample(lambda w, x: loss(o, w, x), w, x)
-
-        def clip(*leaves):
-            norms = sum(g.flatten(1).square().sum(1) for g in leaves).sqrt()
-            factor = (0.1 / (norms + 1e-6)).clamp(max=1)
-            means = [torch.einsum("n,n...->...", factor, g) / len(g) for g in leaves]
-            return torch.stack(means)
-
-        both = o.own(clip, each["a"], each["b"])
-        return {k: o.own(lambda m, i=i: m[i], both) for i, k in enumerate("ab")}
-
-    mean = o.reduce(o.whole(clipped, w, x), w)
-    return o.map(lambda g, e: g + 0.01 * e, mean, o.noise(w, 9))
 
 
 def adversarial_rows(o, w, x):
@@ -166,7 +115,4 @@ def gradients_of_neighbours(o, w, x):
     )
 
 
-STEPS = {
-    f.__name__: f
-    for f in (dp_sgd, hessian_vector_product, adversarial_rows, gradients_of_neighbours)
-}  # fmt: skip
+STEPS = {f.__name__: f for f in (adversarial_rows, gradients_of_neighbours)}

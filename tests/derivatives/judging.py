@@ -1,5 +1,6 @@
 """Running a program in both worlds, and holding one against the other."""
 
+import pytest
 import torch
 
 import fsfunc as ff
@@ -14,6 +15,12 @@ X = torch.randn(12, D, generator=DRAW, dtype=torch.float64)
 MESHES = {n: checks.simulated(n) for n in (1, 2, 3, 4)}
 # zero, or None: whole parameters, which units are given as they are
 WAYS = [0, 1, 2, 3, None]
+
+
+def by_turns(names, zeros=(0, 3)):
+    """Parametrizes over names, each with one of these, which all come up."""
+    pairs = [(name, zeros[i % len(zeros)]) for i, name in enumerate(names)]
+    return pytest.mark.parametrize(("name", "zero"), pairs)
 
 
 def beside_units(w, x):

@@ -10,6 +10,7 @@ import fsfunc as ff
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.steadiness import Unsteady
 from tests import checks
+from tests.derivatives.judging import by_turns
 
 MESH = checks.simulated(2)
 W = torch.ones(2, 1)
@@ -95,12 +96,11 @@ def run(step, zero, given=None):
     return ff.spmd(main, MESH)()
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("what", ROWS)
-def test_rows_told_apart(what, zero):
+@by_turns(ROWS)
+def test_rows_told_apart(name, zero):
     with pytest.raises(LawError) as raised:
-        run(ROWS[what], zero)
-    assert zero or isinstance(raised.value, RowsApart) or what == "stacked"
+        run(ROWS[name], zero)
+    assert zero or isinstance(raised.value, RowsApart) or name == "stacked"
 
 
 def by_jacobian(change):
@@ -125,11 +125,10 @@ CLIPPED = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("what", CLIPPED)
-def test_a_jacobian_by_rows_is_not_clipped_after_the_mean(what, zero):
+@by_turns(CLIPPED, (0, 1, 3))
+def test_a_jacobian_by_rows_is_not_clipped_after_the_mean(name, zero):
     with pytest.raises(LawError) as raised:
-        run(by_jacobian(CLIPPED[what]), zero)
+        run(by_jacobian(CLIPPED[name]), zero)
     assert zero or isinstance(raised.value, RowsApart)
 
 
@@ -205,11 +204,10 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("what", ELEMENTS)
-def test_rows_and_shapes_are_not_those_of_elements(what, zero):
+@by_turns(ELEMENTS)
+def test_rows_and_shapes_are_not_those_of_elements(name, zero):
     with pytest.raises(LawError):
-        run(by(ELEMENTS[what]), zero, torch.ones(2, 2))
+        run(by(ELEMENTS[name]), zero, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("zero", [1, 3])

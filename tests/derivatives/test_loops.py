@@ -10,7 +10,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tracing.refusals import RowsApart
 from tests import checks
-from tests.derivatives.judging import MESHES, W, X, beside_units
+from tests.derivatives.judging import MESHES, W, X, beside_units, by_turns
 from tests.derivatives.loops import ALLOWED, REFUSED, running, slope
 from tests.derivatives.worlds import by_units
 
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 # What means something for whole tensors alone.
 OF_WHOLE = {"by_hand_stacked"}
 ONE_ROW = ["by_hand", "critic", "critic_by_adam"]
-
-
-def by_turns(names, zeros=(None, 0, 3)):
-    """Each with one of these, which all come up."""
-    pairs = [(name, zeros[i % len(zeros)]) for i, name in enumerate(names)]
-    return pytest.mark.parametrize(("name", "zero"), pairs)
 
 
 def run(step, n, zero, rows=4):
@@ -40,7 +34,7 @@ def run(step, n, zero, rows=4):
     return ff.spmd(main, mesh)()
 
 
-@by_turns(REFUSED)
+@by_turns(REFUSED, (None, 0, 3))
 def test_what_is_a_mean_too_early_is_refused(name, zero):
     with pytest.raises(RowsApart, match="other rows of .*ff.reduce_like.*whole=True"):
         run(REFUSED[name], 2, zero)
@@ -53,7 +47,7 @@ def test_a_loop_over_one_row_is_a_loop(name):
         run(REFUSED[name], 2, 3, rows=1)
 
 
-@by_turns(ALLOWED)
+@by_turns(ALLOWED, (None, 0, 3))
 def test_what_is_none_runs(name, zero):
     run(ALLOWED[name], 2, None if name in OF_WHOLE else zero)
     if name in ONE_ROW:

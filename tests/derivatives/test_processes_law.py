@@ -4,15 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.derivatives import refused
-from tests.derivatives.cases import LOSSES, STEPS
+from tests.derivatives.process_law import PROGRAMS, REFUSED
 
 PROGRAM = Path(__file__).with_name("process_law.py")
 
 
 @pytest.mark.processes
 def test_processes_keep_the_law(processes):
-    right = len(STEPS) + len(LOSSES)
-    told = len(refused.STEPS | refused.PLAIN)
-    said = f"{right} right, {told} refused"
+    said = f"{len(PROGRAMS)} right, {len(REFUSED)} refused"
     assert processes(PROGRAM, 2, timeout=240).splitlines() == [said] * 2

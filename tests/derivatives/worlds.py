@@ -10,7 +10,7 @@ that of the mean of the ranks' losses, one by own values that of their sum.
 from __future__ import annotations
 
 import torch
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
 import fsfunc as ff
 from fsfunc import tree
@@ -66,7 +66,6 @@ class Ranks:
     lay, reduce = _(ff.lay_like), _(ff.reduce_like)
     grad_w = grad_x = _(lambda loss, w: grad(loss)(w))
     vag_w = vag_x = _(lambda loss, w: ff.value_and_grad(loss)(w)[1])
-    hvp = _(lambda loss, w, along: jvp(grad(loss), (w,), (along,))[1])
     by_hand = _(lambda matrix, h: ByHand.apply(h, matrix))
 
     def shift(self, v):
@@ -214,16 +213,6 @@ class Law(Ranks):
         return _pulled(sum(self._each(loss(h))), h)
 
     vag_x = grad_x
-
-    def hvp(self, loss, w, direction):
-        w = {k: _tracked(self._one(a)) for k, a in w.items()}
-        g = self.grad_w(loss, w)
-        along = sum((g[k] * direction[k].detach()).sum() for k in g)
-        first = dict(zip(w, _pulled(along, list(w.values())), strict=True))
-        turned = {k: direction[k] for k in w}
-        if any(a.grad_fn is not None for a in turned.values()):
-            raise NotImplementedError("a direction that is differentiated")
-        return first
 
     def whole(self, fn, w, *inputs):
         """Each rank has the parameters to itself: derivatives are that rank's own."""

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
-from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded
+from fsfunc.sharded.leaf import KEPT, Sharded
 from fsfunc.sharded.packing import (
-    by_buffer,
     chunk_here,
     in_a_row,
     joined,
     pack,
     packed_of,
-    side_by_side,
     split_buffers,
 )
 from fsfunc.sharded.slices import take
@@ -35,26 +33,6 @@ def loose(at, layouts=None, start=1.0):
         whole = torch.arange(offset, offset + m.numel).view(m.shape)
         out.append(Sharded(take(whole, m, at).clone(), m))
     return out
-
-
-@pytest.mark.parametrize("at", AT, ids=str)
-def test_parts_lie_side_by_side_as_the_layouts_say(at):
-    i = at["data"]
-    expected = torch.arange(1.0, 10.0)[3 * i : 3 * i + 3]
-    expected[expected > 8] = 0  # padding
-    leaves = loose(at)
-    assert pack(leaves, at).flat.tolist() == expected.tolist()
-    assert joined(leaves, at).tolist() == expected.tolist()
-    # An empty leaf begins where another does: either may come first.
-    assert joined([leaves[k] for k in (0, 2, 1, 3)], at).tolist() == expected.tolist()
-    # Nor does it matter that a unit is given one of them twice.
-    assert (
-        joined([leaves[k] for k in (0, 0, 2, 3, 3)], at).tolist() == expected.tolist()
-    )
-    # What is missing of the buffer is zero, before, between and behind.
-    some = [leaves[2]]
-    here = [x if 4 <= x <= 7 else 0.0 for x in expected.tolist()]
-    assert pack(some, at).flat.tolist() == joined(some, at).tolist() == here
 
 
 @pytest.mark.parametrize("at", AT, ids=str)
@@ -103,19 +81,3 @@ def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
     assert repack(t, AT[0]) is t
     with pytest.raises(RuntimeError, match="outside, as in mine"):
         kept.local.mul(2)
-
-
-def test_leaves_of_one_buffer_are_found_in_its_order():
-    leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
-    other = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
-    mixed = [leaves[2], other[0], leaves[0], other[3], 1.0]
-    assert by_buffer(mixed, [0, 1, 2, 3]) == [[2, 0], [1, 3]]
-    packed, flat = packed_of([leaves[0], leaves[2]], AT[0])
-    assert packed is leaves[0].packed and flat is packed.flat  # no copy
-    # On their own they go together by name, and what would overlap goes apart.
-    mixed = [*loose(AT[0])[::-1], *loose(AT[0])[:1]]
-    assert by_buffer(mixed, range(5)) == [[3, 1, 2, 0], [4]]
-    elsewhere = loose(AT[0], members(buffer="v"))
-    assert side_by_side([mixed[0], elsewhere[0]], [0, 1]) == [[0], [1]]
-    wide = Sharded(mixed[0].local.double(), mixed[0].layout)
-    assert side_by_side([mixed[3], wide], [0, 1]) == [[0], [1]]

@@ -8,15 +8,13 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc import tree
 from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.packing import side_by_side, split_alike, split_buffers
+from fsfunc.sharded.packing import split_buffers
 from fsfunc.sharded.slices import take
-from fsfunc.tree.structure import TreeMismatch
 from tests.sharded.packed_trees import repack
 
 AT = {"data": 1}
@@ -132,68 +130,6 @@ def test_a_whole_buffer_shows_what_it_was_gathered_from():
 
 def values(t):
     return [x.local.tolist() for x in tree.leaves(t, is_leaf=is_sharded)]
-
-
-@settings(max_examples=15)
-@given(SHAPES, st.integers(1, 4), st.data())
-def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
-    at = {"data": data.draw(st.integers(0, size - 1))}
-    t = {"a": packed_of(shapes, size, at=at).leaves(), "b": packed_of([(3,)]).leaves()}
-    buffers = split_buffers(t)
-    assert len(buffers.tensors) == 2 == len(buffers.paths)
-    doubled = buffers.rebuild([2 * x for x in buffers.tensors])
-    assert values(doubled) == [[2 * v for v in leaf] for leaf in values(t)]
-    assert len(split_buffers(doubled).tensors) == 2  # shards kept
-    same = buffers.rebuild(buffers.tensors)
-    assert values(same) == values(t)
-    incomplete = {"a": t["a"][1:]}
-    assert len(split_buffers(incomplete).tensors) == len(shapes) - 1
-
-
-def test_trees_are_cut_alike_or_leaf_by_leaf():
-    shard = packed_of([(3,), (4,)])
-    flat, loose = shard.leaves(), tree.map(torch.clone, shard.leaves())
-    assert [len(b.tensors) for b in split_alike(flat, flat)] == [1, 1]
-    assert [len(b.tensors) for b in split_alike(flat, loose)] == [2, 2]
-    assert [b.paths for b in split_alike(flat, loose)] == [[["0"], ["1"]]] * 2
-    with pytest.raises(TreeMismatch):
-        split_alike(flat, flat[:1])
-
-
-@settings(max_examples=15)
-@given(SHAPES, st.integers(1, 4), st.data())
-def test_settling_packs_what_lost_its_shard(shapes, size, data):
-    at = {"data": data.draw(st.integers(0, size - 1))}
-    shard = packed_of(shapes, size, at=at)
-    once = tree.map(torch.clone, shard.leaves())
-    # Parameters, moments, and a few of an average after them again.
-    t = {"p": once, "v": tree.map(torch.neg, once), "z": once[1:]}
-    settled = repack(t, at)
-    assert values(settled) == values(t)
-    assert len(split_buffers(settled).tensors) == 3 - (len(shapes) == 1)
-    whole = split_buffers(settled["p"])
-    assert len(whole.tensors) == 1 and whole.tensors[0].shape == shard.flat.shape
-    assert repack(settled, at) is settled
-
-
-def test_buffers_of_one_name_stay_apart():
-    """Two trees whose buffers start with a leaf of one name: nothing overlaps."""
-    one = packed_of([(4,), (2,)], names=["a", "b"]).leaves()
-    other = packed_of([(4,), (2,)], names=["a", "c"]).leaves()
-    t = tree.map(torch.clone, [*one, *other])
-    assert side_by_side(t, range(4)) == [[0, 1], [2, 3]]
-    assert values(repack(t, AT)) == values(t)
-    assert side_by_side([one[1], other[1]], range(2)) == [[0], [1]]
-
-
-@pytest.mark.parametrize("kind", ["requires grad", "vmap"])
-def test_what_somebody_transforms_is_not_copied(kind):
-    (x,) = tree.map(torch.clone, packed_of([(4,)]).leaves())
-    if kind == "requires grad":
-        x.local.requires_grad_()
-    else:
-        x = x.with_local(x.local.expand(3, -1))
-    assert repack([x], AT)[0] is x
 
 
 def test_a_donated_leaf_says_so():

@@ -5,7 +5,7 @@ from torch.func import grad, grad_and_value
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.testing import assert_cost, check_replicated, check_types, finite, integers
+from fsfunc.testing import check_types, finite, integers
 from fsfunc.testing import poison as poisoned
 from tests.testing.planted import TWO, Bug, law
 
@@ -89,19 +89,6 @@ def updated(sign=-0.5, keep=False):
     return by_hand
 
 
-def momentum(back):
-    """The parts of a state are updated by their ranks, and come back in an order."""
-
-    def by_hand(p, x):
-        g = ff.pmean(grad(loss)(p, x), "data")["w"]
-        mine = ff.axis_index("data")
-        part = p["w"].chunk(2)[mine] - 0.5 * g.chunk(2)[mine]
-        parts = ff.all_gather(part[None], "data")
-        return torch.cat([parts[i] for i in back])
-
-    return by_hand
-
-
 def stale(fill):
     """Uneven rows, summed in a buffer of three; its last row may be an old one."""
 
@@ -123,52 +110,12 @@ def written(p, x):
     return mean({"w": p["w"], "b": p["b"] - 1}, x)
 
 
-def by_rank(draw):
-    """Parameters that a rank changes by a draw of its own."""
-
-    def main():
-        torch.manual_seed(ff.axis_index("data") if draw else 0)
-        check_replicated(tree.map(lambda a: a + torch.rand(a.shape), W), "data")
-
-    return main
-
-
 unit = ff.unit(lambda p, x: x @ p["w"] + p["b"])
 root = ff.unit(lambda p, x: x.sqrt() @ p["w"])
 
 
 def in_units(p, x):
     return ff.value_and_grad(lambda p, x: unit(p, x).square().sum() / len(x))(p, x)
-
-
-def cost(ranks):
-    """A gather of both leaves' part, a scatter of their gradient, the loss."""
-    sharded = law(in_units, TWO, W, X)
-    assert_cost(lambda: sharded(ranks), bytes={"data": 40 + 40 + 8})
-
-
-def twice(p, x):
-    return ff.shard(in_units, TWO, "data")(ff.unshard(p), x)
-
-
-def order(reverse):
-    """Ranks that call their units in an order of their own."""
-    first, second = ff.unit(lambda w, x: x @ w), ff.unit(lambda w, x: x + w)
-
-    def run(p, x):
-        x = first(p["w"], x) if not reverse else second(p["b"], x)
-        return (second(p["b"], x) if not reverse else first(p["w"], x)).sum() / len(x)
-
-    return run
-
-
-def in_order(own):
-    def main():
-        odd = own and ff.axis_index("data") == 1
-        f = ff.shard(order(odd), TWO, "data")
-        return f(ff.place(f, W, X), X)
-
-    return main
 
 
 def noise(like):
@@ -211,14 +158,6 @@ BUGS = {
         reduced(lambda g: {"b": g["b"], "w": ff.pmean(g["w"], "data")}),
         "'1/b'(.*\n)*.*nothing was reduced",
     ),
-    "reduced twice": Bug(
-        by_mean, mean, reduced(lambda g: ff.psum(ff.pmean(g, "data"), "data")),
-        "2 times too large.*reduced twice",
-    ),
-    "only the loss reduced": Bug(
-        by_mean, mean, lambda p, x: (ff.pmean(loss(p, x), "data"), step(p, x)[1]),
-        "'1/b'(.*\n)*.*nothing was reduced",
-    ),
     "one rank's gradient": Bug(
         by_mean, mean, reduced(lambda g: ff.pbroadcast(g, "data", source=0)),
         "what the rows of rank 0 alone give: the others' are left out",
@@ -250,25 +189,11 @@ BUGS = {
         law(update, TWO, W, X), updated(), updated(keep=True),
         "'b'(.*\n)*it is what the call was given: never updated",
     ),
-    "an optimizer state not resharded": Bug(
-        law(lambda p, x: update(p, x)["w"], TWO, W, X), momentum([0, 1]),
-        momentum([1, 0]), "right elements in another order.* order of ranks",
-    ),
     "a stale buffer": Bug(
         stale_check, stale(True), stale(False), "unwritten memory is read",
     ),
     "a state written in place": Bug(
         by_mean, mean, written, "wrote into the state's 'b', which was not donated",
-    ),
-    "parameters that drift": Bug(
-        on_ranks, by_rank(False), by_rank(True),
-        r"'b' .*differs along \"data\", where it is claimed to be one value",
-    ),
-    "gathered twice": Bug(
-        cost, ff.shard(in_units, TWO, "data"), twice, "sends .* bytes over 'data', not",
-    ),
-    "units in another order": Bug(
-        on_ranks, in_order(False), in_order(True), "ranks lay out for unlike steps",
     ),
     "noise on parts": Bug(
         lambda step: check_types(step, TWO, W, X),

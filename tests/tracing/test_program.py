@@ -240,59 +240,6 @@ add_one = ff.unit(lambda p, x: x + p)
 add_one.__name__ = "add_one"
 
 
-def test_parameters_are_known_in_any_argument():
-    def loss(p, x):
-        x = block({"w": p["blocks"][0]["w"]}, x)["h"]
-        x = add_one(p["tied"].T, x)  # of a view, glue reads
-        return head(None, x)
-
-    @ff.unit
-    def head(p, x, extra=None):
-        return x
-
-    def nested(p, x):
-        return head(None, x, {"deep": [p["tied"], p["blocks"][1]]}).sum()
-
-    params = model() | {"tied": torch.ones(4, 4)}
-    calls = ff.program(loss, params, torch.ones(4, 4)).calls
-    assert [c.params for c in calls] == [{"blocks/0/w"}, set(), set()]
-    assert [c.reads for c in calls] == [set(), {"tied"}, set()]
-    calls = ff.program(nested, params, torch.ones(4, 4)).calls
-    assert calls[0].params == {"tied", "blocks/1/w"} and not calls[0].reads
-    assert calls[0].text == "None, x, {deep: [p/tied, p/blocks/1]}"
-
-
-def test_what_a_unit_captures_is_needed():
-    def loss(p, x):
-        h = add_one(p, x)
-        mask = (h > 0).float()
-        unit = ff.unit(lambda p, y: y * mask)
-        return unit(p, torch.ones(2)).sum()
-
-    calls = ff.program(loss, torch.ones(2), torch.ones(2)).calls
-    assert calls[1].needs == {Value(0, 0)} and calls[1].origins.batch == set()
-
-
-def test_outputs_know_whether_they_need_gradients():
-    def loss(p, x):
-        with torch.no_grad():
-            add_one(p["w"], x)
-        add_one(p["i"], x.long())
-        return add_one(p["w"], add_one(2, x)).sum()
-
-    p = {"w": torch.ones(2), "i": torch.ones(2, dtype=torch.long)}
-    calls = ff.program(loss, p, torch.ones(2)).calls
-    found = [call.outputs.leaves[0].requires_grad for call in calls]
-    assert found == [False, False, False, True]
-
-
-def test_units_inside_units_are_not_seen():
-    outer = ff.unit(lambda p, x: add_one(p["w"], block(p, x)["h"]))
-    shown = ff.program(outer, {"w": torch.ones(2, 2)}, torch.ones(2, 2))
-    assert [c.name for c in shown.calls] == ["<lambda>"]
-    assert shown.loss.needs == {Value(0, 0)}
-
-
 def here():
     """This file, as a pattern for a line of it."""
     return re.escape(__file__) + r":\d+"
@@ -437,28 +384,6 @@ def test_in_a_unit_a_value_may_be_asked_for(kind):
     assert first == Spec((2,), torch.float32, expected)
     assert second == Spec((2,), torch.float32, True)
     assert [c.needs for c in shown.calls[1:]] == [{Value(0, 0)}, {Value(1, 0)}]
-
-
-def test_operations_with_several_results_or_keywords_are_followed():
-    def normed(p, x):
-        h, mean, var = add_one(p, x), torch.zeros(2), torch.ones(2)
-        F.batch_norm(h, mean, var, training=True)
-        return add_one(p, mean).sum()
-
-    def attended(p, x):
-        mask = add_one(p, x).detach()
-        x = F.scaled_dot_product_attention(*x.expand(3, 1, 1, 2, 2), attn_mask=mask)
-        return add_one(p, x).sum()
-
-    def added(p, x):
-        h, buffer = add_one(p, x), torch.zeros(2, 2)
-        with torch.no_grad():
-            torch._foreach_add_([buffer], [h])
-        return add_one(p, buffer).sum()
-
-    p, x = torch.ones(2), torch.ones(2, 2)
-    for loss in (normed, attended, added):
-        assert ff.program(loss, p, x).calls[1].needs == {Value(0, 0)}
 
 
 # Random numbers, costs, and what is left alone

@@ -141,20 +141,6 @@ def test_batches_of_any_form(told):
     same((value * 2, grad * 2), g(*args, **named))
 
 
-def test_calls_nest_and_each_gradient_call_of_a_step_is_cut_once():
-    g = vag(mean)
-    expected = ff.accumulate(g, 8)(P, BATCH)
-    same(ff.accumulate(ff.accumulate(g, 2), 4)(P, BATCH), expected)
-    both = ff.accumulate(lambda p, b: (vag(mean)(p, b), vag(total)(p, b)), 2)
-    same(both(P, BATCH), (loop(mean, P, BATCH, 2), loop(total, P, BATCH, 2)))
-
-    def rows(p, batch):
-        value, g = vag(lambda x: total(p, {**batch, "x": x}))(batch["x"])
-        return value + g.square().sum()
-
-    same(ff.accumulate(vag(rows), 4)(P, BATCH), loop(rows, P, BATCH, 4))
-
-
 def some_weighted(w, x):
     return ff.Weighted((w * x).sum(), len(x)) if x[0] else (w * x).mean()
 

@@ -116,12 +116,6 @@ def own_gradients(w, batch):
     return vag(f, argnums=(0, 1), batch_argnums=(1, 2))(w, *batch)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_gradients_by_the_batch_are_joined_in_order(n):
-    found = ff.accumulate(own_gradients, n)({"w": W}, (X, Y))
-    same(found, own_gradients({"w": W}, (X, Y)))
-
-
 @pytest.mark.parametrize("order", ["shard(accumulate)", "accumulate(shard)"])
 def test_they_are_the_ranks_own_on_any_mesh(order):
     each = run(order, own_gradients, 2, {"w": W}, (X, Y))
@@ -146,26 +140,3 @@ def test_weighted_losses_and_integers_among_what_is_differentiated():
     torch.testing.assert_close(
         (found[0], found[1][0], found[1][1]["x"]), (value, by_w, by_batch["x"])
     )
-
-
-def tuned(w, batch):
-    """Parameters made in the step."""
-    two = lambda w, batch: (batch[0] @ w - batch[1]).square().mean()  # noqa: E731
-    return vag(two)(w - 0.5 * w.square(), batch)
-
-
-def shifted(w, batch):
-    """Rows made in the step, and differentiated."""
-    f = lambda d, x, y: ((x + d) @ w - y).square().mean()  # noqa: E731
-    return vag(f, batch_argnums=(0, 1, 2))(torch.zeros_like(batch[0]), *batch)
-
-
-SQUARE = integers(ROWS, ROWS)
-
-
-@pytest.mark.parametrize(
-    "f, w, batch",
-    [(tuned, W, (X, Y)), (tuned, SQUARE, (SQUARE, SQUARE)), (shifted, W, (X, Y))],
-)
-def test_what_is_made_in_the_step_is_cut_where_it_is_rows(f, w, batch):
-    same(ff.accumulate(f, 4)(w, batch), f(w, batch))

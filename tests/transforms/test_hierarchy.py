@@ -169,24 +169,20 @@ LEVELS = {
 NARROW = ff.HierarchicalReduction("node", ff.QuantizedReduction())
 
 
-@refusals(
-    {
-        "integers": (lambda: ff.CastGather(torch.int8), TypeError, "floating"),
-        "a name": (lambda: ff.CastReduction("bfloat16"), TypeError, "floating"),
-        **{
-            kind: (
-                lambda k=kind: ff.shard(loss, MESH, "data", **{k: LEVELS[k]}),
-                ValueError,
-                "give it both axes",
-            )
-            for kind in LEVELS
-        },
-        "narrow at zero=0": (
-            lambda: ff.shard(loss, MESH, ("data", "node"), zero=0, reduction=NARROW),
-            ValueError,
-            "zero=1, 2 or 3",
-        ),
-    }
-)
+@refusals({
+    "integers": (lambda: ff.CastGather(torch.int8), TypeError, "floating"),
+    "a name": (lambda: ff.CastReduction("bfloat16"), TypeError, "floating"),
+    **{
+        kind: (
+            lambda k=kind: ff.shard(loss, MESH, "data", **{k: LEVELS[k]}),
+            ValueError, "give it both axes",
+        )
+        for kind in LEVELS
+    },
+    "narrow at zero=0": (
+        lambda: ff.shard(loss, MESH, ("data", "node"), zero=0, reduction=NARROW),
+        ValueError, "zero=1, 2 or 3",
+    ),
+})  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out):
     refused(call, error, way_out)

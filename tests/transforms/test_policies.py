@@ -1,4 +1,4 @@
-"""Policies: what they name is not computed again, and the bits stay."""
+"""Policies: what they name is not computed again; `test_remat` has the bits."""
 
 import pytest
 import torch
@@ -58,61 +58,6 @@ def test_named_values_are_not_computed_again(policy, again) -> None:
     count, out = matmuls(ff.remat(ff.value_and_grad(loss), policy), P, X)
     same(out, PLAIN[1])
     assert count - PLAIN[0] == again
-
-
-def attention(p, x):
-    q = torch.sin(x @ p["a"]).view(1, 2, 2, D)
-    h = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    return checkpoint_name(h, "h")
-
-
-def dropped(p, x):
-    h = checkpoint_name(F.dropout(torch.sin(x @ p["a"]), 0.5), "h")
-    return 1 + F.dropout(h, 0.5)  # what is drawn next does not change
-
-
-def changed_after(p, x):
-    h = checkpoint_name(x @ p["a"], "h")
-    return torch.sin(h.add_(1)) @ p["b"]
-
-
-def changed_before(p, x):
-    return torch.sin(checkpoint_name((x @ p["a"]).add_(1).mul_(2), "h")) @ p["b"]
-
-
-def view_of_it(p, x):
-    return torch.sin(checkpoint_name((x @ p["a"]).t(), "h")) @ p["b"][:4]
-
-
-def split(p, x):
-    a, b = (x @ p["a"]).chunk(2, -1)
-    return torch.sin(checkpoint_name(a, "h")) * checkpoint_name(b, "h")
-
-
-def strided(p, x):
-    x = x.expand(3, 4, D).contiguous().transpose(0, 2)
-    h = x.transpose(0, 2) @ (p["a"] * 1)
-    return checkpoint_name(torch.sin(h), "h") @ (p["b"] * 1)
-
-
-BODIES = [
-    attention, dropped, changed_after, changed_before, view_of_it, split, strided
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-def test_any_op_may_be_named(body) -> None:
-    unit = ff.unit(body)
-
-    def f(p, x, autocast):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return (unit(p, x) ** 2).sum().float()
-
-    grad = ff.value_and_grad(f)
-    for autocast in (False, True):
-        expected = matmuls(grad, P[0], X, autocast)[1]
-        found = matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X, autocast)[1]
-        same(found, expected)
 
 
 def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
+from fsfunc.transforms.policies import checkpoint_name as name
 from tests.checks import same
 from tests.models import floats, layers
 from tests.probes import LiveBytes
@@ -38,10 +39,31 @@ def from_seed(f, *args):
     return f(*args)
 
 
-def twice_in_a_unit(ps, x):
-    unit = ff.unit(lambda w, x: torch.sin(x @ w) @ w)
-    with torch.autocast("cpu", torch.bfloat16):
-        return unit(ps[0]["w"], x).float().sum()
+def squares(body):
+    """The loss of one unit, whose body takes two matrices."""
+    unit = ff.unit(lambda ps, x: body(ps[0]["w"], ps[1]["w"], x))
+    return lambda ps, x: (unit(ps[:2], x) ** 2).sum().float()
+
+
+def attention(a, b, x):
+    q = torch.sin(x @ a).view(1, 2, 2, D)
+    return name(F.scaled_dot_product_attention(q, q, q, is_causal=True), "h")
+
+
+def dropped(a, b, x):
+    h = name(F.dropout(torch.sin(x @ a), 0.5), "h")
+    return 1 + F.dropout(h, 0.5)  # what is drawn next does not change
+
+
+def split(a, b, x):
+    one, other = (x @ a).chunk(2, -1)
+    return torch.sin(name(one, "h")) * name(other, "h")
+
+
+def strided(a, b, x):
+    """Folded into one matmul or not, as a weight needs a gradient or does not."""
+    x = x.expand(3, 4, D).contiguous().transpose(0, 2)
+    return name(torch.sin(x.transpose(0, 2) @ (a * 1)), "h") @ (b * 1)
 
 
 def shared_inputs(ps, x):
@@ -51,42 +73,42 @@ def shared_inputs(ps, x):
     return unit(w, w * 2, w, x[:, :1].sum())
 
 
-def strided(ps, x):
-    """Folded into one matmul or not, as a weight needs a gradient or does not."""
-    unit = ff.unit(lambda w, x: (x.transpose(0, 2) @ (w * 1)).sin())
-    return unit(ps[0]["w"], x.expand(3, 4, D).contiguous().transpose(0, 2)).sum()
+BODIES = {
+    "attention": attention,
+    "dropped": dropped,
+    "split": split,
+    "strided": strided,
+    "changed after": lambda a, b, x: torch.sin(name(x @ a, "h").add_(1)) @ b,
+    "changed before": lambda a, b, x: torch.sin(name((x @ a).add_(1).mul_(2), "h")) @ b,
+    "a view": lambda a, b, x: torch.sin(name((x @ a).t(), "h")) @ b[:4],
+    "twice in a unit": lambda a, b, x: torch.sin(x @ a) @ a,
+    "asking for a number": lambda a, b, x: (x @ a * a.detach().sum().item()).sin(),
+}
+LOSSES = {"blocks": loss, "shared inputs": shared_inputs}
+LOSSES |= {kind: squares(body) for kind, body in BODIES.items()}
 
 
-def asking_for_a_number(ps, x):
-    unit = ff.unit(lambda w, x: (x @ w * w.detach().sum().item()).sin())
-    return unit(ps[0]["w"], x).sum()
-
-
-LOSSES = [loss, twice_in_a_unit, shared_inputs, strided, asking_for_a_number]
-
-
-@pytest.mark.parametrize("f", LOSSES)
-def test_the_bits_are_those_without_it(f) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_bits_are_those_without_it(kind, autocast) -> None:
+    f = LOSSES[kind]
     grad = ff.value_and_grad(f)
-    expected = from_seed(grad, P, X)
-    for policy in (None, ff.SaveOnly("x"), ff.SaveAllBut("x")):
-        remat = lambda f, policy=policy: ff.remat(f, policy)  # noqa: E731
-        for again in (remat(grad), ff.value_and_grad(remat(f)), remat(remat(grad))):
-            same(from_seed(again, P, X), expected)
-
-
-def test_autocast_around_the_gradient_call_and_around_nothing_later() -> None:
-    grad = ff.value_and_grad(loss)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = from_seed(grad, P, X)
-        same(from_seed(ff.remat(grad), P, X), expected)
+        for policy in (None, ff.SaveOnly("h"), ff.SaveAllBut("h")):
+            remat = lambda f, policy=policy: ff.remat(f, policy)  # noqa: E731
+            for again in (remat(grad), ff.value_and_grad(remat(f)), remat(remat(grad))):
+                same(from_seed(again, P, X), expected)
+
+
+def test_a_backward_outside_of_autocast_computes_as_the_forward_did() -> None:
     ps = [{k: v.clone().requires_grad_() for k, v in p.items()} for p in P]
     with torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(0)
         out = ff.remat(loss)(ps, X)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    out.backward()  # outside autocast, with the generator elsewhere
+    out.backward()  # with the generator elsewhere, too
     assert torch.equal(torch.get_rng_state(), state)
     with torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(0)

@@ -123,29 +123,6 @@ def test_a_hook_that_differentiates_units_is_a_unit_with_them(in_a_unit):
             on_ranks(ff.shard(grad, mesh, "data"), w, x, mesh=mesh)
 
 
-STOCK = {
-    "grad": torch.func.grad,
-    "grad_and_value": lambda f: lambda p, x: torch.func.grad_and_value(f)(p, x)[0],
-    "vjp": lambda f: lambda p, x: torch.func.vjp(f, p, x)[1](f(p, x) * 0 + 1)[0],
-    "jacrev": torch.func.jacrev,
-}
-
-
-@pytest.mark.parametrize("kind", STOCK)
-def test_a_step_of_torch_func_can_be_placed(kind):
-    def main():
-        mine = ff.local_batch(X, MESH, "data")
-        step = ff.shard(STOCK[kind](loss_fn), MESH, "data")
-        placed = ff.place(step, params_of(), mine)
-        assert all(map(is_sharded, tree.leaves(placed, is_leaf=is_sharded)))
-        return ff.unshard(
-            ff.shard(torch.func.grad(loss_fn), MESH, "data")(placed, mine)
-        )
-
-    for found in ff.spmd(main, MESH)():
-        close(found, EXPECTED, 1e-9)
-
-
 def test_torch_func_on_a_leaf_outside_units_is_refused():
     def scaled(params, x):
         return loss_fn(params["layers"], x) * params["s"]

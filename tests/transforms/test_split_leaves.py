@@ -306,49 +306,31 @@ def test_a_bad_table_is_refused(call, error, way_out):
     refused(call, error, way_out)
 
 
-@pytest.mark.parametrize(("zero", "enters"), [(1, True), (0, False), (3, False)])
-def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
-    """Else its gradient is a part of the sum, another one on each rank."""
-    mesh, x = simulated(data=2, model=2), wide(4, DIM, seed=3)
-
-    @ff.unit
-    def norm(p, x):
-        gain = ff.pcast(p["gain"], "model", to="V") if enters else p["gain"]
-        mine = x.chunk(2)[ff.axis_index("model")] * gain
-        return ff.all_gather(mine, "model", to="I")
-
-    def main():
-        step = ff.value_and_grad(lambda p, x: norm(p, x).square().mean())
-        step, mine = ff.shard(step, mesh, "data", zero=zero), Tensors.part(x)
-        placed = ff.place(step, {"gain": torch.ones(DIM, dtype=x.dtype)}, mine)
-        return ff.unshard(step(placed, mine)[1])["gain"]
-
-    if enters:
-        for found in ff.spmd(main, mesh)():
-            close(found, 2 * x.square().mean(0) / DIM, 1e-12)
-        return
-    enters = True
-    ff.spmd(main, mesh)()
-    enters = False  # the same loss, under another shard: it is compared anew
-    with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
-        ff.spmd(main, mesh)()
+def at(zero):
+    return lambda f, mesh: ff.shard(f, mesh, "data", zero=zero)
 
 
-@pytest.mark.parametrize(
-    ("axes", "wrap", "enters"),
-    [
-        ({"model": 2}, lambda f, mesh: f, True),
-        ({"model": 2}, lambda f, mesh: ff.accumulate(ff.remat(f), 2), False),
-        (
-            {"pipe": 1, "model": 2},
-            lambda f, mesh: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
-            False,
-        ),
-    ],
-    ids=["plain", "accumulate", "pipeline"],
-)
-def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
-    """And integers beside them have no gradient to be compared."""
+def pipelined(f, mesh):
+    return ff.pipeline(f, mesh, "pipe", n_microbatches=2)
+
+
+ENTERING = {  # axes, what is around the gradient call, whether it enters
+    "plain": ({"model": 2}, lambda f, mesh: f, True),
+    "zero=1": ({"data": 2, "model": 2}, at(1), True),
+    "zero=0": ({"data": 2, "model": 2}, at(0), False),
+    "zero=3": ({"data": 2, "model": 2}, at(3), False),
+    "accumulate": ({"model": 2}, lambda f, mesh: ff.accumulate(ff.remat(f), 2), False),
+    "pipeline": ({"pipe": 1, "model": 2}, pipelined, False),
+}
+
+
+@pytest.mark.parametrize("how", ENTERING)
+def test_a_whole_parameter_must_enter_where_activations_vary(how):
+    """Else its gradient is a part of the sum, another one on each rank.
+
+    And integers beside them have no gradient to be compared.
+    """
+    axes, wrap, enters = ENTERING[how]
     mesh, x = simulated(**axes), wide(4, DIM, seed=3)
     params = {"up": wide(6, DIM, seed=4), "down": wide(DIM, 6, seed=5)}
     params |= {"gain": wide(1, seed=6), "ids": torch.arange(3)}

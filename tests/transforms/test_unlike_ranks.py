@@ -31,11 +31,14 @@ WS = [torch.full((3, 3), 0.1 * i) for i in range(3)]
 GRADIENTS = {"ours": ff.value_and_grad(loss), "stock": torch.func.grad(loss)}
 
 
+HOW = [(0, "stock", 1), (1, "ours", 0), (2, "ours", 1), (3, "ours", 1), (3, "stock", 0)]
+
+
 @pytest.mark.parametrize(
-    ("zero", "mode", "times"),
-    [(0, "stock", 1), (1, "ours", 0), (2, "ours", 1), (3, "ours", 1), (3, "stock", 0)],
+    ("zero", "mode", "times", "unlike"),
+    [(*how, name) for how, name in zip(HOW, [*UNLIKE, *UNLIKE], strict=False)]
+    + [(3, "ours", 1, name) for name in UNLIKE],
 )
-@pytest.mark.parametrize("unlike", UNLIKE)
 def test_another_order_is_told(zero, unlike, times, mode):
     mesh, called = simulated(2), []
 
