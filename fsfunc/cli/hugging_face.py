@@ -50,7 +50,7 @@ class HuggingFaceStep:
         return ranks * self.options.sequences * self.length
 
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
-        """What a script's build(mesh) returns."""
+        """The values that a script's build(mesh) returns."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):

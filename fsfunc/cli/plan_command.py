@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _builder(options: argparse.Namespace) -> Iterator[Any]:
-    """What makes the step for a mesh: a script's build, or that of a config."""
+    """The function that makes the step for a mesh: a script's build, or a config's."""
     if options.hf is not None:
         yield HuggingFaceStep(options.hf, options.passed)
         return

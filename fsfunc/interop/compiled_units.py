@@ -72,7 +72,7 @@ _LEFT_OUT = "jit compiles no such unit; leave it out, jit(..., only=other names)
 
 @functools.cache
 def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
-    """What calls modules of one class and shapes, by code of its own.
+    """A caller of modules of one class and shapes, with code of its own.
 
     The compiler keeps what it makes of a code, a few at most.
     """
