@@ -87,7 +87,7 @@ class RankGroup:
                 "their own: a loss is one rank's there. Send what the step returns, "
                 "outside of it"
             )
-        sends = is_source(how.get("pairs"), self.index)
+        sends = "pairs" not in how or is_source(how["pairs"], self.index)
         sizes = how.get("sizes")
         stays = x[: sizes[self.index][self.index]].numel() if sizes else None
         note(op, self.axis, self.size, x, self.rank, sends, what, stays)

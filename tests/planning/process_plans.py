@@ -45,7 +45,8 @@ def run(mesh, order=("shard",), **options):
 
 
 def schemes():
-    some = ("zero=1", "zero=3", "merged", "shard(remat)", "accumulate(shard)", "bf16")
+    some = ("zero=0, merged", "zero=1", "zero=3", "shard(remat)")
+    some += ("accumulate(shard)", "bf16")
     return {name: SCHEMES[name] for name in some}
 
 

@@ -19,6 +19,8 @@ MICROBATCHES = 2
 SCHEMES = {
     "zero=0, merged": {"zero": 0, "min_bytes": 10**6},
     "zero=1": {"zero": 1},
+    "zero=3": {},
+    "zero=3, kept": {"reshard_after_forward": False},
     "shard(remat)": {"order": ("remat", "shard")},
     "accumulate(shard)": {"order": ("shard", "accumulate")},
     "donated, zero=2": {"order": ("shard", "donate"), "zero": 2},
