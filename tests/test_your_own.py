@@ -303,6 +303,66 @@ def test_a_place_to_offload_to(kind):
         ff.offload(beside, **{kind: "host"})
 
 
+class Pages(Counted):
+    """Memory of whole pages, of which a tensor shows the first bytes."""
+
+    def allocate(self, count, dtype, device):
+        whole = super().allocate(-(-count // 1024) * 1024, dtype, device)
+        return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, (count,))
+
+
+def test_memory_of_a_place_is_used_again():
+    optimizer, taken = ff.sharded_adam(0.1), []
+    for store in (Counted(), Pages()):
+        step = ff.donate(ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data"))
+        step, (params, x) = ff.offload(step, params=store, moments=store), given()
+
+        def main(step=step, store=store, params=params, x=x):
+            rows = ff.local_batch(x, mesh, "data")
+            state = ff.init_state(step, params, optimizer, rows)
+            for i in range(6):
+                state, _ = step(state, rows)
+                if i == 2:
+                    taken.append(len(store.taken))
+            return len(store.taken)
+
+        assert set(ff.spmd(main, mesh)()) <= set(taken)
+
+
+STRANGE = {
+    "another dtype": lambda count, dtype: torch.empty(count, dtype=torch.float16),
+    "another shape": lambda count, dtype: torch.empty(count + 1, dtype=dtype),
+    "a part": lambda count, dtype: torch.empty(count + 1, dtype=dtype)[1:],
+    "nothing": lambda count, dtype: None,
+    "the same again": None,
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_place_that_gives_other_memory_is_refused(case):
+    class Strange(ff.Store):
+        def __init__(self):  # and does not call what it derives from
+            self.one = torch.empty(10**6).untyped_storage()
+
+        def allocate(self, count, dtype, device):
+            if STRANGE[case] is None:
+                return torch.empty(0, dtype=dtype).set_(self.one, 0, (count,))
+            return STRANGE[case](count, dtype)
+
+    optimizer, (params, x) = ff.sharded_adam(0.1), given()
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    stores = Strange(), Strange()
+    step = ff.offload(step, params=stores[0], moments=stores[1])
+
+    def main():
+        ff.init_state(step, params, optimizer, ff.local_batch(x, mesh, "data"))
+
+    with pytest.raises(
+        TypeError, match="allocate of Strange is asked for torch.float32"
+    ):
+        ff.spmd(main, mesh)()
+
+
 def test_a_layout():
     grid = ff.make_mesh({"pipe": 2, "model": 2}, "simulated")
     parts = ff.Owned("pipe", 2, 1), ff.Split(1, "model", 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -277,14 +278,17 @@ def _take_meta_for_cpu(mode: FakeTensorMode) -> None:
     plainly, made = converter.from_real_tensor, WeakTensorKeyDictionary()
 
     def converted(fake_mode: FakeTensorMode, x: Tensor, *args: Any, **how: Any) -> Any:
-        if x.device.type != "meta" or isinstance(x, FakeTensor):
+        bare = not (isinstance(x, FakeTensor) or x.is_conj() or x.is_neg())
+        if x.device.type != "meta" or not bare:
             return plainly(fake_mode, x, *args, **how)
-        if x not in made:
+        known = made[x]() if x in made else None
+        if known is None:
             like = {"dtype": x.dtype, "requires_grad": x.requires_grad}
             where = device_of_fake(x)
             with mode:
-                made[x] = torch.empty_strided(x.shape, x.stride(), device=where, **like)
-        return made[x]
+                known = torch.empty_strided(x.shape, x.stride(), device=where, **like)
+            made[x] = weakref.ref(known)
+        return known
 
     converter.from_real_tensor = converted
 

@@ -100,8 +100,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def is_of_compiler(error: BaseException) -> bool:
     """True if torch.compile raised this, of what it was to compile."""
-    module = sys.modules.get("torch._dynamo.exc")
-    return module is not None and isinstance(error, module.TorchDynamoException)
+    module: Any = sys.modules.get("torch._dynamo.exc")
+    if module is None:
+        return False
+    kinds = module.TorchDynamoException, module.FailOnRecompileLimitHit
+    return isinstance(error, kinds)
 
 
 # What compiles the code that runs in this thread; None (or False: nothing new) where no

@@ -43,6 +43,11 @@ class HuggingFaceStep:
         self.config = _config(self.path)
         known = getattr(self.config, "max_position_embeddings", None) or LONGEST
         self.length = self.options.length or min(known, LONGEST)
+        if self.length > known:
+            raise Refused(
+                f"--length {self.length}: the model of {self.path} has positions for "
+                f"{known} (max_position_embeddings)"
+            )
 
     def tokens(self, mesh: Mesh) -> int:
         """The tokens of a step over all ranks of a mesh."""
@@ -58,13 +63,16 @@ class HuggingFaceStep:
                 model = AutoModelForCausalLM.from_config(
                     self.config, dtype=torch.float32
                 )
-            except ValueError as error:
-                raise Refused(f"{self.path}: {error}") from None
+            except Exception as error:  # of fields that contradict each other
+                raise Refused(f"{self.path} is no model: {error}") from None
         kinds = set(model._no_split_modules or ())
         split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
-        apply, params, buffers = from_module(
-            model, units=lambda _, m: type(m).__name__ in kinds, **split
-        )
+        try:
+            apply, params, buffers = from_module(
+                model, units=lambda _, m: type(m).__name__ in kinds, **split
+            )
+        except (TypeError, ValueError) as error:
+            raise Refused(f"{self.path}, over {mesh.axes}: {error}") from None
 
         def loss_fn(params: Any, tokens: Any) -> Any:
             found = apply(
@@ -108,6 +116,6 @@ def _config(path: Path) -> Any:
     kind = str(fields.pop("model_type", None)) if isinstance(fields, dict) else ""
     try:
         return AutoConfig.for_model(kind, **fields)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of transformers' own checks of each field
         said = str(error).partition("\n")[0]
         raise Refused(f"{path}: model_type {kind!r} is no model: {said}") from None

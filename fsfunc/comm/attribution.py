@@ -25,6 +25,7 @@ __all__ = [
     "called_by_user",
     "current_label",
     "internal",
+    "is_inner",
     "is_internal",
     "is_own_call",
     "label",
@@ -45,6 +46,11 @@ _MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a c
 
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
 INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
+
+
+def is_inner(path: str) -> bool:
+    """True if a file is nobody's own: fsfunc's or torch's."""
+    return path.startswith(_INNER)
 
 
 class label(Scoped):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fsfunc import _torch
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.stubs import Absent, without_caches
 
+PARAMS = "params of the module's"  # a unit's keyword that is called params
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -48,11 +49,13 @@ def compiled_unit(
     attributes = Attributes(module, copied, (), who)
     like = module.state_dict(keep_vars=True)
     kind = type(module), *((k, x.shape, x.dtype) for k, x in like.items())
-    run = compile(_caller_of(kind))
+    run = compile(_caller_of((*kind, *_hooks(module))))
 
     def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
         given = {**params, **buffers}
         tensors = {here: given[name] for here, name in names.items()}
+        if PARAMS in keywords:
+            keywords["params"] = keywords.pop(PARAMS)
         try:
             return run(module, tensors, args, keywords)
         finally:
@@ -78,6 +81,14 @@ def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
     """
     code = _called.__code__.replace(co_name=kind[0].__name__)
     return types.FunctionType(code, _called.__globals__)
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module and of those in it, whose presence no guard looks at."""
+    for path, m in module.named_modules():
+        for before in (True, False):
+            for table in _torch.hook_tables(m, before=before):
+                yield from ((path, before, hook) for hook in table.values())
 
 
 def _called(module: nn.Module, tensors: Any, args: Any, keywords: Any) -> Any:

@@ -22,6 +22,7 @@ from fsfunc.core.units import Unit, unit
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
 from fsfunc.interop.compiled_units import (
+    PARAMS,
     Compile,
     compiled_unit,
     refuse_compiled_unit,
@@ -267,7 +268,7 @@ class _Part:
             args, keywords = handed((args, keywords))
         others = opened((args, keywords), who)
         if "params" in keywords:  # what a unit's first argument is called
-            keywords = {_PARAMS if k == "params" else k: x for k, x in keywords.items()}
+            keywords = {PARAMS if k == "params" else k: x for k, x in keywords.items()}
         found = self.units.get(asked) or self._unit(asked)
         out = found(params, buffers, *args, **keywords)
         if others:
@@ -279,8 +280,8 @@ class _Part:
         name = self.name or type(self.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
-            if _PARAMS in keywords:
-                keywords["params"] = keywords.pop(_PARAMS)
+            if PARAMS in keywords:
+                keywords["params"] = keywords.pop(PARAMS)
             if asked.fills:
                 args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)
@@ -313,12 +314,11 @@ class _Part:
             for x in structure.plan.words
         ):
             refuse_compiled_unit(who, "has layers that a plan splits")
-        if asked.fills or not asked.is_plain:
+        if asked.fills:  # without gradients, when it may be given a cache to fill
+            return self.units[asked].fn
+        if not asked.is_plain:
             refuse_compiled_unit(who, "is asked for more than its output")
         return compiled_unit(*copied(self.template), who, compile)
-
-
-_PARAMS = "params of the module's"  # a keyword that no module has
 
 
 def _names(absent: Any) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ class Store:
     """Memory beside the device that computes; ``offload`` takes one in any place.
 
     The host's and a folder's disk are two. One of your own derives from this and says
-    ``allocate``; what is fetched and put back is copied as between any two tensors.
+    ``allocate``, and holds nothing of what that gave, or nobody frees it; what is
+    fetched and put back is copied as between any two tensors.
     ``kind`` names it alike on all ranks.
 
     >>> import torch, fsfunc as ff
@@ -55,13 +56,20 @@ class Store:
 
     kind = ""
 
-    def __init__(self) -> None:
-        self._spare: list[torch.UntypedStorage] = []
-        self._twin: Store | None = None
-        self._lock = Lock()
+    _spare: list[tuple[int, torch.UntypedStorage]]  # by the bytes that were asked for
+    _twin: Store | None
+    _lock: Any
+
+    def __new__(cls, *_: Any, **__: Any) -> Store:
+        self = super().__new__(cls)
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        self._spare, self._twin, self._lock = [], None, Lock()
 
     def __str__(self) -> str:
-        return self.kind
+        return self.kind or type(self).__name__
 
     def check(self) -> None:
         """Raises where nothing can be kept here.
@@ -79,7 +87,7 @@ class Store:
         Raises:
             OSError: there is no room.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a Store without allocate")
 
     def read_ahead(self, x: Tensor) -> None:
         """Hears that ``x``, which is here, will be read soon."""
@@ -92,7 +100,21 @@ class Store:
             found = torch.empty(count, dtype=dtype, device=on)
         else:
             found = self.allocate(count, dtype, device)
+            self._check_new(found, count, dtype)
         return Offloaded(self, device).mark(found)
+
+    def _check_new(self, x: Any, count: int, dtype: torch.dtype) -> None:
+        """Raises where ``allocate`` gave something else than new memory."""
+        said, asked = _described(x), f"{dtype}[{count}]"
+        if isinstance(x, Tensor) and x.dtype == dtype and x.shape == (count,):
+            strange = x.requires_grad or x.is_inference() or not x.is_contiguous()
+            if _SPACES.get(x) is None and not (x.storage_offset() or strange):
+                return
+            said = f"{said} that is a part of other memory, or in use"
+        raise TypeError(
+            f"allocate of {type(self).__name__} is asked for {asked}, in memory of "
+            f"their own from its start, and returned {said}"
+        )
 
     def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
         """The same, in memory that is handed out again once it is free."""
@@ -100,17 +122,22 @@ class Store:
             return self.empty(count, dtype, device)
         size = count * dtype.itemsize
         with self._lock:
-            for storage in self._spare:
-                if storage.nbytes() == size and _torch.uses_of(storage._cdata) == 1:
+            for asked, storage in self._spare:
+                if asked == size and _torch.uses_of(storage._cdata) == 1:
                     return _over(storage, count, dtype)
             # Marked as another one's: a mark that led here would keep all of it alive.
             if self._twin is None:
                 self._twin = copy.copy(self)
-                Store.__init__(self._twin)
+                self._twin._begin()
             found = self._twin.empty(count, dtype, device)
             if size:
-                self._spare.append(found.untyped_storage())
+                self._spare.append((size, found.untyped_storage()))
             return found
+
+
+def _described(x: Any) -> str:
+    """A tensor's dtype and shape, or what else something is."""
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 class HostMemory(Store):
@@ -138,7 +165,6 @@ class Folder(Store):
     kind = "disk"
 
     def __init__(self, path: str | os.PathLike):
-        super().__init__()
         self.path = os.path.abspath(os.fspath(path))
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsfunc import _torch
-from fsfunc.comm.attribution import traceback_line
+from fsfunc.comm.attribution import is_inner, traceback_line
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
@@ -39,7 +40,9 @@ def jit(
 
     Its order with other transforms is free. The numbers are those of the fused kernels:
     near the plain ones, not their bits; random numbers are others, and repeat in a
-    recompute as ever.
+    recompute as ever. The compiler gives an output of a unit that no loss uses a
+    gradient of zeros where the plain function has none: through a root of zero that is
+    NaN, so return what is used.
 
     Args:
         f: a train step, a loss, or a unit.
@@ -79,7 +82,9 @@ def jit(
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         with inside(replace(frame(), compiler=compiler)):
-            return f(*args, **keywords)
+            out = f(*args, **keywords)
+        compiler.check_used()
+        return out
 
     return run
 
@@ -96,12 +101,14 @@ class _Compiler:
         self._made: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
         self._lock = Lock()  # simulated ranks are threads
         self._names: dict[str, bool] = {}
+        self._in_stages = self._warned = False
 
     def of(self, call: Call) -> Callable[..., Any]:
         """The function to run for a unit call: compiled, if its name is meant."""
         name, plain = call.name, call.unit.fn
         if name not in self._names:
             self._names[name] = any(matches(p, name) for p in self.patterns)
+            self._in_stages |= call.frame.staged  # others may run those that are meant
         if not self._names[name]:
             return plain
         if keeping():
@@ -114,6 +121,17 @@ class _Compiler:
                 made = self._compile(plain) if by is None else by(self._compile)
                 self._made[call.unit] = found = _told(made, call.unit.__name__)
         return found
+
+    def check_used(self) -> None:
+        """Warns where units ran, and none of them was meant."""
+        idle = self._names and not any(self._names.values()) and not self._in_stages
+        if idle and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"jit(only={list(self.patterns)}) compiles nothing: the units are "
+                f"called {', '.join(sorted(self._names))}",
+                stacklevel=3,
+            )
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, **self.options)
@@ -128,14 +146,30 @@ def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             if not _torch.is_of_compiler(error):
                 raise
-            said = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-            line = ":".join(said[-1]) if said else traceback_line(error)
-            first = str(error).strip().partition("\n")[0]
-            raise RuntimeError(_REFUSED.format(name, line, first)) from error
+            raise RuntimeError(_said_of(error, name)) from error
 
     return run
 
 
+def _said_of(error: Exception, name: str) -> str:
+    """The message of an error of the compiler, of a unit."""
+    first = str(error).strip().partition("\n")[0]
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return _TOO_MANY.format(name)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    users = [at for at in lines if not is_inner(at[0])]
+    line = ":".join((users or lines)[-1]) if lines else traceback_line(error)
+    if any(is_inner(path) and path.endswith("units.py") for path, _ in lines):
+        first = "it calls a unit, which is compiled by itself"
+    return _REFUSED.format(name, line, first)
+
+
+_TOO_MANY = (
+    "unit {!r} was compiled for as many shapes, numbers and settings as "
+    "torch._dynamo.config.recompile_limit allows one function. Give it a number that "
+    "changes as a tensor, jit(..., dynamic=True) for lengths that do, or raise that "
+    "limit"
+)
 _REFUSED = (
     "unit {!r} cannot be compiled, at {}: {}. Change that, or leave the unit as it is: "
     'jit(..., only=patterns of other names), such as "**/block"; fullgraph=False '

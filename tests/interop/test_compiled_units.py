@@ -130,3 +130,33 @@ def test_a_tied_weight_and_an_eval_norm_compile(net):
     grad = ff.value_and_grad(loss)
     same(ff.jit(grad, backend=counted)(params, X), grad(params, X))
     assert RAN
+
+
+def test_layers_with_hooks_have_graphs_of_their_own(net):
+    """No guard of the compiler's looks at hooks."""
+    net.layers[1].up.register_forward_hook(lambda m, args, out: out * 2)
+    net.layers[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    loss, params = of(net, units="layers.*")
+    grad = ff.value_and_grad(loss)
+    jitted, expected = ff.jit(grad, backend=counted), grad(params, X)
+    for _ in range(3):
+        close(jitted(params, X), expected)
+
+
+class Keyed(Block):
+    def forward(self, x, params=1.0):
+        return super().forward(x) * params
+
+
+class Around(Net):
+    def forward(self, x):
+        return self.head(self.layers[0](self.embed(x), params=2.0)).square().mean()
+
+
+def test_without_gradients_and_under_any_keyword_it_is_the_module():
+    torch.manual_seed(0)
+    loss, params = of(Around(Keyed(0)), units="layers.*")
+    jitted = ff.jit(loss, backend=counted)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            close(jitted(params, X), loss(params, X))

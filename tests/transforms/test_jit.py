@@ -130,6 +130,29 @@ def test_what_does_not_compile_is_refused(case):
         ff.value_and_grad(loss)(given, of((2, 3))[0])
 
 
+def test_numbers_that_change_come_to_a_limit_that_says_so():
+    def tempered(numbers):
+        unit = ff.unit(lambda p, x, k: x @ p["up"] * k)
+        loss = lambda p, k: unit(p, BATCH, k).sum()  # noqa: E731
+        step = ff.jit(ff.value_and_grad(loss), backend=counted)
+        return [step(params()[0], k) for k in numbers]
+
+    numbers = [k / 3 for k in range(4)]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        with pytest.raises(RuntimeError, match="'<lambda>' was compiled.*as a tensor"):
+            tempered(numbers)
+        torch._dynamo.reset()
+        tempered([torch.tensor(k, dtype=torch.float64) for k in numbers])
+
+
+def test_a_pattern_that_no_unit_has_is_warned_of():
+    step = ff.jit(ff.value_and_grad(loss_of(plain)), only="bloc", backend=counted)
+    with pytest.warns(
+        UserWarning, match="compiles nothing: the units are called layer"
+    ):
+        step(params(), BATCH)
+
+
 def test_only_the_units_that_are_meant_compile():
     outer = ff.unit(nested)
     w, x = params()[0], BATCH
@@ -139,7 +162,8 @@ def test_only_the_units_that_are_meant_compile():
         found = ff.jit(plainly, only=only, backend=counted)(w, x)
         same(found, plainly(w, x))
         assert len(RAN) == 1
-    ff.jit(plainly, only="layer", backend=counted)(w, x)
+    with pytest.warns(UserWarning, match="the units are called nested, nested/layer"):
+        ff.jit(plainly, only="layer", backend=counted)(w, x)
     assert len(RAN) == 1, "of a unit within another"
 
 
