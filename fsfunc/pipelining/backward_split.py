@@ -28,8 +28,6 @@ from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.buffer_pool import BufferPool
 
-__all__ = ["SplitBackward"]
-
 Edge = tuple[Any, int]  # a node, and which of its outputs
 
 

@@ -18,8 +18,6 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["balance", "profile"]
-
 Number = int | float
 
 

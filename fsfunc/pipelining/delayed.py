@@ -15,8 +15,6 @@ from fsfunc.optim.schedules import check_not_negative, rate_at
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
 from fsfunc.pipelining.synchronous import one_f_one_b
 
-__all__ = ["Predict", "asynchronous", "momentum_prediction", "staleness"]
-
 Predict = Callable[[Any, Any, int], Any]  # (params, opt_state, updates) -> params
 
 

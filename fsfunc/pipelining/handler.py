@@ -43,8 +43,6 @@ from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
 
-__all__ = ["Pipelining"]
-
 
 @dataclass(eq=False, repr=False)
 class Pipelining(Interpretation):

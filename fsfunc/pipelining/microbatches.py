@@ -29,17 +29,6 @@ from fsfunc.sharded.packing import split_buffers
 from fsfunc.tracing.programs import Outputs, Spec
 from fsfunc.transforms.microbatches import Microbatches
 
-__all__ = [
-    "Microbatch",
-    "blank",
-    "combined",
-    "cut_batch",
-    "everywhere",
-    "folded",
-    "forwarded",
-    "sum_shared",
-]
-
 
 @dataclass(frozen=True)
 class Microbatch:

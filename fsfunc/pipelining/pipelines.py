@@ -24,8 +24,6 @@ from fsfunc.pipelining.stage_updates import Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["pipeline"]
-
 MakeSchedule = Callable[..., Schedule]
 Rows = Sequence[Iterable[Action | str] | str]
 _MOST = 10_000  # half a second to make and prove

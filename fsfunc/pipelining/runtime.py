@@ -29,8 +29,6 @@ from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.runtime.scopes import plainly
 from fsfunc.tracing.programs import Spec, Value
 
-__all__ = ["Worker"]
-
 
 @dataclass(eq=False)
 class Worker:

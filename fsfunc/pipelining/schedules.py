@@ -4,7 +4,7 @@ A schedule is made by a pure function `(n_stages, n_microbatches, **options)` an
 tuple of actions for each rank; a list of rows of text, read by `parse`, is one too.
 """
 
-from fsfunc.pipelining.actions import (
+from fsfunc.pipelining.actions import (  # noqa: F401
     Action,
     Schedule,
     ScheduleError,
@@ -15,9 +15,9 @@ from fsfunc.pipelining.actions import (
     parse,
     to_json,
 )
-from fsfunc.pipelining.delayed import asynchronous, staleness
-from fsfunc.pipelining.list_scheduling import greedy
-from fsfunc.pipelining.synchronous import (
+from fsfunc.pipelining.delayed import asynchronous, staleness  # noqa: F401
+from fsfunc.pipelining.list_scheduling import greedy  # noqa: F401
+from fsfunc.pipelining.synchronous import (  # noqa: F401
     forwards,
     gpipe,
     interleaved_1f1b,
@@ -26,25 +26,3 @@ from fsfunc.pipelining.synchronous import (
     zb_h1,
     zb_v,
 )
-
-__all__ = [
-    "Action",
-    "Schedule",
-    "ScheduleError",
-    "asynchronous",
-    "forward_only",
-    "forwards",
-    "from_json",
-    "gpipe",
-    "greedy",
-    "interleaved_1f1b",
-    "listing",
-    "looped_bfs",
-    "one_f_one_b",
-    "owners",
-    "parse",
-    "staleness",
-    "to_json",
-    "zb_h1",
-    "zb_v",
-]

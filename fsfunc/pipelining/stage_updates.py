@@ -28,8 +28,6 @@ from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhe
 from fsfunc.pipelining.runtime import Worker
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Updating"]
-
 
 @dataclass(eq=False, repr=False)
 class Updating(Pipelining):

@@ -15,8 +15,6 @@ from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, pa
 from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
 
-__all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
-
 
 @dataclass(frozen=True)
 class Costs:

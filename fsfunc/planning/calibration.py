@@ -21,8 +21,6 @@ from fsfunc.planning.observer import Observer
 from fsfunc.planning.rank_timing import Stopwatch, links
 from fsfunc.planning.sample_operators import Sizes, attention, chain, layer, specimens
 
-__all__ = ["measure_hardware"]
-
 # Of all the time: what each part may take.
 OVERHEAD, MEMORY, PRODUCTS, ATTENTION, OPERATORS = 0.02, 0.08, 0.25, 0.1, 0.3
 SLOW_PAGES = 0.25  # a first touch that costs less than this share of the work is none

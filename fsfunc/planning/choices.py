@@ -11,8 +11,6 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.stacks import Stack
 from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 
-__all__ = ["Choice", "Search", "Skipped", "front_of"]
-
 
 @dataclass(frozen=True)
 class Choice:

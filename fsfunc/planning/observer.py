@@ -31,8 +31,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.knowledge import flat
 from fsfunc.tracing.operators import OperatorMode
 
-__all__ = ["Book", "Observer"]
-
 
 class Book:
     """The events so far, in order, and the memory that is held now."""

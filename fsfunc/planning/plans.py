@@ -16,8 +16,6 @@ from fsfunc.planning.events import Event, Gave, Ran, Took
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
-__all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]
-
 
 class PlannedLeaf(NamedTuple):
     """A tensor that the step was given.

@@ -17,8 +17,6 @@ from fsfunc.comm.mesh import Here
 from fsfunc.planning.machines import Level
 from fsfunc.planning.sample_operators import Sizes
 
-__all__ = ["Stopwatch", "links"]
-
 FEWEST = 3
 
 

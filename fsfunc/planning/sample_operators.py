@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Sizes", "attention", "chain", "layer", "specimens"]
-
 aten: Any = torch.ops.aten
 Call = Callable[[], Any]
 

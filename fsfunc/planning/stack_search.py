@@ -15,8 +15,6 @@ from fsfunc.planning.trials import Trials
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
-__all__ = ["search"]
-
 SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
 
 

@@ -20,8 +20,6 @@ from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
-__all__ = ["DATA", "NODE", "PIPE", "Layer", "Stack"]
-
 DATA, PIPE, NODE = "data", "pipe", "node"  # what lies along an axis of that name
 
 TRANSFORMS: Mapping[str, Callable[..., Any]] = {

@@ -33,8 +33,6 @@ from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
 
-__all__ = ["Trials"]
-
 
 class Trials:
     """Stacks tried so far, on one loss and one batch."""

@@ -25,15 +25,6 @@ from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.sharding import Sharding
 
-__all__ = [
-    "Agreement",
-    "compare_programs",
-    "compared",
-    "kind_of",
-    "together",
-    "unlike_steps",
-]
-
 _TITLE = "ranks lay out a state, and not all alike"
 _UNLIKE = "ranks lay out for unlike steps"
 _LIKE = (

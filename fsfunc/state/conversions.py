@@ -40,8 +40,6 @@ from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import assemble
 from fsfunc.tracing.groups import plain
 
-__all__ = ["lay_like", "reduce_like", "unshard"]
-
 
 def unshard(
     t: Any, *, to: torch.device | str | None = None, only: int | None = None

@@ -22,8 +22,6 @@ from fsfunc.comm.descriptions import stated
 from fsfunc.runtime.random_blocks import Streams
 from fsfunc.state.taped_ops import Ref, Storage, TapedOp, exchange, how_of
 
-__all__ = ["InitTape"]
-
 _aten: Any = torch.ops.aten
 _RESIZING = {_aten.resize_, _aten.resize_as_}
 _SEEDED = torch.Tag.nondeterministic_seeded

@@ -27,8 +27,6 @@ from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharding import Sharding
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["abstract_state", "init_state"]
-
 
 def init_state(
     step: Callable[..., Any],

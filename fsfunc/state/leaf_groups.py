@@ -25,17 +25,6 @@ from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.sharding import Sharding
 from fsfunc.tree.structure import matches
 
-__all__ = [
-    "PlacedGroup",
-    "block_of",
-    "groups_like",
-    "groups_taken",
-    "leaves_like",
-    "moments_like",
-    "owned",
-    "packed",
-]
-
 Like = dict[str, str]  # by path of a leaf, the path of the one that it lies like
 
 

@@ -19,8 +19,6 @@ from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.slices import take
 
-__all__ = ["randn_like"]
-
 
 def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
     """Standard normal noise that lies as ``like`` does.

@@ -12,6 +12,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
@@ -41,13 +42,10 @@ from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
-
-__all__ = ["lay_out", "own_leaves", "place"]
 
 
 def place(

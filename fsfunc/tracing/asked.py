@@ -18,8 +18,6 @@ from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import said
 
-__all__ = ["Asked"]
-
 _SHAPES: dict[Any, str] = {
     Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
     Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]

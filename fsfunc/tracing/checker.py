@@ -37,8 +37,6 @@ from fsfunc.tracing.steadiness import NumbersGiven, StandIns
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
-__all__ = ["Checker"]
-
 
 class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.

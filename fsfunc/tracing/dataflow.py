@@ -23,8 +23,6 @@ from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 from fsfunc.tracing.runs import with_data
 
-__all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
-
 
 class Argument(NamedTuple):
     """A leaf of the loss's arguments: a parameter, by its path, or another."""

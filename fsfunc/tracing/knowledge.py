@@ -19,9 +19,6 @@ from fsfunc.tracing.own_rows import OwnTensors
 from fsfunc.tracing.provenance import NOTHING, Provenance, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
-__all__ = ["Known", "Nodes", "Origin", "Seen"]
-__all__ += ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows", "shown"]
-
 
 @dataclass(frozen=True)
 class Seen:

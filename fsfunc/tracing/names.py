@@ -13,8 +13,6 @@ from fsfunc import tree
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.placements import describe
 
-__all__ = ["Names", "below", "nested"]
-
 _PLAIN = (bool, int, float, complex, str, type(None))
 _TOLD = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 

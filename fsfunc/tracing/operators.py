@@ -11,9 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch
 
-__all__ = ["COPIES", "FLOPS", "MOVES_ROWS", "OperatorClass", "OperatorMode", "TURNS"]
-__all__ += ["class_of", "class_of_call"]
-
 _DEVICE: Any = torch.ops.prim.device.default
 
 

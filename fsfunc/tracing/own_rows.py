@@ -12,9 +12,6 @@ from torch import Tensor
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.tracing.provenance import Gradient, Rows
 
-__all__ = ["OwnTensors"]
-
-
 _SEVERAL = 4  # of fewer rows the halves are single rows too
 
 

@@ -17,9 +17,6 @@ from fsfunc.printing.folding import folded
 from fsfunc.sharded.placements import describe
 from fsfunc.tracing.names import nested
 
-__all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
-__all__ += ["TracedCall", "Value"]
-
 
 class Value(NamedTuple):
     """An output leaf of a unit call, which is what may travel between stages."""

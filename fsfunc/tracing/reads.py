@@ -14,9 +14,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import plain
 from fsfunc.tracing.steadiness import said
 
-__all__ = ["Reads"]
-
-
 _READS_NOTHING = {
     "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
     "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",

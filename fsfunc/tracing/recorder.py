@@ -39,8 +39,6 @@ from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
 from fsfunc.tracing.steadiness import NumbersGiven, check_steady
 
-__all__ = ["Recorder", "record"]
-
 
 def record(
     fn: Callable[..., Any],

@@ -26,8 +26,6 @@ from fsfunc.tracing.provenance import (
 from fsfunc.tracing.refusals import apart
 from fsfunc.tracing.types import Kind
 
-__all__ = ["made_of", "together", "value_of"]
-
 
 def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
     """A hash of a result: of the operator and the values of its operands."""

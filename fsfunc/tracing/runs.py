@@ -29,13 +29,6 @@ from fsfunc.runtime.scopes import plainly
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.steadiness import Outside
 
-__all__ = [
-    "place_without_data",
-    "shadows",
-    "with_data",
-    "without_data",
-]
-
 
 def place_without_data() -> Here | None:
     """The place of whoever asks, whose link sends nothing; None without a mesh."""

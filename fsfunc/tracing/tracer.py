@@ -23,8 +23,6 @@ from fsfunc.tracing.names import Names, below
 from fsfunc.tracing.programs import Loss, Origins, Outputs, Program, TracedCall, Value
 from fsfunc.tracing.runs import place_without_data, without_data
 
-__all__ = ["program", "trace"]
-
 _TOLD = (
     "the loss",
     ", outside every unit: what it does next must not depend on a value that another "

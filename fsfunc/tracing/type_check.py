@@ -25,8 +25,6 @@ from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
 from fsfunc.tracing.typed_operators import SharedOp
 
-__all__ = ["TypeCheck", "check"]
-
 
 def check(
     call: Callable[..., Any],

@@ -45,8 +45,6 @@ from fsfunc.tracing.results import made_of, value_of
 from fsfunc.tracing.steadiness import StandIns
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
 
-__all__ = ["Operators", "SharedOp"]
-
 
 @dataclass(frozen=True)
 class SharedOp:
