@@ -130,11 +130,11 @@ from fsfunc.runtime.memory_spaces import Store
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.state.conversions import lay_like, reduce_like, unshard
 from fsfunc.state.initialization import abstract_state, init_state
-from fsfunc.state.noise import randn_like
+from fsfunc.state.laid_like import lay_like, randn_like, reduce_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState
+from fsfunc.state.unsharding import unshard
 from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision

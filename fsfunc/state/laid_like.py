@@ -1,8 +1,13 @@
-"""Random numbers for sharded leaves, equal to those of one device."""
+"""Trees that lie as another does: ``reduce_like``, ``lay_like``, ``randn_like``.
+
+The first two are the ways back from whole tensors to parts, for what the ranks have
+each of their own, and for what is the same on all of them; the third draws noise.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +15,201 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import laid
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
 from fsfunc.comm.collectives import pbroadcast
+from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.comm.shard_linear_maps import (
+    LAY,
+    MEAN,
+    REDUCE,
+)
 from fsfunc.core.frames import frame
+from fsfunc.optim.leaves import differentiated
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import take
+from fsfunc.state.unsharding import block_layout, elements_by_rank
+from fsfunc.tracing.groups import plain
+
+
+def reduce_like(t: Any, like: Any) -> Any:
+    """The means of ``t`` over the ranks, of which each keeps the parts of ``like``.
+
+    The way back from what each rank has of its own, such as the clipped and summed
+    gradients of its samples, to a tree that lies as the parameters do.
+
+    Args:
+        t: whole floating tensors, on each rank its own, in the structure of ``like``;
+            None stays None.
+        like: the tree whose layout is wanted: sharded leaves, and plain ones, which
+            become the mean whole.
+
+    Raises:
+        TreeMismatch: another structure.
+        ValueError: another shape, or axes that no ``shard`` around takes means over.
+
+    Transpose: the cotangents' parts, gathered.
+
+    Cost: one reduce-scatter (for plain leaves: all-reduce) for each dtype, of a copy of
+    all that is in it.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> layer = ff.unit(lambda w, x: x @ w)
+    >>> def step(w, x):
+    ...     return ff.reduce_like(x.sum(0), like=w)
+    >>> def main():
+    ...     x = torch.full((2, 3), 1.0 + mesh.rank)
+    ...     w = ff.place(ff.shard(layer, mesh, "data"), torch.ones(3), x)
+    ...     return ff.unshard(ff.shard(step, mesh, "data")(w, x)).tolist()
+    >>> ff.spmd(main, mesh)()[0]
+    [3.0, 3.0, 3.0]
+    """
+    return _back(t, like, "reduce_like", REDUCE, MEAN)
+
+
+def lay_like(t: Any, like: Any) -> Any:
+    """``t``, the same on every rank, of which each keeps the parts of ``like``.
+
+    The way back from whole tensors that every rank computed alike of the same values,
+    such as the orthogonalised momenta of Muon.
+
+    Args:
+        t: whole tensors, the same on every rank, in the structure of ``like``; None,
+            numbers, and a leaf that lies so already, stay what they are.
+        like: the tree whose layout is wanted; where a leaf is plain, so is the result.
+
+    Raises:
+        TreeMismatch: another structure.
+        ValueError: another shape, or axes that no ``shard`` around takes means over.
+
+    Transpose: n times the cotangent of the rank's part, zero elsewhere: n ranks each
+    give a part of what was one value.
+
+    Cost: nothing is sent; a copy of the rank's parts.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> layer = ff.unit(lambda w, x: x @ w)
+    >>> def step(w, x):
+    ...     return ff.lay_like(torch.linalg.inv(ff.unshard(w)), like=w)
+    >>> def main():
+    ...     x, w = torch.ones(1, 2), torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+    ...     placed = ff.place(ff.shard(layer, mesh, "data"), w, x)
+    ...     return ff.shard(step, mesh, "data")(placed, x).local.tolist()
+    >>> ff.spmd(main, mesh)()
+    [[0.5, 0.0], [0.0, 0.25]]
+    """
+    return _back(t, like, "lay_like", LAY, None)
+
+
+def _back(
+    t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
+) -> Any:
+    """Whole tensors as ``like`` lies; those that go the same way go together."""
+    leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
+    try:
+        values: list[Any] = treedef.flatten_up_to(t)
+    except ValueError:
+        either = lambda x: x is None or is_sharded(x)  # noqa: E731
+        tree.check_same_structure(like, t, what=what, against="like", is_leaf=either)
+        raise
+    values = [plain(x) for x in values]  # of a step that is recorded
+    chosen: dict[Any, list[int]] = {}
+    blocks: dict[int, Layout] = {}
+    for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
+        alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
+        real = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
+        if real and x is not None and not alike:  # what lies so already stays
+            _check_like(x, old, what)
+            if whole is None:
+                claim(x, what)
+            axes = ()
+            if isinstance(old, Sharded):
+                blocks[i] = block_layout(old, what)
+                values[i], axes = _cut(x, old.layout), blocks[i].axes
+            chosen.setdefault((axes, x.dtype), []).append(i)
+    out = list(values)
+    for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
+        some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
+        for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
+            out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+    for x, old in zip(out, leaves, strict=True):
+        if isinstance(x, Tensor):
+            lay_leaf(x, laid_as(old) or WHOLE if whole is None else WHOLE)
+    return tree.unflatten(treedef, out)
+
+
+def _cut(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's block of a whole tensor, which is one value over the other axes."""
+    for split in layout.splits:
+        how = LinearMap("slice", "I", "V", dim=split.dim)
+        x = apply_map(x, how, group(split.axis))
+    return x
+
+
+def _check_like(x: Any, old: Any, what: str) -> None:
+    name = f" for {old.name!r}" if is_sharded(old) else ""
+    if not isinstance(x, Tensor) or tuple(x.shape) != tuple(old.shape):
+        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"{what}: expected a whole tensor of shape {tuple(old.shape)}{name}, found "
+            f"{found}; unshard gives whole tensors"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"{what}: expected a floating tensor{name}, found {x.dtype}")
+
+
+def _laid(
+    values: Sequence[Tensor],
+    like: Sequence[Layout | None],
+    axes: tuple[str, ...],
+    parts: LinearMap,
+    whole: LinearMap | None,
+) -> list[Tensor]:
+    """Tensors of one dtype, of which each rank keeps the parts over ``axes``.
+
+    Args:
+        like: how each is to lie; None for one that stays whole.
+    """
+    copies = (
+        tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
+    )
+    if not axes:
+        shapes = [
+            x.shape if at is None or at.flat is None else (at.numel,)
+            for x, at in zip(values, like, strict=True)
+        ]
+        if whole is not None and copies:
+            flat = torch.cat([x.reshape(-1) for x in values])
+            flat = apply_map(flat, whole, group(copies))
+            values = flat.split([x.numel() for x in values])
+        return [
+            x.reshape(shape) if at is None else x.reshape(shape).clone()
+            for x, shape, at in zip(values, shapes, like, strict=True)
+        ]
+    where = group(axes)
+    mine = [
+        elements_by_rank(at, where) for at in like if at is not None
+    ]  # by leaf, by rank
+    pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
+    if parts.sends is None and not differentiated(values):
+        return [assumed(part[where.index].clone(), "S") for part in pieces]
+    sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
+    rows: list[Tensor] = []
+    for k, total in enumerate(sums):
+        rows += [part[k] for part in pieces]
+        rows.append(values[0].new_zeros(max(sums) - total))
+    flat = apply_map(torch.cat(rows), parts, where)
+    if whole is not None and copies:
+        flat = apply_map(flat, whole, group(copies))
+    held = [counts[where.index] for counts in mine]
+    return list(flat[: sum(held)].split(held))
 
 
 def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
