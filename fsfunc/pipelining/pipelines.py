@@ -123,20 +123,7 @@ def pipeline(
     names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
         raise ValueError(f"a pipeline is over one axis, got {names}")
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
-    if n_microbatches > _MOST:
-        raise ValueError(
-            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
-            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
-            "for more"
-        )
-    if isinstance(stages, str) or not isinstance(stages, Sequence | None):
-        raise ValueError(
-            f"stages={stages!r}: give a list, with the number of unit calls of each "
-            "stage, or the name of the unit at which it begins; by default there are "
-            "as many stages as the schedule has"
-        )
+    _check_numbers(n_microbatches, stages)
     size = mesh.axes[names[0]]
     if callable(schedule):
         made = _made(schedule, stages, n_microbatches, size)
@@ -163,6 +150,23 @@ def pipeline(
         )
     own = Updating(mesh, names[0], n_microbatches, made, stages, batch, update, predict)
     return transformed(own.step(f), own)
+
+
+def _check_numbers(n_microbatches: Any, stages: Any) -> None:
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
+    if n_microbatches > _MOST:
+        raise ValueError(
+            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
+            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
+            "for more"
+        )
+    if isinstance(stages, str) or not isinstance(stages, Sequence | None):
+        raise ValueError(
+            f"stages={stages!r}: give a list, with the number of unit calls of each "
+            "stage, or the name of the unit at which it begins; by default there are "
+            "as many stages as the schedule has"
+        )
 
 
 def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:

@@ -136,23 +136,19 @@ class Worker:
                 returned = self._returned(batch.call)
             except Ended:
                 returned = None
-        outputs: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        if cut.stages[a.stage].makes_loss:
-            stage.check_loss(returned)
-            total, weight, aux = self.results[a.microbatch] = self.read(returned)
-            if isinstance(total, Tensor) and total.requires_grad:
-                outputs.append(total)
-                share = batch.share if weight is None else 1.0
-                seeds.append(self.seed(total).mul_(share))
-                self.results[a.microbatch] = total.detach(), weight, aux
+        loss = None
+        if stage.plan.makes_loss:
+            loss = self._loss(stage, returned, a.microbatch)
         stage.check_made(tracked=bool(self.values))
         self._pass_on("F", a, stage.made, cut.consumers(a.stage))
         if not self.values:
             return
         given = [v for v, x in stage.made.items() if x.requires_grad]
         taken = [v for v, x in received.items() if x.requires_grad]
-        outputs += [*(stage.made[v] for v in given), *stage.ends]
+        outputs = [*(stage.made[v] for v in given), *stage.ends]
+        seeds: list[Tensor | None] = []
+        if loss is not None:
+            outputs, seeds = [loss[0], *outputs], [loss[1]]
         inputs = [received[v] for v in taken]
         vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.pool)
         ends = [torch.zeros_like(x) for x in stage.ends]
@@ -160,6 +156,18 @@ class Worker:
 
     def _returned(self, call: GradientCall) -> Any:
         return call.fn(*call.args, **call.keywords)
+
+    def _loss(
+        self, stage: StageRun, returned: Any, microbatch: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keeps what the loss returned; its total and cotangent, if there are any."""
+        stage.check_loss(returned)
+        total, weight, aux = self.results[microbatch] = self.read(returned)
+        if not (isinstance(total, Tensor) and total.requires_grad):
+            return None
+        share = self.microbatches[microbatch].share if weight is None else 1.0
+        self.results[microbatch] = total.detach(), weight, aux
+        return total, self.seed(total).mul_(share)
 
     def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
         """Takes the activations ("F") or cotangents ("B") that came for an action."""
