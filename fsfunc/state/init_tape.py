@@ -223,7 +223,7 @@ class InitTape(_torch.DispatchMode):
 
 
 def _read(func: Any, how: str, given: Any, copied: str) -> tuple[Ref, ...]:
-    """Where an operator reads values."""
+    """The tensors whose values an operator reads."""
     if how in ("empty", "fill", "draw"):
         return ()
     if how == "copy":

@@ -297,16 +297,17 @@ def _recorded(
             return _record(fn, t, rest, how, splits), applied
 
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
-    if not mine or (notes := here(mine[0].mesh).link.notes) is None:
+    at = here(mine[0].mesh) if mine else None
+    if at is None or (notes := at.link.notes) is None:
         return record()
-    rank = here(mine[0].mesh).rank
+    rank = at.rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
     shapes = tuple(kind_of(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
-    last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
-    if key not in notes or last and here(mine[0].mesh).link.moves:
+    last = rank == at.mesh.size - 1  # it looks for itself
+    if key not in notes or last and at.link.moves:
         found, applied = record()
         if set(found.handlers) != set(mine) or last:
             return found, applied
