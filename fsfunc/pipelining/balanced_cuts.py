@@ -16,6 +16,7 @@ from fsfunc.core.frames import Frame, Stage, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tracing.dataflow import tensors
 
 Number = int | float
 
@@ -225,21 +226,17 @@ class _CallTimer(Stage):
     ) -> tuple[Any, float]:
         start = _now((params, inputs, keywords))
         out = call.body(params, *inputs, **keywords)
-        roots = [x for x in _tensors(out) if x.requires_grad]
-        leaves = [x for x in _tensors((params, inputs, keywords)) if x.requires_grad]
+        roots = [x for x in tensors(out) if x.requires_grad]
+        leaves = [x for x in tensors((params, inputs, keywords)) if x.requires_grad]
         if roots and leaves:
             ones = [torch.ones_like(x) for x in roots]
             torch.autograd.grad(roots, leaves, ones, allow_unused=True)
         return out, _now(out) - start
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
-
-
 def _now(values: Any) -> float:
     """The time once everything asked of the tensors' devices is done."""
-    for device in {x.device for x in _tensors(values) if x.is_cuda}:
+    for device in {x.device for x in tensors(values) if x.is_cuda}:
         torch.cuda.synchronize(device)
     return perf_counter()
 

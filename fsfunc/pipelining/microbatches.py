@@ -88,13 +88,8 @@ Result = tuple[Tensor, Tensor | None, Any]  # total, weight, aux
 
 def blank(outputs: Outputs) -> Any:
     """A tree of zeros that looks like what a loss returned."""
-
-    def zeros(x: Any) -> Any:
-        if not isinstance(x, Spec):
-            return x
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-
-    return tree.unflatten(outputs.treedef, [zeros(x) for x in outputs.leaves])
+    leaves = [x.zeros() if isinstance(x, Spec) else x for x in outputs.leaves]
+    return tree.unflatten(outputs.treedef, leaves)
 
 
 def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:

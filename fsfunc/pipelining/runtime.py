@@ -27,7 +27,7 @@ from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.runtime.scopes import plainly
-from fsfunc.tracing.programs import Spec, Value
+from fsfunc.tracing.programs import Value
 
 
 @dataclass(eq=False)
@@ -232,8 +232,9 @@ class Worker:
     ) -> None:
         """Passes the gradients of a stage's inputs to the stages that made them."""
         cut = self.microbatches[a.microbatch].cut
-        found = {
-            v: _whole(g, cut.spec(v)) for v, g in zip(kept.taken, grads, strict=True)
+        found = {  # zeros where the stage made no use of the value
+            v: cut.spec(v).zeros() if g is None else g
+            for v, g in zip(kept.taken, grads, strict=True)
         }
         self._pass_on("B", a, found, cut.producers_of(a.stage))
 
@@ -292,13 +293,6 @@ def _check_undrawn(states: States) -> None:
             "the loss draws random numbers outside every unit, and drew none when it "
             f"was recorded: {CAPTURED}"
         )
-
-
-def _whole(g: Tensor | None, spec: Spec) -> Tensor:
-    """A gradient, zeros where the stage made no use of the value."""
-    if g is not None:
-        return g
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:

@@ -204,7 +204,7 @@ class Checker(Tracer, Watcher, Operators):
                 x = x._local  # the block that was gathered
             if isinstance(x, Tensor):
                 taken.add(memory(x))
-        start, before = self.nodes.begin(), self.given
+        start, before = _torch.next_sequence_number(), self.given
         given = (params, inputs, keywords)
         if outermost and self._gathered[0] == f"unit {call.name!r}":
             given, self._gathered = (*given, self._gathered[1]), ("", [])

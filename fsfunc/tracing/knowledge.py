@@ -188,9 +188,6 @@ class Nodes:
         """All since ``start`` are of a unit's body."""
         self._bodies.append((start, _torch.next_sequence_number()))
 
-    def begin(self) -> int:
-        return _torch.next_sequence_number()
-
     def came_from(self, numbers: range, origin: Origin) -> None:
         self._origins.update(dict.fromkeys(numbers, origin))
 

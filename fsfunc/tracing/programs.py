@@ -46,6 +46,10 @@ class Spec:
     def __str__(self) -> str:
         return describe(self.shape, self.dtype)
 
+    def zeros(self) -> Tensor:
+        """A tensor that looks so."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
