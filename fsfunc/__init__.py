@@ -120,8 +120,7 @@ from fsfunc.optim import (
 )
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.balanced_cuts import balance, profile
-from fsfunc.pipelining.delayed import momentum_prediction
-from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.pipelining.pipelines import momentum_prediction, pipeline
 from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify
 from fsfunc.planning import hardware
