@@ -148,7 +148,8 @@ class Worker:
         outputs = [*(stage.made[v] for v in given), *stage.ends]
         seeds: list[Tensor | None] = []
         if loss is not None:
-            outputs, seeds = [loss[0], *outputs], [loss[1]]
+            outputs.insert(0, loss[0])
+            seeds.append(loss[1])
         inputs = [received[v] for v in taken]
         vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.pool)
         ends = [torch.zeros_like(x) for x in stage.ends]

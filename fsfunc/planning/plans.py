@@ -122,7 +122,8 @@ class RankPlan:
     @cached_property
     def memory(self) -> list[tuple[int, tuple[int, ...]]]:
         """(event number, bytes held of each of ``KINDS``) after each change."""
-        held, rows = dict.fromkeys(KINDS, 0), []
+        held: dict[str, int] = {kind: 0 for kind in KINDS}
+        rows = []
         for number, kind, change in self._changes():
             if kind != OFFLOADED:
                 held[kind] += change

@@ -97,7 +97,12 @@ class Origins(NamedTuple):
             return self
         if self is NOWHERE:
             return other
-        return Origins(*(a | b for a, b in zip(self, other, strict=True)))
+        return Origins(
+            self.needs | other.needs,
+            self.reads | other.reads,
+            self.batch | other.batch,
+            self.draws | other.draws,
+        )
 
 
 NOWHERE = Origins()

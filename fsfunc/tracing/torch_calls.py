@@ -103,7 +103,7 @@ class Asked(TorchFunctionMode):
         finally:
             self.checker.indexing = False
         if func is torch.autograd.grad:
-            given = dict(zip(("outputs", "inputs"), args, strict=False))
+            given: dict[str, Any] = dict(zip(("outputs", "inputs"), args, strict=False))
             given |= kwargs or {}
             inputs = given["inputs"]
             inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
