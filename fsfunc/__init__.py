@@ -114,11 +114,11 @@ from fsfunc.runtime.memory_spaces import Store
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.state.conversions import lay_like, reduce_like, unshard
 from fsfunc.state.initialization import abstract_state, init_state
-from fsfunc.state.noise import randn_like
+from fsfunc.state.laid_like import lay_like, randn_like, reduce_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState
+from fsfunc.state.unsharding import unshard
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
@@ -150,8 +150,7 @@ if TYPE_CHECKING:
     )
     from fsfunc.pipelining import schedules
     from fsfunc.pipelining.balanced_cuts import balance, profile
-    from fsfunc.pipelining.delayed import momentum_prediction
-    from fsfunc.pipelining.pipelines import pipeline
+    from fsfunc.pipelining.pipelines import momentum_prediction, pipeline
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
     from fsfunc.planning import hardware
@@ -200,8 +199,7 @@ _LATER = {
         "fsfunc.nn.statistics": "RunningStatistics batch_norm commit_statistics "
         "init_statistics",
         "fsfunc.pipelining.balanced_cuts": "balance profile",
-        "fsfunc.pipelining.delayed": "momentum_prediction",
-        "fsfunc.pipelining.pipelines": "pipeline",
+        "fsfunc.pipelining.pipelines": "momentum_prediction pipeline",
         "fsfunc.pipelining.schedules": "schedules",
         "fsfunc.pipelining.timing": "Costs bubble clock",
         "fsfunc.pipelining.verification": "verify",

@@ -1,7 +1,7 @@
 """Pipelines: a step in stages, its schedule as data, proven before it runs.
 
-A schedule is a tuple of `actions` for each rank. `synchronous`, `delayed`
-and `list_scheduling` make some; `verification` and `timing` play them (`player`), each
+A schedule is a tuple of `actions` for each rank. `synchronous`
+and `schedules` make some; `verification` and `timing` play them (`player`), each
 action after what it needs, and `transfers` writes sends and receives in.
 
 `pipelines` checks what it is asked, and has the schedule proven. A gradient call comes
@@ -15,8 +15,8 @@ is `stage_updates` in place of `handler`.
 
 pipelines.py handler.py   pipeline: what it makes of unit and gradient calls
 cut_programs.py stage_plans.py balanced_cuts.py   programs cut into stages
-actions.py schedules.py   schedules as data, and ff.schedules, which are made by
-synchronous.py list_scheduling.py delayed.py   by hand; searched for; asynchronous
+actions.py          schedules as data
+synchronous.py schedules.py   with one update; all of them, and a search
 verification.py player.py   the proof that one runs
 transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter

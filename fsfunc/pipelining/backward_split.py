@@ -28,8 +28,6 @@ from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.buffer_pool import BufferPool
 
-__all__ = ["SplitBackward"]
-
 Edge = tuple[Any, int]  # a node, and which of its outputs
 
 
@@ -106,19 +104,7 @@ class SplitBackward:
             if not owning.isdisjoint(nexts):
                 owning.add(node)
         group_of = _grouped(below, owning - inner, leaves)
-        # By frontier node: its users, and the edges from each.
-        users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
-        under = set()  # what frontier nodes lead to
-        for node in reversed(below):
-            for edge in below[node]:
-                if edge[0] not in group_of:
-                    continue
-                if node in inner:
-                    users[edge[0]][node].append(edge)
-                elif node in users or node in under:
-                    under.add(edge[0])
-        for c in under & users.keys():
-            group_of[c].crossed = True
+        users = _users(below, inner, group_of)
         groups = list(dict.fromkeys(group_of.values()))
         early: list[Edge] = []
         late: dict[Any, list[Edge]] = defaultdict(list)
@@ -298,6 +284,25 @@ def _below(roots: Iterable[Any], ends: set[Any]) -> dict[Any, list[Edge]]:
         else:
             found.setdefault(stack.pop(), edges[node])
     return found
+
+
+def _users(
+    below: dict[Any, list[Edge]], inner: set[Any], group_of: dict[Any, WeightGroup]
+) -> dict[Any, dict[Any, list[Edge]]]:
+    """By frontier node: its users, and the edges from each; says who is ``crossed``."""
+    users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
+    under = set()  # what frontier nodes lead to
+    for node in reversed(below):
+        for edge in below[node]:
+            if edge[0] not in group_of:
+                continue
+            if node in inner:
+                users[edge[0]][node].append(edge)
+            elif node in users or node in under:
+                under.add(edge[0])
+    for c in under & users.keys():
+        group_of[c].crossed = True
+    return users
 
 
 def _grouped(

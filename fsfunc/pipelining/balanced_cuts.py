@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf, isfinite
@@ -17,8 +16,7 @@ from fsfunc.core.frames import Frame, Stage, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
-
-__all__ = ["balance", "profile"]
+from fsfunc.tracing.dataflow import tensors
 
 Number = int | float
 
@@ -56,7 +54,7 @@ def balance(
         ValueError: fewer calls than stages, a negative or infinite cost, memory of
             another length than costs or without a bound, or a bound that no cut keeps.
 
-    Cost: O(n k log k) for k calls to find the least, at most O(n k^2) for the evenest.
+    Cost: O(n k^2) for k calls at most: stages that cost too much are not looked into.
 
     Source: Bárány and Grinberg, Block partitions of sequences (2015), the problem.
 
@@ -111,32 +109,21 @@ def _least(
 ) -> Number:
     """The least cost of the largest stage.
 
-    ``best[i]`` is that of the first i calls in so many stages: it grows with i, while
-    the cost of the last stage falls as it begins later, so the best beginning is where
-    the two meet.
+    ``best[i]`` is that of the first i calls in so many stages. The cost of the last
+    stage grows as it begins earlier: no further than it alone outweighs the best.
     """
     k = len(spent) - 1
     best: list[Number] = [0, *([inf] * k)]
     for stage in range(1, n + 1):
         longer: list[Number] = [inf] * (k + 1)
         for i in range(stage, k + 1):
-            first = stage - 1
-            if bound is not None:
-                first = max(first, _first_within(size, i, bound))
-            last = i - 1
-            meet = bisect_left(
-                range(first, i), True, key=lambda j: best[j] >= spent[i] - spent[j]
-            )
-            for j in (first + meet - 1, first + meet):
-                if first <= j <= last:
-                    longer[i] = min(longer[i], max(best[j], spent[i] - spent[j]))
+            for j in range(i - 1, stage - 2, -1):
+                cost = spent[i] - spent[j]
+                if cost >= longer[i] or bound is not None and size[i] - size[j] > bound:
+                    break
+                longer[i] = min(longer[i], max(best[j], cost))
         best = longer
     return best[k]
-
-
-def _first_within(size: list[Number], i: int, bound: Number) -> int:
-    """The earliest beginning of a stage that ends before call i and keeps the bound."""
-    return bisect_left(range(i), True, key=lambda j: size[i] - size[j] <= bound)
 
 
 def _most_even(
@@ -239,21 +226,17 @@ class _CallTimer(Stage):
     ) -> tuple[Any, float]:
         start = _now((params, inputs, keywords))
         out = call.body(params, *inputs, **keywords)
-        roots = [x for x in _tensors(out) if x.requires_grad]
-        leaves = [x for x in _tensors((params, inputs, keywords)) if x.requires_grad]
+        roots = [x for x in tensors(out) if x.requires_grad]
+        leaves = [x for x in tensors((params, inputs, keywords)) if x.requires_grad]
         if roots and leaves:
             ones = [torch.ones_like(x) for x in roots]
             torch.autograd.grad(roots, leaves, ones, allow_unused=True)
         return out, _now(out) - start
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
-
-
 def _now(values: Any) -> float:
     """The time once everything asked of the tensors' devices is done."""
-    for device in {x.device for x in _tensors(values) if x.is_cuda}:
+    for device in {x.device for x in tensors(values) if x.is_cuda}:
         torch.cuda.synchronize(device)
     return perf_counter()
 

@@ -16,8 +16,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import plain
 from fsfunc.tracing.tracer import trace
 
-__all__ = ["Cuts"]
-
 
 class Cuts:
     """The traced losses of a pipelined function, one for each shape of microbatch.

@@ -20,8 +20,6 @@ from torch.autograd.graph import GradientEdge
 from fsfunc import _torch
 from fsfunc.runtime.buffer_pool import BufferPool
 
-__all__ = ["Addition", "addition", "pull_back"]
-
 
 @dataclass(frozen=True)
 class Addition:

@@ -41,9 +41,8 @@ from fsfunc.pipelining.verification import verify
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.recorder import Noted, Recorder
-
-__all__ = ["Pipelining"]
+from fsfunc.tracing.recorder import Recorder
+from fsfunc.tracing.runs import Noted
 
 
 @dataclass(eq=False, repr=False)

@@ -29,17 +29,6 @@ from fsfunc.sharded.packing import split_buffers
 from fsfunc.tracing.programs import Outputs, Spec
 from fsfunc.transforms.microbatches import Microbatches
 
-__all__ = [
-    "Microbatch",
-    "blank",
-    "combined",
-    "cut_batch",
-    "everywhere",
-    "folded",
-    "forwarded",
-    "sum_shared",
-]
-
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -99,13 +88,8 @@ Result = tuple[Tensor, Tensor | None, Any]  # total, weight, aux
 
 def blank(outputs: Outputs) -> Any:
     """A tree of zeros that looks like what a loss returned."""
-
-    def zeros(x: Any) -> Any:
-        if not isinstance(x, Spec):
-            return x
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-
-    return tree.unflatten(outputs.treedef, [zeros(x) for x in outputs.leaves])
+    leaves = [x.zeros() if isinstance(x, Spec) else x for x in outputs.leaves]
+    return tree.unflatten(outputs.treedef, leaves)
 
 
 def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:

@@ -1,4 +1,7 @@
-"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data."""
+"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data.
+
+And ``momentum_prediction``, for stages that update in between.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.core.outcomes import Argnums, batch_arguments
-from fsfunc.optim import Optimizer
+from fsfunc.optim import AdamState, Optimizer, SgdState
+from fsfunc.optim.leaves import Tree
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.schedules import Schedule as Rates
+from fsfunc.optim.schedules import check_not_negative, rate_at
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -16,15 +25,12 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
-from fsfunc.pipelining.delayed import Predict
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
-from fsfunc.pipelining.stage_updates import Updating
+from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
-
-__all__ = ["pipeline"]
 
 MakeSchedule = Callable[..., Schedule]
 Rows = Sequence[Iterable[Action | str] | str]
@@ -125,20 +131,7 @@ def pipeline(
     names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
         raise ValueError(f"a pipeline is over one axis, got {names}")
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
-    if n_microbatches > _MOST:
-        raise ValueError(
-            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
-            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
-            "for more"
-        )
-    if isinstance(stages, str) or not isinstance(stages, Sequence | None):
-        raise ValueError(
-            f"stages={stages!r}: give a list, with the number of unit calls of each "
-            "stage, or the name of the unit at which it begins; by default there are "
-            "as many stages as the schedule has"
-        )
+    _check_numbers(n_microbatches, stages)
     size = mesh.axes[names[0]]
     if callable(schedule):
         made = _made(schedule, stages, n_microbatches, size)
@@ -167,6 +160,23 @@ def pipeline(
     return transformed(own.step(f), own)
 
 
+def _check_numbers(n_microbatches: Any, stages: Any) -> None:
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
+    if n_microbatches > _MOST:
+        raise ValueError(
+            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
+            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
+            "for more"
+        )
+    if isinstance(stages, str) or not isinstance(stages, Sequence | None):
+        raise ValueError(
+            f"stages={stages!r}: give a list, with the number of unit calls of each "
+            "stage, or the name of the unit at which it begins; by default there are "
+            "as many stages as the schedule has"
+        )
+
+
 def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:
     if is_asynchronous(schedule):
         raise ScheduleError(
@@ -188,3 +198,87 @@ def _made(schedule: MakeSchedule, stages: Stages, m: int, ranks: int) -> Schedul
     if count % ranks:
         raise ScheduleError(f"{count} stages do not part evenly over {ranks} ranks")
     return parse(schedule(count, m, chunks=count // ranks))
+
+
+def momentum_prediction(
+    learning_rate: float | Rates,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> Predict:
+    """A ``predict`` for `pipeline`: as if every update to come were like the last.
+
+    With s the updates ahead, of ``sgd`` with momentum ``p - s l v``; of
+    ``sharded_adam`` ``p - s l m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``, of t
+    updates made. Weight decay is left out. Before the first update nothing changes.
+
+    Args:
+        learning_rate: the optimizer's: a number, or ``schedule(count)``.
+        b1, b2, eps: those of ``sharded_adam``; ``sgd`` has no use for them.
+
+    Returns:
+        ``predict(params, opt_state, updates) -> params``. The state of ``sgd`` or of
+        ``sharded_adam`` is found in it, also in that of a ``chain``.
+
+    Raises:
+        ValueError: a negative number; later, a state without momentum, or with several.
+
+    Cost: one pass over the rank's parameters, and a copy of them, for each microbatch.
+
+    Source: Chen et al., SpecTrain, 2018.
+
+    >>> import torch, fsfunc as ff
+    >>> optimizer = ff.sgd(0.1, momentum=0.5)
+    >>> w = torch.ones(2)
+    >>> w, state = optimizer.apply(torch.ones(2), optimizer.init(w), w)
+    >>> w, ff.momentum_prediction(0.1)(w, state, 2)
+    (tensor([0.9000, 0.9000]), tensor([0.7000, 0.7000]))
+    """
+    check_not_negative(b1=b1, b2=b2, eps=eps)
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+
+    def predict(params: Tree, opt_state: Any, updates: int) -> Tree:
+        state = _moments(opt_state)
+        count, rate = state.count, rate_at(learning_rate, state.count)
+        # Before the first update moments are 0, and so is what they would divide by.
+        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        # A leaf without moments takes no part: they stand where gradients do.
+        if isinstance(state, SgdState):
+            matched = Matched.of(params, state.momentum)
+        else:
+            matched = Matched.of(params, state.mu, state.nu)
+
+        def rule(p: Tensor, m: Tensor, *rest: Any):
+            *squares, _ = rest
+            if not squares:
+                return (p - (updates * rate) * m,)
+            (v,) = squares
+            scale = v.sqrt() / (1 - b2**count) ** 0.5 + eps
+            far = updates * rate / (1 - b1**count)
+            return p - far * (m / scale).to(p.dtype), v
+
+        return matched.composed(rule, [0.0] * len(matched.active), as_params=True)[0]
+
+    return predict
+
+
+def _moments(opt_state: Any) -> SgdState | AdamState:
+    """The one state with momentum among the states of a chain."""
+    found, todo = [], [opt_state]
+    while todo:
+        state = todo.pop()
+        if isinstance(state, AdamState) or (
+            isinstance(state, SgdState) and state.momentum is not None
+        ):
+            found.append(state)
+        elif isinstance(state, tuple):
+            todo += state
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer's state has {len(found)} states with momentum: a "
+            "prediction needs one, of sgd(momentum=) or sharded_adam; write another "
+            "predict=(params, opt_state, updates) -> params"
+        )
+    return found[0]

@@ -14,9 +14,6 @@ from typing import NamedTuple
 
 from fsfunc.pipelining.actions import RECEIVES, Action, Schedule, ScheduleError, owners
 
-__all__ = ["Dependencies", "Edge", "Player", "Posting", "ScheduleRun"]
-__all__ += ["made", "other_end"]
-
 Edge = tuple[int, int]  # (producer stage, later consumer stage)
 
 

@@ -27,9 +27,7 @@ from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.runtime.scopes import plainly
-from fsfunc.tracing.programs import Spec, Value
-
-__all__ = ["Worker"]
+from fsfunc.tracing.programs import Value
 
 
 @dataclass(eq=False)
@@ -138,23 +136,20 @@ class Worker:
                 returned = self._returned(batch.call)
             except Ended:
                 returned = None
-        outputs: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        if cut.stages[a.stage].makes_loss:
-            stage.check_loss(returned)
-            total, weight, aux = self.results[a.microbatch] = self.read(returned)
-            if isinstance(total, Tensor) and total.requires_grad:
-                outputs.append(total)
-                share = batch.share if weight is None else 1.0
-                seeds.append(self.seed(total).mul_(share))
-                self.results[a.microbatch] = total.detach(), weight, aux
+        loss = None
+        if stage.plan.makes_loss:
+            loss = self._loss(stage, returned, a.microbatch)
         stage.check_made(tracked=bool(self.values))
         self._pass_on("F", a, stage.made, cut.consumers(a.stage))
         if not self.values:
             return
         given = [v for v, x in stage.made.items() if x.requires_grad]
         taken = [v for v, x in received.items() if x.requires_grad]
-        outputs += [*(stage.made[v] for v in given), *stage.ends]
+        outputs = [*(stage.made[v] for v in given), *stage.ends]
+        seeds: list[Tensor | None] = []
+        if loss is not None:
+            outputs.insert(0, loss[0])
+            seeds.append(loss[1])
         inputs = [received[v] for v in taken]
         vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.pool)
         ends = [torch.zeros_like(x) for x in stage.ends]
@@ -162,6 +157,18 @@ class Worker:
 
     def _returned(self, call: GradientCall) -> Any:
         return call.fn(*call.args, **call.keywords)
+
+    def _loss(
+        self, stage: StageRun, returned: Any, microbatch: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keeps what the loss returned; its total and cotangent, if there are any."""
+        stage.check_loss(returned)
+        total, weight, aux = self.results[microbatch] = self.read(returned)
+        if not (isinstance(total, Tensor) and total.requires_grad):
+            return None
+        share = self.microbatches[microbatch].share if weight is None else 1.0
+        self.results[microbatch] = total.detach(), weight, aux
+        return total, self.seed(total).mul_(share)
 
     def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
         """Takes the activations ("F") or cotangents ("B") that came for an action."""
@@ -226,8 +233,9 @@ class Worker:
     ) -> None:
         """Passes the gradients of a stage's inputs to the stages that made them."""
         cut = self.microbatches[a.microbatch].cut
-        found = {
-            v: _whole(g, cut.spec(v)) for v, g in zip(kept.taken, grads, strict=True)
+        found = {  # zeros where the stage made no use of the value
+            v: cut.spec(v).zeros() if g is None else g
+            for v, g in zip(kept.taken, grads, strict=True)
         }
         self._pass_on("B", a, found, cut.producers_of(a.stage))
 
@@ -286,13 +294,6 @@ def _check_undrawn(states: States) -> None:
             "the loss draws random numbers outside every unit, and drew none when it "
             f"was recorded: {CAPTURED}"
         )
-
-
-def _whole(g: Tensor | None, spec: Spec) -> Tensor:
-    """A gradient, zeros where the stage made no use of the value."""
-    if g is not None:
-        return g
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:

@@ -1,10 +1,22 @@
-"""The schedules of a pipeline, and what reads and writes them: `ff.schedules`.
+"""The schedules of a pipeline, what reads them, and a search: `ff.schedules`.
 
 A schedule is made by a pure function `(n_stages, n_microbatches, **options)` and is a
 tuple of actions for each rank; a list of rows of text, read by `parse`, is one too.
+
+No closed form is best for every number of microbatches and every cost: `greedy` plays
+the pipeline forward in time under a few rules of thumb, adds the named schedules, and
+takes the one that ends first.
 """
 
-from fsfunc.pipelining.actions import (
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+
+from fsfunc.pipelining import actions, player, timing, verification
+from fsfunc.pipelining.actions import (  # noqa: F401
     Action,
     Schedule,
     ScheduleError,
@@ -15,9 +27,7 @@ from fsfunc.pipelining.actions import (
     parse,
     to_json,
 )
-from fsfunc.pipelining.delayed import asynchronous, staleness
-from fsfunc.pipelining.list_scheduling import greedy
-from fsfunc.pipelining.synchronous import (
+from fsfunc.pipelining.synchronous import (  # noqa: F401
     forwards,
     gpipe,
     interleaved_1f1b,
@@ -27,24 +37,288 @@ from fsfunc.pipelining.synchronous import (
     zb_v,
 )
 
-__all__ = [
-    "Action",
-    "Schedule",
-    "ScheduleError",
-    "asynchronous",
-    "forward_only",
-    "forwards",
-    "from_json",
-    "gpipe",
-    "greedy",
-    "interleaved_1f1b",
-    "listing",
-    "looped_bfs",
-    "one_f_one_b",
-    "owners",
-    "parse",
-    "staleness",
-    "to_json",
-    "zb_h1",
-    "zb_v",
-]
+
+def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Schedule:
+    """Return 1F1B in which a stage updates as soon as it has gradients.
+
+    Each stage updates its parameters after every `interval`-th backward, and at the
+    end by what is left. A forward uses the parameters as they then are; a backward
+    those of its own forward. `staleness` says what comes of it.
+
+    Args:
+        n_stages: stages, as many as ranks.
+        n_microbatches: microbatches of a batch, from 1 on.
+        interval: how many microbatches an update takes up; from M on there is one
+            update, and the step is that of `one_f_one_b`.
+
+    Raises:
+        ScheduleError: a count below 1.
+
+    Cost: bubble (P-1)(f+b) of a call: the more microbatches, the less; rank r holds
+    min(M, P-r) microbatches, and as many versions of its parameters at most.
+    Source: Narayanan et al., PipeDream, 2019; Gaunt et al., AMPNet, 2017.
+
+    >>> print(listing(asynchronous(2, 3)))
+    0: F0 F1 B0 U0 F2 B1 U1 B2 U2
+    1: F0 B0 U0 F1 B1 U1 F2 B2 U2
+    """
+    if type(interval) is not int or interval < 1:
+        raise ScheduleError(f"interval must be an integer from 1 on, got {interval!r}")
+    rows = []
+    for row in one_f_one_b(n_stages, n_microbatches):
+        made: list[Action] = []
+        for action in row:
+            made.append(action)
+            count = action.microbatch + 1
+            if action.kind == "B" and not (count % interval and count < n_microbatches):
+                made.append(Action("U", action.stage, action.microbatch))
+        rows.append(tuple(made))
+    return tuple(rows)
+
+
+def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return how many updates come between a forward and its backward.
+
+    By rank, and there by microbatch: how many updates old the parameters are of which
+    the gradient is taken, when it is there (after B or W). In `asynchronous(P, M,
+    interval=k)`, with w = P-1-r, it is m // k - max(0, m - w) // k on rank r for
+    microbatch m; so min(m, P-1-r) at interval 1, and 0 on the last rank. Without
+    updates it is 0.
+
+    Raises:
+        ScheduleError: a rank with several stages, or a microbatch without a backward.
+
+    >>> staleness(asynchronous(3, 5))
+    ((0, 1, 2, 2, 2), (0, 1, 1, 1, 1), (0, 0, 0, 0, 0))
+    """
+    rows = []
+    for rank, row in enumerate(schedule):
+        if len({action.stage for action in row}) > 1:
+            raise ScheduleError(f"rank {rank} has several stages: staleness is of one")
+        updates, before, found = 0, dict[int, int](), dict[int, int]()
+        for action in row:
+            if action.kind == "U":
+                updates += 1
+            elif action.kind == "F":
+                before[action.microbatch] = updates
+            elif action.kind in ("B", "W"):
+                found[action.microbatch] = updates - before[action.microbatch]
+        if found.keys() != before.keys():
+            raise ScheduleError(f"rank {rank} has forwards without a backward")
+        rows.append(tuple(found[m] for m in sorted(found)))
+    return tuple(rows)
+
+
+def greedy(
+    n_stages: int,
+    n_microbatches: int,
+    *,
+    costs: timing.Costs | None = None,
+    memory_bound: float | None = None,
+    chunks: int = 1,
+) -> Schedule:
+    """Return the schedule with the least makespan of those found within the bound.
+
+    Found are the named schedules of as many stages a rank, and what greedy play gives:
+    a rank that is free takes what is ready, by a rule; each rule is tried, with the
+    stages laid out round and round and to and fro. Of equals the one that holds less.
+
+    Args:
+        n_stages: all stages, P * chunks.
+        n_microbatches: microbatches of a batch, from 1 on.
+        costs: what actions cost; None: f = i = w = 1 for a rank's stages together.
+        memory_bound: the most microbatches that a rank may hold (see `held`), from 1
+            on; None: any.
+        chunks: stages on each rank.
+
+    Raises:
+        ScheduleError: a count below 1, stages that chunks does not divide, a bound
+            below 1: a rank has to hold one microbatch.
+
+    Cost: plays the pipeline once for each rule: time in proportion to the actions.
+
+    >>> from fsfunc.pipelining.timing import bubble
+    >>> from fsfunc.pipelining.verification import held
+    >>> short = greedy(8, 4, chunks=2)  # too few microbatches for zb_v
+    >>> bubble(zb_v(8, 4)), bubble(short), max(held(zb_v(8, 4))), max(held(short))
+    (3.0, 1.5, 4.0, 4.0)
+    >>> bubble(greedy(4, 8)), bubble(greedy(4, 8, memory_bound=3))
+    (3.0, 9.0)
+    """
+    costs = timing.Costs() if costs is None else costs
+    ranks = actions.ranks_for(n_stages, n_microbatches, chunks)
+    if memory_bound is not None and not memory_bound >= 1:
+        raise ScheduleError(
+            f"memory_bound={memory_bound}: a rank has to hold one microbatch at least"
+        )
+    found = [
+        schedule
+        for schedule in _named(n_stages, n_microbatches, chunks)
+        if memory_bound is None or max(verification.held(schedule)) <= memory_bound
+    ]
+    bound = n_microbatches if memory_bound is None else memory_bound
+    counts = range(chunks, n_microbatches * chunks + 1)
+    room = max(count for count in counts if count / chunks <= bound)
+    for placement in _placements(ranks, chunks):
+        for rule in _RULES:
+            found.append(_Play(placement, n_microbatches, costs, room, rule).run())
+
+    def order(each: Schedule) -> tuple[float, float]:
+        ends = (event.end for event in timing.simulate(each, costs))
+        return max(ends), max(verification.held(each))
+
+    return min(found, key=order)
+
+
+def _named(n_stages: int, n_microbatches: int, chunks: int) -> Iterator[Schedule]:
+    """Yield the named schedules of so many stages a rank, the frugal ones first."""
+    if chunks == 1:
+        for make in (one_f_one_b, zb_h1, gpipe):
+            yield make(n_stages, n_microbatches)
+        return
+    if chunks == 2:
+        yield zb_v(n_stages, n_microbatches)
+    for make in (interleaved_1f1b, looped_bfs):
+        yield make(n_stages, n_microbatches, chunks=chunks)
+
+
+def _placements(ranks: int, chunks: int) -> list[list[int]]:
+    """Return the ranks of the stages: round and round, and to and fro."""
+    order = list(range(ranks))
+    rounds = order * chunks
+    turns = [rank for n in range(chunks) for rank in order[:: -1 if n % 2 else 1]]
+    return [rounds] if rounds == turns else [rounds, turns]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The choice of a free rank: an I that is ready, else an F, else a W.
+
+    Args:
+        deep: of several forwards that of the last stage; else that of the earliest
+            round of P microbatches, and there of the first stage.
+        patience: leave a W where an I or F is known to become ready before this share
+            of the W's time has passed.
+    """
+
+    deep: bool
+    patience: float
+
+
+_RULES = [_Rule(*each) for each in product([True, False], [0.0, 0.5, 1.0])]
+
+
+@dataclass(eq=False)
+class _Play(player.Player):
+    """The pipeline played in time, each rank choosing what it starts when it is free.
+
+    Every stage goes by microbatch.
+
+    Args:
+        owners: the rank of each stage.
+        count: microbatches.
+        room: what a rank may hold, in microbatches of one of its stages.
+    """
+
+    owners: list[int]
+    count: int
+    costs: timing.Costs
+    room: int
+    rule: _Rule
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        ranks = max(self.owners) + 1
+        stages = list(enumerate(self.owners))
+        self.chunks = len(stages) // ranks
+        self.mine = [[s for s, r in stages if r == k] for k in range(ranks)]
+        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        self.free: list[float] = [0] * ranks  # when its last action ends
+        self.holds = [0] * ranks
+        # The ends of each stage's actions of a kind: as many as there have been.
+        self.ends: dict[str, list[list[float]]] = {
+            kind: [[] for _ in self.owners] for kind in "FIW"
+        }
+
+    def run(self) -> Schedule:
+        self.play(map(self._rank, range(len(self.rows))))
+        return tuple(tuple(row) for row in self.rows)
+
+    def _rank(self, rank: int) -> Iterator[None]:
+        while True:
+            if self.free[rank] <= self.now:
+                choice = self._choose(rank, self.now)
+                if choice is not None:
+                    self._start(rank, self.now, *choice)
+            yield
+
+    def _choose(self, rank: int, now: float) -> tuple[str, int] | None:
+        """Return the kind and stage of what the rank starts now, None for nothing."""
+        ready: dict[str, list[tuple[int, int]]] = {"I": [], "F": [], "W": []}
+        soon = inf
+        for stage in self.mine[rank]:
+            for kind in "IF":
+                time = self._time(kind, stage)
+                if time <= now:
+                    earliest = len(self.ends[kind][stage]) // len(self.mine)
+                    deep = kind == "I" or self.rule.deep
+                    ready[kind].append((0, -stage) if deep else (earliest, stage))
+                else:
+                    soon = min(soon, time)
+            done = len(self.ends["W"][stage])
+            if done < len(self.ends["I"][stage]):
+                ready["W"].append((done, -stage))
+        for kind in "IF":
+            if ready[kind]:
+                return kind, abs(min(ready[kind])[1])
+        if ready["W"]:
+            stage = abs(min(ready["W"])[1])
+            w = self.costs.of(Action("W", stage, 0), self.chunks)
+            if soon >= now + self.rule.patience * w:
+                return "W", stage
+        return None
+
+    def _time(self, kind: str, stage: int) -> float:
+        """Return when the stage's next F or I can start, inf where that is unknown."""
+        m = len(self.ends[kind][stage])
+        rank = self.owners[stage]
+        other = stage - 1 if kind == "F" else stage + 1
+        if m == self.count or kind == "F" and not self._fits(stage):
+            return inf
+        time = 0.0
+        if kind == "I":
+            if m == len(self.ends["F"][stage]):
+                return inf
+            time = self.ends["F"][stage][m]
+        if 0 <= other < len(self.owners):
+            if m == len(self.ends[kind][other]):
+                return inf
+            far = self.owners[other] != rank
+            time = max(time, self.ends[kind][other][m] + far * self.costs.send)
+        return time
+
+    def _fits(self, stage: int) -> bool:
+        """Return whether, after one more F, all under way can end, oldest first."""
+        rank = self.owners[stage]
+        room = self.room - self.holds[rank] - 1
+        begun = [len(self.ends["F"][s]) + (s == stage) for s in self.mine[rank]]
+        ended = [len(self.ends["W"][s]) for s in self.mine[rank]]
+        for m in range(min(ended), max(begun)):
+            if room >= self.chunks or room < 0:
+                break
+            if room < sum(n <= m for n in begun):
+                return False
+            room += sum(a <= m < b for a, b in zip(ended, begun, strict=True))
+        return room >= 0
+
+    def _start(self, rank: int, now: float, kind: str, stage: int) -> None:
+        action = Action(kind, stage, len(self.ends[kind][stage]))
+        end = now + self.costs.of(action, self.chunks)
+        self.ends[kind][stage].append(end)
+        self.rows[rank].append(action)
+        self.holds[rank] += {"F": 1, "I": 0, "W": -1}[kind]
+        self.free[rank] = end
+        self.wake(rank, end)
+        other = stage + {"F": 1, "I": -1, "W": 0}[kind]
+        if 0 <= other < len(self.owners):
+            self.wake(self.owners[other], end + self.costs.send)

@@ -14,8 +14,6 @@ from fsfunc import _torch
 from fsfunc.pipelining.balanced_cuts import balance
 from fsfunc.tracing.programs import Origins, Program, Spec, Value
 
-__all__ = ["Cut", "StagePlan", "Stages", "cut"]
-
 Stages = Sequence[int] | Sequence[str] | None
 
 

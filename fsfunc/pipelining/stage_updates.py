@@ -22,13 +22,13 @@ from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.delayed import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Worker
+from fsfunc.pipelining.schedules import staleness
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Updating"]
+Predict = Callable[[Any, Any, int], Any]  # (params, opt_state, updates) -> params
 
 
 @dataclass(eq=False, repr=False)

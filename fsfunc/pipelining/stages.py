@@ -33,15 +33,6 @@ from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.scopes import standing
 from fsfunc.tracing.programs import Spec, Value
 
-__all__ = [
-    "CAPTURED",
-    "Ended",
-    "StageRun",
-    "StageVjp",
-    "abstractly",
-]
-
-
 CAPTURED = (
     "what the loss does may change with its arguments, not with what its function "
     "captured; pass what changes as an argument"

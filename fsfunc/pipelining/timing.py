@@ -15,8 +15,6 @@ from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, pa
 from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
 
-__all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -133,8 +131,6 @@ def bubble(
     schedule: Schedule | Sequence[str | Sequence[Action | str]],
     costs: Costs | None = None,
     by: Literal["makespan", "span"] = "makespan",
-    *,
-    edges: Iterable[Edge] | None = None,
 ) -> float:
     """Return the time lost: that of the whole less the work of the busiest rank.
 
@@ -144,7 +140,6 @@ def bubble(
         by: "makespan" takes the whole from the first start to the last end of all
             ranks, as a step does whose update waits for every rank; "span" takes the
             longest time from one rank's own first start to its own last end.
-        edges: as for `verify`.
 
     Raises:
         ScheduleError: what `verify` refuses; an unknown `by`.
@@ -157,7 +152,7 @@ def bubble(
         raise ScheduleError(f'by is "makespan" or "span", got {by!r}')
     work: list[float] = [0] * len(schedule)
     spans: list[list[float]] = [[] for _ in schedule]
-    for event in simulate(schedule, costs, edges=edges):
+    for event in simulate(schedule, costs):
         if event.action.is_compute:
             work[event.rank] += event.end - event.start
             spans[event.rank] += [event.start, event.end]

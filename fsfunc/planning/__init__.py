@@ -12,7 +12,7 @@ events.py plans.py  what a plan is made of, and answers
 estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
-calibration.py rank_timing.py sample_operators.py   the machine at hand, measured
-stack_search.py stacks.py candidates.py trials.py choices.py   search
+calibration.py timed_calls.py   the machine at hand, measured
+stack_search.py stacks.py candidates.py trials.py   search
 recomputation.py    what to recompute under a bound
 """

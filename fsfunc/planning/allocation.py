@@ -16,8 +16,6 @@ from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
 from fsfunc.runtime.memory import OFFLOADED
 
-__all__ = ["Allocator", "needed_bytes", "reserved_bytes"]
-
 # c10/cuda/CUDACachingAllocator: kMinBlockSize, kSmallSize, kSmallBuffer,
 # kMinLargeAlloc, kLargeBuffer, kRoundLarge.
 _BLOCK, _SMALL, _SMALL_SEGMENT = 512, 2**20, 2 * 2**20

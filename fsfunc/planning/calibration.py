@@ -10,23 +10,33 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.planning.events import Op, Ran, Took
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
-from fsfunc.planning.rank_timing import Stopwatch, links
-from fsfunc.planning.sample_operators import Sizes, attention, chain, layer, specimens
-
-__all__ = ["measure_hardware"]
+from fsfunc.planning.timed_calls import (
+    Sizes,
+    Stopwatch,
+    attention,
+    chain,
+    layer,
+    specimens,
+)
 
 # Of all the time: what each part may take.
 OVERHEAD, MEMORY, PRODUCTS, ATTENTION, OPERATORS = 0.02, 0.08, 0.25, 0.1, 0.3
 SLOW_PAGES = 0.25  # a first touch that costs less than this share of the work is none
 MOST_TURNS = 16  # sets of tensors that no cache holds together
+SENDING = ("all_gather", "psum_scatter", "psum")
+ALONE, BESIDE = 0.15, 0.1  # of collectives: by themselves, and beside products
+MOST_BUFFERS = 16
 PASSES = 3  # over everything: what disturbs one pass is not in the median
 
 
@@ -79,7 +89,7 @@ def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
     fields["attention"] = _attention(watch, sizes, bare)
     rates, levels = _rates(watch, sizes, bare), ()
     if watch.where is not None:
-        level, sending, fields["overlap"] = links(watch, watch.where, sizes)
+        level, sending, fields["overlap"] = _links(watch, watch.where, sizes)
         rates, levels = {**rates, **sending}, (level,)
     return {**fields, "overhead": overhead, "rates": rates, "levels": levels}
 
@@ -223,3 +233,100 @@ def _rates(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> dict[str, float]:
         # Where nearly all is first touch, what is left is noise: no less than a tenth.
         rates[ops[0].name] = ops[0].bytes / max(spent - aside, 0.1 * spent)
     return rates
+
+
+# Links
+
+
+def _links(
+    watch: Stopwatch, where: RankGroup, sizes: Sizes
+) -> tuple[Level, dict[str, float], float]:
+    """(the links as one level, bytes/s of each collective, overlap).
+
+    Each collective is timed alone, on buffers of several sizes, which gives a latency
+    and a rate; and beside a product that outlasts it, as a step issues it, which gives
+    what it adds to the product's time. What it does not add is the overlap. Where cores
+    copy what they send it may add more than it takes alone: then the rate is that of
+    what it adds.
+    """
+    rates, added, latency = {}, [], 0.0
+    for op in SENDING:
+        sent, spent = [], []
+        for size in sizes.messages:
+            start, share = _sending(watch, where, op, size, sizes)
+            sent.append(share)
+            each = ALONE / len(SENDING) / len(sizes.messages)
+            spent.append(watch.together(lambda start=start: start().wait(), each))
+        least, slope = line(sent, spent)
+        start, _ = _sending(watch, where, op, sizes.messages[-2], sizes)
+        added.append(_added(watch, start, spent[-2], sizes))
+        rates[op] = 1 / slope / max(1.0, added[-1])
+        if op == "all_gather":
+            latency = least / (where.size - 1)
+    level = Level(ranks=0, bandwidth=max(rates.values()), latency=latency)
+    return level, rates, min(1.0, max(0.0, 1 - sum(added) / len(added)))
+
+
+def _sending(
+    watch: Stopwatch, where: RankGroup, op: str, size: int, sizes: Sizes
+) -> tuple[Callable[[], Any], float]:
+    """Starts a collective of whole buffers of ``size`` bytes; what a rank sends of one.
+
+    Buffers take turns, so that no cache holds them: a step uses each of its own once.
+    """
+    n = where.size
+    count = max(size // 4 // n, 1)
+    turns = min(MOST_BUFFERS, -(-4 * sizes.memory // size))
+    wholes = [torch.ones(n * count, device=watch.device) for _ in range(turns)]
+    parts = [x[:count].clone() for x in wholes]
+    turn = cycle(zip(wholes, parts, strict=True))
+
+    def start() -> Any:
+        whole, part = next(turn)
+        with silence():
+            if op == "all_gather":
+                return where.start(op, part, out=whole)
+            return where.start(op, whole)
+
+    return start, wholes[0].nbytes * (n - 1) / n * (2 if op == "psum" else 1)
+
+
+def _added(
+    watch: Stopwatch, start: Callable[[], Any], alone: float, sizes: Sizes
+) -> float:
+    """The time that a transfer adds to products beside it, over its time alone."""
+    share, side = BESIDE / len(SENDING) / 3, sizes.other
+    x, y = (torch.randn(side, side, device=watch.device) for _ in range(2))
+    out = torch.empty_like(x)
+    one = watch.together(lambda: torch.mm(x, y, out=out), share)
+    times = max(1, round(2 * alone / one))
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.mm(x, y, out=out)
+
+    def both() -> None:
+        work = start()
+        compute()
+        work.wait()
+
+    return (watch.together(both, share) - watch.together(compute, share)) / alone
+
+
+def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """(start, slope) of the line through the points, of least relative error.
+
+    Where noise leaves no slope, all that the longest transfer took is its bytes'.
+    """
+    weights = [1 / y**2 for y in ys]
+    total = sum(weights)
+    x0 = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    y0 = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    rows = list(zip(weights, xs, ys, strict=True))
+    slope = sum(w * (x - x0) * (y - y0) for w, x, y in rows) / sum(
+        w * (x - x0) ** 2 for w, x, _ in rows
+    )
+    if slope <= 0:
+        longest = max(range(len(xs)), key=lambda i: xs[i])
+        return 0.0, ys[longest] / xs[longest]
+    return max(y0 - slope * x0, 0.0), slope

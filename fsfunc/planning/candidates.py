@@ -16,8 +16,6 @@ from fsfunc.sharded.placements import Own, Split
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.transforms.policies import MODES, Policy
 
-__all__ = ["Axes", "Space", "lowered", "meshes", "stages_of", "whole_gradients"]
-
 Axes = tuple[tuple[str, int], ...]
 
 

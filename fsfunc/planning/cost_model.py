@@ -15,15 +15,6 @@ from fsfunc.comm.operations import OPERATIONS
 from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware, nearest
 
-__all__ = [
-    "attention_share",
-    "collective_seconds",
-    "fill",
-    "message_seconds",
-    "op_seconds",
-    "taken_seconds",
-]
-
 
 def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> float:
     """The seconds that an operator takes, beside the first touch of what it makes.

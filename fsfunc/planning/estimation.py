@@ -13,8 +13,6 @@ from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Played, RankTimes, Span, play_through
 from fsfunc.printing.tables import of_count, of_flops, of_seconds
 
-__all__ = ["Estimate", "estimate"]
-
 
 @dataclass(frozen=True, repr=False)
 class Estimate:

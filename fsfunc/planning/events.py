@@ -13,18 +13,6 @@ from torch import Tensor
 from fsfunc.comm.ledgers import Record
 from fsfunc.tracing.operators import FLOPS
 
-__all__ = [
-    "Event",
-    "Gave",
-    "Op",
-    "PHASES",
-    "Ran",
-    "Started",
-    "Took",
-    "Waited",
-    "describe",
-]
-
 # "update" is all that lies outside a gradient call: the optimizer, and what comes in.
 PHASES = ("forward", "recompute", "backward", "update")
 

@@ -14,23 +14,6 @@ from typing import Any
 
 from fsfunc.planning.machines import Hardware, Level, nearest, refuse_unknown
 
-__all__ = [
-    "A100_40",
-    "A100_80",
-    "B200",
-    "CPU",
-    "GB200",
-    "H100",
-    "H100_500W",
-    "H200",
-    "Hardware",
-    "Level",
-    "from_json",
-    "named",
-    "replace",
-    "to_json",
-]
-
 
 def replace(hardware: Hardware, **fields: Any) -> Hardware:
     """``hardware`` with other values of the named fields.

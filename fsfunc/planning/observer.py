@@ -28,10 +28,7 @@ from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.runtime.memory import OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.knowledge import flat
-from fsfunc.tracing.operators import OperatorMode
-
-__all__ = ["Book", "Observer"]
+from fsfunc.tracing.operators import OperatorMode, flat
 
 
 class Book:

@@ -33,9 +33,6 @@ from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
 
-__all__ = ["PlannedLink", "plan"]
-
-
 _TOLD = (
     "the step that is planned",
     ", and in a plan nothing has one. Move it out of the step (what is only shown can "

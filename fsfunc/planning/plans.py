@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.planning.events import Event, Gave, Ran, Took
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
-
-__all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]
 
 
 class PlannedLeaf(NamedTuple):
@@ -123,26 +122,25 @@ class RankPlan:
     @cached_property
     def memory(self) -> list[tuple[int, tuple[int, ...]]]:
         """(event number, bytes held of each of ``KINDS``) after each change."""
-        index = {kind: i for i, kind in enumerate(KINDS)}
-        held, rows = [0] * len(KINDS), []
-        sizes: dict[int, tuple[int, int]] = {}
+        held: dict[str, int] = {kind: 0 for kind in KINDS}
+        rows = []
+        for number, kind, change in self._changes():
+            if kind != OFFLOADED:
+                held[kind] += change
+                rows.append((number, tuple(held.values())))
+        return rows
+
+    def _changes(self) -> Iterator[tuple[int, str, int]]:
+        """(event number, kind, bytes) of memory taken, or given back as below 0."""
+        taken: dict[int, tuple[str, int]] = {}
         for number, event in enumerate(self.events):
             if isinstance(event, Took):
                 kind = self.kinds.get(event.key, "activations")
-                if kind == OFFLOADED:
-                    continue
-                i = index[kind]
-                sizes[event.key] = (i, event.bytes)
-                held[i] += event.bytes
-            elif isinstance(event, Gave):
-                if event.key not in sizes:
-                    continue
-                i, size = sizes.pop(event.key)
-                held[i] -= size
-            else:
-                continue
-            rows.append((number, tuple(held)))
-        return rows
+                taken[event.key] = kind, event.bytes
+                yield number, kind, event.bytes
+            elif isinstance(event, Gave) and event.key in taken:
+                kind, size = taken.pop(event.key)
+                yield number, kind, -size
 
     @cached_property
     def _fullest(self) -> tuple[int, tuple[int, ...]]:
@@ -168,30 +166,21 @@ class RankPlan:
     @cached_property
     def offloaded_bytes(self) -> int:
         """The most bytes held at once beside the device: on the host, or its disk."""
-        held, most, sizes = 0, 0, dict[int, int]()
-        for event in self.events:
-            if isinstance(event, Took) and self.kinds.get(event.key) == OFFLOADED:
-                sizes[event.key] = event.bytes
-                held += event.bytes
-                most = max(most, held)
-            elif isinstance(event, Gave):
-                held -= sizes.pop(event.key, 0)
-        return most
+        beside = (change for _, kind, change in self._changes() if kind == OFFLOADED)
+        return max(accumulate(beside, initial=0))
 
     def alive(self, at: int | None = None) -> list[Alive]:
         """Memory held after event number ``at`` (default: the peak), largest first."""
         at = self.peak_at if at is None else at
-        held: dict[int, Took] = {}
+        held: dict[int, Alive] = {}
         for event in self.events[: at + 1]:
             if isinstance(event, Took):
-                if self.kinds.get(event.key) != OFFLOADED:
-                    held[event.key] = event
+                kind = self.kinds.get(event.key, "activations")
+                who = event.op, event.unit, event.phase
+                held[event.key] = Alive(event.bytes, kind, *who)
             elif isinstance(event, Gave):
                 held.pop(event.key, None)
-        found = [
-            Alive(t.bytes, self.kinds.get(t.key, "activations"), t.op, t.unit, t.phase)
-            for t in held.values()
-        ]
+        found = [alive for alive in held.values() if alive.kind != OFFLOADED]
         return sorted(found, key=lambda a: -a.bytes)
 
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from fsfunc.tracing.programs import Program, Spec
 
-__all__ = ["Points", "recompute_points"]
-
 Number = int | float
 
 

@@ -21,8 +21,6 @@ from fsfunc.planning.events import Op, Ran, Started, Took, Waited
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
-__all__ = ["Played", "RankTimes", "Span", "play_through"]
-
 COMPUTE = "compute"
 
 

@@ -2,22 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsfunc.planning.candidates import Axes, Space, meshes
-from fsfunc.planning.choices import Choice, Search, front_of
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.stacks import PIPE, Stack
+from fsfunc.planning.stacks import PIPE, Choice, Skipped, Stack
 from fsfunc.planning.trials import Trials
+from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
-__all__ = ["search"]
-
 SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
+
+
+@dataclass(frozen=True, repr=False)
+class Search(Printed, Sequence[Choice]):
+    """The Pareto front of step time and memory, fastest first; and all there was.
+
+    Args:
+        front: of two, the slower one holds less; all fit.
+        tried: all that were planned, in the order of trial.
+        skipped: all that were not, and why.
+        memory: the bytes that a rank may hold.
+    """
+
+    front: tuple[Choice, ...]
+    tried: tuple[Choice, ...]
+    skipped: tuple[Skipped, ...]
+    memory: float
+
+    def __len__(self) -> int:
+        return len(self.front)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.front[index]
+
+    @property
+    def best(self) -> Choice:
+        """The fastest that fits."""
+        return self.front[0]
+
+    @property
+    def ranked(self) -> list[Choice]:
+        """All that fit, fastest first; of equal ones, the smallest."""
+        return sorted((c for c in self.tried if c.fits), key=_order)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Of the front: step time, of it exposed and bubble, peak, mesh, transforms."""
+        found = []
+        for c in self.front:
+            mesh, _, transforms = str(c.stack).partition(": ")
+            times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
+            found.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
+        return found
+
+    def table(self) -> str:
+        """The front as text, and below it what was tried and skipped."""
+        return self.text()
+
+    def pieces(self, width: int | None) -> list[Table | str]:
+        return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
+
+    def _notes(self) -> list[str]:
+        fit = sum(c.fits for c in self.tried)
+        lines = [
+            f"{len(self.tried)} stacks planned, of which {fit} fit in "
+            f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
+        ]
+        whys = Counter(HEAVY if s.least else s.why for s in self.skipped)
+        lines += [f"  {n}: {why}" for why, n in whys.most_common()]
+        return lines
+
+    def __repr__(self) -> str:
+        return (
+            f"Search({len(self.front)} of {len(self.tried)} stacks; best {self.best})"
+        )
+
+
+HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
+HEAVY = "parameters and moments alone are too large"
+
+
+def front_of(choices: Iterable[Choice]) -> list[Choice]:
+    """The Pareto front: sorted by time, each smaller than all that are faster."""
+    front: list[Choice] = []
+    for choice in sorted(choices, key=_order):
+        if not front or choice.peak_bytes < front[-1].peak_bytes:
+            front.append(choice)
+    return front
+
+
+def _order(choice: Choice) -> tuple[float, int]:
+    return choice.seconds, choice.peak_bytes
 
 
 def search(
@@ -137,7 +218,7 @@ def search(
         else:
             for ladder in space.flat(axes, at.rows):
                 _climb(at, ladder)
-    return at.result()
+    return _found(at)
 
 
 def _climb(at: Trials, ladder: Sequence[Stack]) -> None:
@@ -172,3 +253,42 @@ def _pipelined(at: Trials, space: Space, axes: Axes) -> None:
         at.try_one(stack)
     rest = [s for s in others if s not in chosen]
     at.skip(rest, "its schedule, microbatches and remat are worse at another zero")
+
+
+def _found(at: Trials) -> Search:
+    """All that was found.
+
+    Raises:
+        ValueError: nothing fits, or nothing could be tried.
+    """
+    fitting = [choice for choice in at.tried if choice.fits]
+    if not fitting:
+        at.find_closest()
+        cause = at.errors[0] if at.errors and not at.tried else None
+        raise ValueError(_nothing(at)) from cause
+    front = tuple(front_of(fitting))
+    return Search(front, tuple(at.tried), tuple(at.skipped), at.memory)
+
+
+def _nothing(at: Trials) -> str:
+    """Why there is no stack to give."""
+    limit = f"the {of_bytes(at.memory)} that a rank may hold"
+    total = len(at.tried) + len(at.skipped)
+    if at.tried:
+        closest = min(at.tried, key=lambda c: c.peak_bytes)
+        peak = closest.peak_bytes
+        return (
+            f"none of {total} stacks fits in {limit}: the closest needs "
+            f"{of_bytes(peak)}, {of_bytes(peak - at.memory)} too much "
+            f"({peak / at.memory:.3g} times it): {closest.stack}"
+        )
+    heavy = [s for s in at.skipped if s.least]
+    if heavy:
+        best = min(heavy, key=lambda s: s.least)
+        return (
+            f"none of {total} stacks fits in {limit}: of the closest, {best.why}, "
+            f"{of_bytes(best.least - at.memory)} too much: {best.stack}"
+        )
+    whys = Counter(s.why for s in at.skipped)
+    listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())
+    return f"no stack could be tried: {listed or 'there is none in the space'}"

@@ -1,4 +1,4 @@
-"""``Stack``: transforms in order, as data: applied, or written as code."""
+"""``Stack``: transforms in order, as data; ``Choice``: one with its figures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from fsfunc.comm.mesh import Mesh
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.printing.tables import of_bytes, of_seconds
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
@@ -19,8 +20,6 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
-
-__all__ = ["DATA", "NODE", "PIPE", "Layer", "Stack"]
 
 DATA, PIPE, NODE = "data", "pipe", "node"  # what lies along an axis of that name
 
@@ -235,3 +234,57 @@ def _call(head: str, given: list[str]) -> list[str]:
     if len(line) <= 88:
         return [line]
     return [head, f"    {', '.join(given)}", ")"]
+
+
+# What a search finds of stacks
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A stack of transforms, and what it is estimated to take.
+
+    Args:
+        stack: the transforms, as data.
+        seconds: of a step; ``compute``, ``exposed`` and ``bubble`` add up to it, as in
+            an ``Estimate``.
+        peak_bytes: the most that a rank holds, as the plan counts it.
+        fits: whether what an allocator reserves for that is within the memory asked
+            for.
+    """
+
+    stack: Stack
+    seconds: float
+    peak_bytes: int
+    fits: bool
+    compute: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the mesh, by name."""
+        return dict(self.stack.axes)
+
+    @property
+    def code(self) -> str:
+        """Python that makes ``mesh`` and ``step`` of ``train_step``."""
+        return self.stack.code
+
+    def build(self, train_step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+        """``train_step``, transformed: what ``code`` makes, on a mesh of one's own.
+
+        Raises:
+            ValueError: a mesh of other axes.
+        """
+        return self.stack.apply(train_step, mesh)
+
+    def __str__(self) -> str:
+        return f"{of_seconds(self.seconds)}, {of_bytes(self.peak_bytes)}: {self.stack}"
+
+
+class Skipped(NamedTuple):
+    """A stack that was not planned, or could not be; ``least``: bytes it needs."""
+
+    stack: Stack
+    why: str
+    least: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,19 +20,16 @@ from fsfunc.planning.candidates import (
     stages_of,
     whole_gradients,
 )
-from fsfunc.planning.choices import Choice, Search, Skipped, front_of
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
-from fsfunc.planning.plans import RankPlan
-from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
+from fsfunc.planning.plans import Plan, RankPlan
+from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
 from fsfunc.printing.tables import of_bytes
 from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
-
-__all__ = ["Trials"]
 
 
 class Trials:
@@ -127,17 +123,8 @@ class Trials:
                 "too large with whole gradients, or activations as in another plan",
             )
             return None
-        mesh = Mesh(dict(stack.axes), "abstract")
-        part, layouts = self._local(stack.parts_by_dim), stack.layouts
-        try:
-            step = stack.apply(self.step, mesh)
-            given = step, self.init, self.optimizer, part
-            found = plan(*given, mesh=mesh, layouts=layouts)
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and stack.schedule is None:
-                raise
-            self.errors.append(error)
-            self.skip([stack], str(error))
+        found = self._planned(stack)
+        if found is None:
             return None
         held = self.activations.setdefault(_computes(stack), [])
         held.append((self._rows_of(stack), max(map(_activations, found.ranks))))
@@ -154,21 +141,21 @@ class Trials:
         self.tried.append(choice)
         return choice
 
-    def result(self) -> Search:
-        """All that was found.
+    def _planned(self, stack: Stack) -> Plan | None:
+        """The stack's plan; None, and the reason noted, where it cannot be."""
+        mesh = Mesh(dict(stack.axes), "abstract")
+        try:
+            step = stack.apply(self.step, mesh)
+            given = step, self.init, self.optimizer, self._local(stack.parts_by_dim)
+            return plan(*given, mesh=mesh, layouts=stack.layouts)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and stack.schedule is None:
+                raise
+            self.errors.append(error)
+            self.skip([stack], str(error))
+            return None
 
-        Raises:
-            ValueError: nothing fits, or nothing could be tried.
-        """
-        fitting = [choice for choice in self.tried if choice.fits]
-        if not fitting:
-            self._find_closest()
-            cause = self.errors[0] if self.errors and not self.tried else None
-            raise ValueError(self._nothing()) from cause
-        front = tuple(front_of(fitting))
-        return Search(front, tuple(self.tried), tuple(self.skipped), self.memory)
-
-    def _find_closest(self) -> None:
+    def find_closest(self) -> None:
         """Plans what was skipped, until all others are foreseen to be larger."""
         for foreseen, stack in sorted(self.large, key=lambda pair: pair[0]):
             closest = min((c.peak_bytes for c in self.tried), default=None)
@@ -176,29 +163,6 @@ class Trials:
                 return
             self.skipped = [s for s in self.skipped if s.stack != stack]
             self.try_one(stack, anyway=True)
-
-    def _nothing(self) -> str:
-        """Why there is no stack to give."""
-        limit = f"the {of_bytes(self.memory)} that a rank may hold"
-        total = len(self.tried) + len(self.skipped)
-        if self.tried:
-            closest = min(self.tried, key=lambda c: c.peak_bytes)
-            peak = closest.peak_bytes
-            return (
-                f"none of {total} stacks fits in {limit}: the closest needs "
-                f"{of_bytes(peak)}, {of_bytes(peak - self.memory)} too much "
-                f"({peak / self.memory:.3g} times it): {closest.stack}"
-            )
-        heavy = [s for s in self.skipped if s.least]
-        if heavy:
-            best = min(heavy, key=lambda s: s.least)
-            return (
-                f"none of {total} stacks fits in {limit}: of the closest, {best.why}, "
-                f"{of_bytes(best.least - self.memory)} too much: {best.stack}"
-            )
-        whys = Counter(s.why for s in self.skipped)
-        listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())
-        return f"no stack could be tried: {listed or 'there is none in the space'}"
 
     # Everything below runs on fake tensors.
 

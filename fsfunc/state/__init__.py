@@ -5,7 +5,7 @@ the step recorded to see which leaves belong together, and makes each leaf's par
 optimizer's state is then made of these parts. Where values come from is a
 `leaf_sources.GivenLeaves`: whole tensors in hand; or an init function that ran on fake
 tensors (`init_tape`) and is run again, for this rank's part alone (`replay`).
-`conversions` and `noise` are used inside of a step.
+`unsharding` and `laid_like` are used inside of a step.
 
 train_state.py      TrainState
 initialization.py   init_state, abstract_state
@@ -13,7 +13,7 @@ placing.py leaf_groups.py   place; groups of leaves, and a rank's part of each
 agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone
 layout_rules.py     leaves that are split over axes of their own
-conversions.py noise.py   unshard, lay_like, reduce_like; randn_like
+unsharding.py laid_like.py   unshard; lay_like, reduce_like, randn_like
 init_tape.py taped_ops.py replay.py   an init function recorded, and replayed for
                     this rank's part
 """

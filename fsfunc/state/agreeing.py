@@ -25,15 +25,6 @@ from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.sharding import Sharding
 
-__all__ = [
-    "Agreement",
-    "compare_programs",
-    "compared",
-    "kind_of",
-    "together",
-    "unlike_steps",
-]
-
 _TITLE = "ranks lay out a state, and not all alike"
 _UNLIKE = "ranks lay out for unlike steps"
 _LIKE = (
@@ -43,46 +34,41 @@ _LIKE = (
 
 
 class Agreement:
-    """The processes that lay out for one function, and how far they have come.
+    """The ranks that lay out for one function, and how far they have come.
 
-    ``where`` is None where there are none, or simulated ranks, which all raise anyway;
-    ``compared``: whether they have said what they are about to do; ``among``: those who
-    have yet to exchange what they would compute; ``made``: what is compared at the end.
+    ``where`` is None where there are no others; ``apart``: whether they are processes
+    (simulated ranks all raise anyway); ``compared``: whether they have said what they
+    are about to do; ``among``: those who have yet to exchange what they would compute;
+    ``made``: what is compared at the end.
     """
 
     def __init__(self, fn: Callable[..., Any], layouts: LayoutRules | None):
         laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
         self.where: RankGroup | None = None
         self.among: RankGroup | None = None
-        self.simulated: RankGroup | None = None
         self.compared = False
         self.made: Lines = []
         if laying:
             at = here(laying[0].mesh)
             axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
-            if at.link.notes is None:
-                self.where = compared(at, axes)
-            else:
-                self.simulated = compared(at, axes)
+            self.where = compared(at, axes)
+        self.apart = self.where is not None and self.where.link.notes is None
 
     def compare_made(self, t: Any) -> None:
         """Compares the whole leaves that a function has made beside the parameters."""
-        where = self.where or self.simulated
-        if where is None:
+        if (where := self.where) is None:
             return
         paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
         section = whole_values(paths, leaves, where.link.notes)
-        if where is self.simulated:
-            compare([section], where)
-        else:
+        if self.apart:
             self.made = section.lines
+        else:
+            compare([section], where)
 
     def exchange(self, lines: Lines) -> dict[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
         among, self.among = self.among, None
-        if self.where is None or among is None:
-            return {}
-        return unlike(lines, among)
+        return unlike(lines, among) if self.apart and among is not None else {}
 
 
 @contextmanager
@@ -116,7 +102,7 @@ def _say(agreement: Agreement, what: str) -> None:
     said = [Section(_TITLE, [("raised", what), *agreement.made])]
     if not agreement.compared:
         said.append(Section(_TITLE, []))  # in place of whole parameters
-    if agreement.where is not None:
+    if agreement.apart and agreement.where is not None:
         compare(said, agreement.where)
 
 

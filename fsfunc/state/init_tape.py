@@ -22,8 +22,6 @@ from fsfunc.comm.descriptions import stated
 from fsfunc.runtime.random_blocks import Streams
 from fsfunc.state.taped_ops import Ref, Storage, TapedOp, exchange, how_of
 
-__all__ = ["InitTape"]
-
 _aten: Any = torch.ops.aten
 _RESIZING = {_aten.resize_, _aten.resize_as_}
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -81,13 +79,7 @@ class InitTape(_torch.DispatchMode):
         writes = tuple(_all(wrote, Ref))
         if not writes and not any(makes):
             return out
-        reads = tuple(_all(before, Ref))
-        if how in ("empty", "fill", "draw"):
-            reads = ()
-        elif how == "copy":
-            # What is written is not read; of a copy of itself nothing would change.
-            source = "src" if writes else "self"
-            reads = (_torch.arguments_of(func, *before)[source],)
+        reads = _read(func, how, before, copied="src" if writes else "self")
         op = TapedOp(func, before[0], before[1], reads, writes, makes, how)
         if how == "fill":
             op.value = value
@@ -228,6 +220,16 @@ class InitTape(_torch.DispatchMode):
 
     def _covers(self, r: Ref) -> bool:
         return r.is_flat and r.numel == self.storages[r.storage].numel
+
+
+def _read(func: Any, how: str, given: Any, copied: str) -> tuple[Ref, ...]:
+    """The tensors whose values an operator reads."""
+    if how in ("empty", "fill", "draw"):
+        return ()
+    if how == "copy":
+        # What is written is not read; of a copy of itself nothing would change.
+        return (_torch.arguments_of(func, *given)[copied],)
+    return tuple(_all(given, Ref))
 
 
 def _is_fake(x: Tensor) -> bool:

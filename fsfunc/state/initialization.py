@@ -27,8 +27,6 @@ from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharding import Sharding
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["abstract_state", "init_state"]
-
 
 def init_state(
     step: Callable[..., Any],
@@ -130,18 +128,7 @@ def init_state(
     """
     _check_given(step, optimizer, "init_state")
     first = _first_state(optimizer, extra)
-    with together(step, layouts) as agreement:
-        params, source = params_or_init_fn, GivenLeaves()
-        if callable(params):
-            params, source = defer(params, batch)
-        if record == "real" and isinstance(source, Deferred):
-            params = tree.map(source.own, params, is_leaf=is_sharded)
-            source = GivenLeaves()
-        lay = partial(lay_out, record=record, source=source, agreement=agreement)
-        state = _laid_out(step, params, first, batch, lay, source, layouts, like)
-        if first.is_told:
-            agreement.compare_made(state)
-        return _begun(step, state)
+    return _begun(step, params_or_init_fn, first, batch, record, layouts, like)
 
 
 def abstract_state(
@@ -177,16 +164,8 @@ def abstract_state(
     (device(type='meta'), True)
     """
     _check_given(step, optimizer, "abstract_state")
-    first = _first_state(optimizer, extra)
-    with together(step, layouts) as agreement:
-        params, source = params_or_init_fn, Shapes()
-        if callable(params):
-            params, _ = defer(params, batch, draws=False)
-        lay = partial(lay_out, record="fake", source=source, agreement=agreement)
-        state = _laid_out(step, params, first, batch, lay, source, layouts, like)
-        if first.is_told:
-            agreement.compare_made(state)
-        return _begun(step, state)
+    first, source = _first_state(optimizer, extra), Shapes()
+    return _begun(step, params_or_init_fn, first, batch, "fake", layouts, like, source)
 
 
 @dataclass(frozen=True)
@@ -224,6 +203,38 @@ def _first_state(optimizer: Any, extra: Any) -> _FirstState:
             "state of the parameters makes all that lies beside them"
         )
     return _FirstState(optimizer, {} if extra is None else extra)
+
+
+def _begun(
+    step: Callable[..., Any],
+    params: Any,
+    first: _FirstState,
+    batch: tuple[Any, ...],
+    record: str,
+    layouts: LayoutRules | None,
+    like: Mapping[str, str] | None,
+    shapes: Shapes | None = None,
+) -> Any:
+    """The first state, under the transforms of ``step``.
+
+    Args:
+        shapes: given where no more than these is wanted.
+    """
+    with together(step, layouts) as agreement:
+        source = shapes or GivenLeaves()
+        if callable(params):
+            params, made = defer(params, batch, draws=shapes is None)
+            source = shapes or made
+        if record == "real" and isinstance(source, Deferred):
+            params = tree.map(source.own, params, is_leaf=is_sharded)
+            source = GivenLeaves()
+        lay = partial(lay_out, record=record, source=source, agreement=agreement)
+        state = _laid_out(step, params, first, batch, lay, source, layouts, like)
+        if first.is_told:
+            agreement.compare_made(state)
+        for transform in getattr(step, "interpretations", ()):
+            state = transform.begin(state)
+        return state
 
 
 def _laid_out(
@@ -274,13 +285,6 @@ def _laid_out(
         state = first(laid, extra)
     state = _in_own_memory(state, (laid, extra), first.is_told, source, store)
     return lay_leaves(state, own_leaves(step, state, own))
-
-
-def _begun(step: Callable[..., Any], state: Any) -> Any:
-    """The first state under the transforms of ``step``."""
-    for transform in getattr(step, "interpretations", ()):
-        state = transform.begin(state)
-    return state
 
 
 def _in_own_memory(

@@ -20,8 +20,6 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import Own, describe
 from fsfunc.tree.structure import matches
 
-__all__ = ["LayoutRules", "axes_of", "own_of", "splits_of"]
-
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
 LayoutRules = Mapping[str, Split | Sequence[Split] | Own]

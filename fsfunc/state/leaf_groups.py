@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.mesh import here
+from fsfunc.comm.mesh import Here, here
+from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.layout import Layout, pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import chunk_here
@@ -24,17 +25,6 @@ from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.sharding import Sharding
 from fsfunc.tree.structure import matches
-
-__all__ = [
-    "PlacedGroup",
-    "block_of",
-    "groups_like",
-    "groups_taken",
-    "leaves_like",
-    "moments_like",
-    "owned",
-    "packed",
-]
 
 Like = dict[str, str]  # by path of a leaf, the path of the one that it lies like
 
@@ -58,7 +48,50 @@ class PlacedGroup:
         return any(path != own for path, own in self.paths.items())
 
 
-def groups_taken(
+def lay_groups(
+    found: dict[str, Any],
+    recorder: Recorder,
+    applied: Iterable[Applied],
+    like: Mapping[str, str],
+    sharding: Sharding | None,
+    source: GivenLeaves,
+    stores: Stores,
+    at: Here,
+) -> None:
+    """Lays out, in ``found``, the leaves that units take, and those that lie like them.
+
+    Args:
+        found: by path, whole; each is replaced by this rank's part of it.
+        applied: what optimizers were applied to; ``like``: see `place`.
+    """
+    coordinates = at.mesh.coordinates(at.rank)
+    groups: list[LeafGroup] = []
+    if recorder.handlers:  # else no unit is called, and all stay whole
+        least = 0 if sharding is None else sharding.min_bytes
+        groups = recorder.groups(least, sharding is not None)
+    order = [] if sharding is None else recorder.order(groups, coordinates)
+
+    def lay(part: PlacedGroup) -> None:
+        for path in part.paths.values():
+            refuse("float8", "place", {path: found[path]})
+        if sharding is None:
+            laid = _owned(part, recorder, found, source)
+        else:
+            laid = _packed(
+                sharding, part, recorder, found, coordinates, source, order, stores
+            ).leaves()
+        found.update(zip(part.paths.values(), laid, strict=True))
+
+    told_like, whole = leaves_like(like, found), dict(found)
+    taken = _groups_taken(groups, recorder, told_like)
+    for part in taken:
+        lay(part)
+    moments = moments_like(applied, found)
+    for part in _groups_like(taken, {**moments, **told_like}, whole):
+        lay(part)
+
+
+def _groups_taken(
     groups: list[LeafGroup], recorder: Recorder, like: Mapping[str, str]
 ) -> list[PlacedGroup]:
     """The groups that units take, without leaves that are to lie like others.
@@ -75,12 +108,12 @@ def groups_taken(
     return found
 
 
-def groups_like(
+def _groups_like(
     taken: list[PlacedGroup], like: Mapping[str, str], leaves: Mapping[str, Any]
 ) -> list[PlacedGroup]:
     """The groups of leaves that lie like those that units take, copy by copy.
 
-    Args: as for :func:`groups_taken`.
+    Args: as for :func:`_groups_taken`.
     """
     group_of = {path: t.group for t in taken for path in t.group.paths}
     counts: Counter[str] = Counter()
@@ -179,7 +212,7 @@ def _prefixes(path: str) -> list[str]:
     return ["/".join(parts[:k]) for k in range(len(parts) + 1)]
 
 
-def packed(
+def _packed(
     handler: Sharding,
     placed: PlacedGroup,
     recorder: Recorder,
@@ -228,7 +261,7 @@ def packed(
     return shard  # its whole buffer does not show it yet: the first use gathers
 
 
-def owned(
+def _owned(
     placed: PlacedGroup, recorder: Recorder, leaves: dict[str, Any], source: GivenLeaves
 ) -> list[Sharded | Tensor]:
     """Tensors that lie in no buffer, each on the coordinate that owns it."""

@@ -22,8 +22,6 @@ from fsfunc.sharded.slices import take
 from fsfunc.state.init_tape import InitTape
 from fsfunc.state.replay import Replay
 
-__all__ = ["Deferred", "GivenLeaves", "Shapes", "defer"]
-
 
 class GivenLeaves:
     """Leaves that are here whole."""

@@ -12,6 +12,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
@@ -27,27 +28,15 @@ from fsfunc.state.agreeing import (
     unlike_steps,
 )
 from fsfunc.state.layout_rules import LayoutRules, own_of, splits_of
-from fsfunc.state.leaf_groups import (
-    PlacedGroup,
-    block_of,
-    groups_like,
-    groups_taken,
-    leaves_like,
-    moments_like,
-    owned,
-    packed,
-)
+from fsfunc.state.leaf_groups import block_of, lay_groups
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
-
-__all__ = ["lay_out", "own_leaves", "place"]
 
 
 def place(
@@ -140,19 +129,18 @@ def lay_out(
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
-    refuse("array sparse inference", "place", t)
-    refuse("array inference", "place", rest, *arguments(len(rest), 1))
     laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
-    if type(source) is GivenLeaves and any(
-        h.mesh.backend != "abstract" for h in laying
-    ):
-        refuse("meta", "place", t)
-        refuse("meta", "place", rest, *arguments(len(rest), 1))
+    _check_given(t, rest, laying, source)
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     found = dict(zip(paths, leaves, strict=True))
-    splits: dict[str, tuple[Split, ...]] = {}
     kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
     own = {**kept, **(own or {})}  # what is laid out stays so
+    splits: dict[str, tuple[Split, ...]] = {}
+    if layouts:
+        mesh = laying[0].mesh if laying else here().mesh
+        taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
+        splits = splits_of(layouts, found, mesh, taken)
+    over = {split.axis for parts in splits.values() for split in parts}
 
     def said() -> Lines:
         return [*given(), ("record", record), *told("layouts", layouts or {})]
@@ -161,11 +149,6 @@ def lay_out(
         same = [None if p in own else x for p, x in zip(paths, leaves, strict=True)]
         return source.section(paths, same, at.link.notes)
 
-    if layouts:
-        mesh = laying[0].mesh if laying else here().mesh
-        taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
-        splits = splits_of(layouts, found, mesh, taken)
-    over = {split.axis for parts in splits.values() for split in parts}
     if splits and not laying:  # they say it all
         at = here()
         if where := compared(at, over):
@@ -176,13 +159,40 @@ def lay_out(
         return tree.unflatten(treedef, map(source.own, found.values()))
     recorder, applied = _recorded(fn, t, rest, record, splits)
     _check_untied(found, recorder.trained)
-    handlers = recorder.handlers or laying  # a function may call no unit
+    handlers, stores = (
+        recorder.handlers or laying,
+        stores_of(fn),
+    )  # or no unit is called
+    sharding = _sharding_of(handlers, stores)
     if not handlers:
-        _check_offloaded(stores_of(fn), [])
         _check_taken(splits, found)
         return tree.map(source.own, t, is_leaf=is_sharded)
+    if not tree.are_shown(leaves):
+        tree.shown(t, "place", "is given", is_leaf=is_sharded)
+    at = here(handlers[0].mesh)
+    compare_programs(fn, recorder, handlers, rest, at, over, said, values, agreement)
+    lay_groups(found, recorder, applied, like or {}, sharding, source, stores, at)
+    _check_taken(splits, found)
+    placed = tree.unflatten(treedef, map(source.own, found.values()))
+    lay_leaves(placed, own)
+    if sharding is not None and not isinstance(source, Shapes):
+        _check_types(sharding, fn, recorder, (placed, *rest), at, agreement)
+    return placed
+
+
+def _check_given(t: Any, rest: Any, laying: list[Any], source: GivenLeaves) -> None:
+    """Raises where a leaf is of a kind that cannot be laid out, or recorded."""
+    refuse("array sparse inference", "place", t)
+    refuse("array inference", "place", rest, *arguments(len(rest), 1))
+    runs = any(h.mesh.backend != "abstract" for h in laying)
+    if type(source) is GivenLeaves and runs:
+        refuse("meta", "place", t)
+        refuse("meta", "place", rest, *arguments(len(rest), 1))
+
+
+def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
+    """The one ``shard`` among transforms that lay out, if there is one."""
     shardings = [h for h in handlers if isinstance(h, Sharding)]
-    stores = stores_of(fn)
     _check_offloaded(stores, shardings)
     if len(shardings) > 1:
         axes = [h.axes for h in shardings]
@@ -190,43 +200,7 @@ def lay_out(
             f"several shard transforms, over {axes}: give one of them a tuple of axes, "
             "or replicate="
         )
-    if not tree.are_shown(leaves):
-        tree.shown(t, "place", "is given", is_leaf=is_sharded)
-    at = here(handlers[0].mesh)
-    compare_programs(fn, recorder, handlers, rest, at, over, said, values, agreement)
-    coordinates = at.mesh.coordinates(at.rank)
-    groups = []
-    if recorder.handlers:  # else no unit is called, and all stay whole
-        least = shardings[0].min_bytes if shardings else 0
-        groups = recorder.groups(least, bool(shardings))
-    order = recorder.order(groups, coordinates) if shardings else []
-
-    def lay(part: PlacedGroup) -> None:
-        for path in part.paths.values():
-            refuse("float8", "place", {path: found[path]})
-        if shardings:
-            shard = packed(
-                shardings[0], part, recorder, found, coordinates, source, order, stores
-            )
-            laid = shard.leaves()
-        else:
-            laid = owned(part, recorder, found, source)
-        found.update(zip(part.paths.values(), laid, strict=True))
-
-    told_like, whole = leaves_like(like or {}, found), dict(found)
-    taken = groups_taken(groups, recorder, told_like)
-    for part in taken:
-        lay(part)
-    moments = moments_like(applied, found)
-    for part in groups_like(taken, {**moments, **told_like}, whole):
-        lay(part)
-    _check_taken(splits, found)
-    placed = tree.unflatten(treedef, map(source.own, found.values()))
-    lay_leaves(placed, own)
-    if shardings:
-        if not isinstance(source, Shapes):
-            _check_types(shardings[0], fn, recorder, (placed, *rest), at, agreement)
-    return placed
+    return shardings[0] if shardings else None
 
 
 def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
@@ -323,16 +297,17 @@ def _recorded(
             return _record(fn, t, rest, how, splits), applied
 
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
-    if not mine or (notes := here(mine[0].mesh).link.notes) is None:
+    at = here(mine[0].mesh) if mine else None
+    if at is None or (notes := at.link.notes) is None:
         return record()
-    rank = here(mine[0].mesh).rank
+    rank = at.rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
     shapes = tuple(kind_of(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
-    last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
-    if key not in notes or last and here(mine[0].mesh).link.moves:
+    last = rank == at.mesh.size - 1  # it looks for itself
+    if key not in notes or last and at.link.moves:
         found, applied = record()
         if set(found.handlers) != set(mine) or last:
             return found, applied

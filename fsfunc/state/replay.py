@@ -14,8 +14,6 @@ from fsfunc.runtime.random_blocks import BLOCK, draw, seeded
 from fsfunc.state.init_tape import InitTape
 from fsfunc.state.taped_ops import Ref, TapedOp, exchange
 
-__all__ = ["Replay"]
-
 # torch computes the end of a range by other instructions than its middle, and cuts what
 # is longer than this for its threads: so pieces are cut alike, whoever asks for them.
 PIECE = 1 << 15

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fsfunc.runtime.random_blocks import Fill, Stream, fill_of
 
-__all__ = ["TapedOp", "Ref", "Storage", "exchange", "how_of"]
-
 _aten: Any = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from fsfunc.comm.collective_ops import claim
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Applied", "TrainState", "known_optimizer", "noting_applied"]
-
 
 class Applied(NamedTuple):
     """An optimizer that a train state applied, the state of it, and the parameters."""

@@ -16,9 +16,9 @@ from fsfunc.comm.ledgers import Ledger, ledger, silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
 from fsfunc.sharded.donated import any_spent
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.state.conversions import unshard
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
+from fsfunc.state.unsharding import unshard
 from fsfunc.testing.comparing import Difference, difference, held
 from fsfunc.testing.costs import said
 from fsfunc.testing.mistakes import Case, explain

@@ -13,8 +13,7 @@ All runs begin alike (`runs.without_data`); each adds its own observer:
   cannot go on it runs on copies.
 - A pipelined loss is traced for each shape of microbatch, as ``ff.program`` does by
   hand: a stage of `tracer` runs every unit call and adds it to a `programs.Program`,
-  with the dependencies and costs of its inputs (`dataflow`), printed by `names`.
-  Pipelines cut it.
+  with the dependencies and costs of its inputs (`dataflow`). Pipelines cut it.
 
 Recorder and checker are the frame's tracer, a `tracers.Tracer`; the third decides about
 unit calls, as a `frames.Stage` does. Operators are seen in a dispatch mode of
@@ -24,11 +23,12 @@ to run them again in part (``state.init_tape``).
 
 runs.py operators.py   shared: the harness, operators, facts by storage
 tracer.py programs.py   ff.program: the unit calls of a loss, which pipelines cut
-dataflow.py names.py    dependencies and FLOPs; names in the listing
-recorder.py reads.py groups.py   leaves that units take, and their buffers
-type_check.py checker.py typed_operators.py asked.py   the type check of a sharded step
+dataflow.py         dependencies and FLOPs
+recorder.py groups.py   leaves that units take, and their buffers
+type_check.py checker.py typed_operators.py   the type check of a sharded step
+torch_calls.py      torch functions that both of these hear of
 types.py knowledge.py   the types, and the facts about tensors
-provenance.py own_rows.py results.py   gradients of rows that are averaged too early
+provenance.py results.py   gradients of rows that are averaged too early
 steadiness.py       placeholders for values; steps that differ from run to run
 refusals.py         the messages
 """

@@ -29,15 +29,13 @@ from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as, returned_state
-from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.provenance import Gradient, Provenance, joined
+from fsfunc.tracing.knowledge import Seen, memory
+from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
-from fsfunc.tracing.results import together
+from fsfunc.tracing.results import pulled_with, together
 from fsfunc.tracing.steadiness import NumbersGiven, StandIns
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
-
-__all__ = ["Checker"]
 
 
 class Checker(Tracer, Watcher, Operators):
@@ -101,8 +99,7 @@ class Checker(Tracer, Watcher, Operators):
         if how == OWN and seen.kind is Kind.A and ours:
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
-        why = misused(how, seen.kind)
-        op = how.op
+        why, op = misused(how, seen.kind), how.op
         if why == "disagrees" and (unit := current_label()[0]):
             why, op = "parameters", unit
         if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
@@ -110,7 +107,7 @@ class Checker(Tracer, Watcher, Operators):
         if why:
             raise refusal(why, op, [seen], None)
         if how.op == "enter":
-            self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
+            self._parameters.add(memory(x))
         self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
@@ -155,8 +152,7 @@ class Checker(Tracer, Watcher, Operators):
 
     def used(self, x: Tensor) -> None:
         node = x.grad_fn if self._functions else None
-        name = "" if node is None else node.name()
-        if node is not None and name in self._functions:
+        if node is not None and (name := node.name()) in self._functions:
             del self._functions[name]
             node.register_hook(lambda *_: self._ran(name.removesuffix("Backward")))
 
@@ -184,7 +180,7 @@ class Checker(Tracer, Watcher, Operators):
                     own = i and how is None or isinstance(how, Own) or self._varies(x)
                     kind = self.own if own else Kind.I
                     if not own:
-                        self._whole.add(_torch.storage_key(_torch.unwrapped(x)))
+                        self._whole.add(memory(x))
                     self.known.meet(x, Seen(kind, name, value=value))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
@@ -207,8 +203,8 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(x, Sharded) and x.layout.flat is None:
                 x = x._local  # the block that was gathered
             if isinstance(x, Tensor):
-                taken.add(_torch.storage_key(_torch.unwrapped(x)))
-        start, before = self.nodes.begin(), self.given
+                taken.add(memory(x))
+        start, before = _torch.next_sequence_number(), self.given
         given = (params, inputs, keywords)
         if outermost and self._gathered[0] == f"unit {call.name!r}":
             given, self._gathered = (*given, self._gathered[1]), ("", [])
@@ -230,7 +226,7 @@ class Checker(Tracer, Watcher, Operators):
         def own(y: Any) -> Any:
             if not isinstance(y, Tensor):
                 return y
-            if _torch.storage_key(_torch.unwrapped(y)) in taken:
+            if memory(y) in taken:
                 y = y.clone()
             value = hash((of, next(numbers)))
             what, line = f"what {name} returned", source_line()
@@ -260,7 +256,7 @@ class Checker(Tracer, Watcher, Operators):
         seen = [self.known.of(x) for x in self.known.tensors(by)]
         values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
-        own = joined([*self.known.each_made_of(of), *self._pulled_with(of)])
+        own = joined([*self.known.each_made_of(of), *pulled_with(self.known, of)])
         own = own.changed(line)
         averages = bool(values) and self.own is Kind.V
         shares = frozenset(((own.rows, 1.0),))
@@ -275,18 +271,6 @@ class Checker(Tracer, Watcher, Operators):
                 made_of = own._replace(gradients=own.gradients | {of_one})
             self.known.change(g, made_of=made_of)
 
-    def _pulled_with(self, of: Any) -> list[Provenance]:
-        """The rows that constants choose by which derivatives are pulled back."""
-        tensors = self.known.tensors(of)
-        own = [x for x in tensors if self.known.kind(x) is Kind.V and x.ndim]
-        seen = [(c, self.known.of(c)) for c in tensors if c.ndim and len(c) > 1]
-        return [
-            self.known.weighed(own[0], c)
-            for c, known in seen
-            if own
-            and (_torch.mapped_at(c) or known.kind is Kind.K and not known.uniform)
-        ]
-
     def _laid(self, by: Any, grads: Any) -> None:
         """Gradients by sharded leaves lie as these do."""
         flat: set[int] = set()  # memory of which a part has several dims
@@ -294,13 +278,12 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
                 seen = placed(g, kind, name)
-                key = _torch.storage_key(_torch.unwrapped(g._local))
+                key = memory(g._local)
                 flat |= {key} if seen.flat else set()
                 seen = replace(seen, where=source_line(), flat=key in flat)
                 self.known.put(g._local, seen)
                 if kind is Kind.I:
-                    local = _torch.unwrapped(x._local)
-                    self._parameters.add(_torch.storage_key(local))
+                    self._parameters.add(memory(x._local))
 
     def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
         """A gradient was taken that nobody averages afterwards."""
@@ -315,7 +298,7 @@ class Checker(Tracer, Watcher, Operators):
             return
         of, found = self.known.of(x), self.known.of(g)
         if of.kind is Kind.I:
-            self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
+            self._parameters.add(memory(x))
         if of.kind is Kind.S:
             if found.kind is Kind.V:
                 raise refusal("own gradient", "", [of, found], None)
@@ -336,28 +319,24 @@ class Checker(Tracer, Watcher, Operators):
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
         new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
-        plain = zip(paths, found, strict=True)
-        own = {p for p, y in plain if isinstance(y, Tensor) and self._varies(y)}
-        self.own_paths = own
+        each = zip(paths, found, strict=True)
+        self.own_paths = {path for path, y in each if self._varies(y)}
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
-            if isinstance(x, Tensor) and self._varies(x):
-                if _torch.storage_key(_torch.unwrapped(x)) in self._whole:
-                    raise refusal("written", "", [self.known.of(x)], None)
+            if self._varies(x) and memory(x) in self._whole:
+                raise refusal("written", "", [self.known.of(x)], None)
         if treedef != other:
             return  # it returns something else
         for x, y in zip(leaves, found, strict=True):
             if isinstance(x, Sharded) and isinstance(y, Sharded):
                 x, y = x._local, y._local
-            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if not (isinstance(x, Tensor) and self._varies(y)):
                 continue
-            same = x.shape == y.shape and _torch.storage_key(x) in self._parameters
-            if same and self._varies(y):
-                seen = [self.known.of(x), self.known.of(y)]
-                raise refusal("returned", "", seen, None)
+            if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
+                raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
 
-    def _varies(self, x: Tensor) -> bool:
-        return self.known.kind(x) is Kind.V
+    def _varies(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:

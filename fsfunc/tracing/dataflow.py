@@ -18,12 +18,9 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory import StorageTable
-from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
-from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
+from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Names, Origins, Value
 from fsfunc.tracing.runs import with_data
-
-__all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
 
 
 class Argument(NamedTuple):

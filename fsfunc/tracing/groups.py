@@ -20,17 +20,6 @@ from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import OPERATORS, Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
 
-__all__ = [
-    "Findings",
-    "LeafGroup",
-    "Recorded",
-    "Taken",
-    "block",
-    "local",
-    "plain",
-    "whole",
-]
-
 
 class Recorded(Sharded):
     """A leaf of a step under recording: a tensor to those who ask, with a memory."""

@@ -1,9 +1,9 @@
-"""Facts of a type check about tensors, autograd nodes and operands."""
+"""Facts of a type check about tensors, their rows, autograd nodes and operands."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,9 @@ from fsfunc.comm.attribution import source_line
 from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.own_rows import OwnTensors
-from fsfunc.tracing.provenance import NOTHING, Provenance, Rows
+from fsfunc.tracing.operators import shown
+from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
-
-__all__ = ["Known", "Nodes", "Origin", "Seen"]
-__all__ += ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows", "shown"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,11 @@ class Seen:
         return f"{self.what} ({self.where})" if known else self.what
 
 
+def memory(x: Tensor) -> int:
+    """A key of the storage that a tensor lies in."""
+    return _torch.storage_key(_torch.unwrapped(x))
+
+
 class Known:
     """Tensors by their storages: a type belongs to a storage, and only rises."""
 
@@ -67,8 +69,7 @@ class Known:
         if (found := self.seen(x)) is not None:
             return found
         digest = digest_of(x)
-        key = _torch.storage_key(_torch.unwrapped(x))
-        value = hash(key if digest is None else digest)
+        value = hash(memory(x) if digest is None else digest)
         return Seen(Kind.K, "a constant", "", digest, value=value)
 
     def seen(self, x: Tensor) -> Seen | None:
@@ -109,9 +110,9 @@ class Known:
         """Of what the tensors of a tree are made."""
         return [self.made_of(x) for x in self.tensors(values)]
 
-    def give(self, x: Tensor, kind: Kind, what: str, where: str | None = None) -> None:
-        """Says of what type a tensor is, what to call it, and where it came from."""
-        self.put(x, Seen(kind, what, source_line() if where is None else where))
+    def give(self, x: Tensor, kind: Kind, what: str) -> None:
+        """Says of what type a tensor is that came from here, and what to call it."""
+        self.put(x, Seen(kind, what, source_line()))
 
     def put(self, x: Tensor, seen: Seen) -> None:
         self._seen[x] = seen = self._told_apart(seen)
@@ -187,9 +188,6 @@ class Nodes:
         """All since ``start`` are of a unit's body."""
         self._bodies.append((start, _torch.next_sequence_number()))
 
-    def begin(self) -> int:
-        return _torch.next_sequence_number()
-
     def came_from(self, numbers: range, origin: Origin) -> None:
         self._origins.update(dict.fromkeys(numbers, origin))
 
@@ -219,45 +217,106 @@ def operand(x: Tensor, seen: Seen) -> Operand:
     return Operand(seen.kind, number or seen.uniform, tuple(x.shape))
 
 
-OF_LISTS = ("aten::_foreach_", "aten::_fused_")
+# Rows of own tensors, told by their memory
+
+_SEVERAL = 4  # of fewer rows the halves are single rows too
 
 
-def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], Any]]:
-    """Arguments and results of an operator over lists, at each position."""
-    every = [*args, *kwargs.values()]
-    n = len(args[0])
-    lists = [x for x in every if isinstance(x, (list, tuple)) and len(x) == n]
-    others = [x for x in every if not isinstance(x, (list, tuple))]
-    results = [made[i::n] for i in range(n)] if len(made) % n == 0 else [made] * n
-    return [([*(x[i] for x in lists), *others], results[i]) for i in range(n)]
+@dataclass(frozen=True)
+class _Own:
+    """An own tensor in its memory: where it begins, and how its rows lie."""
+
+    value: int
+    root: int
+    name: str
+    start: int
+    stop: int
+    rows: int
+    step: int
 
 
-def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if an operator is given dims to work along."""
-    said = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}
-    said |= kwargs
-    return any(said.get(name) not in (None, [], ()) for name in ("dim", "dims"))
+class OwnTensors:
+    """The own tensors of a step, by their memory: a view of one shows some rows of it.
 
+    Rows are told by dim 0, along which a batch is cut among the ranks. ``were_picked``
+    says whether the step took a part of one.
+    """
 
-def number(x: Any) -> Any:
-    """A comparable value for an argument that is no tensor."""
-    if isinstance(x, torch.Generator):
-        return "generator", x.initial_seed()
-    simple = isinstance(x, (bool, int, float, complex, str, type(None)))
-    return x if simple else type(x).__name__
+    def __init__(self) -> None:
+        self._own = StorageTable[list[_Own]]()
+        self._lengths: dict[int, int] = {}
+        self.were_picked = False
 
+    def add(self, x: Tensor, value: int, root: int, name: str) -> None:
+        """An own tensor that fills its memory, or a range of it."""
+        if x.layout != torch.strided or not x.ndim or not x.numel():
+            return
+        start, stop = _span(x)
+        new = _Own(value, root, name, start, stop, x.shape[0], x.stride(0))
+        found = self._own.get(x) or []
+        within = [own for own in found if own.start <= start and stop <= own.stop]
+        if any((own.start, own.stop) != (start, stop) for own in within):
+            return  # it is a part of one
+        kept = [own for own in found if own.stop <= start or stop <= own.start]
+        self._own[x] = [*kept, new]
 
-def shown(x: Tensor) -> Any:
-    """Offset, shape and strides of a tensor that shows only a part of its memory."""
-    if x.layout != torch.strided or x.nbytes == x.untyped_storage().nbytes():
+    def rows(self, x: Tensor) -> Rows | None:
+        """The rows of an own tensor that a view of its memory shows; None: all."""
+        found = self._own.get(x)
+        if not found or not x.numel():
+            return None
+        start, stop = _span(x)
+        for own in found:
+            if own.step and own.start <= start and stop <= own.stop:
+                at = _rows(x, start - own.start, own)
+                if at is None:
+                    return None
+                self._lengths[own.root or own.value] = own.rows
+                moved = (own.value, at) if own.root else at
+                return Rows(own.root or own.value, own.name, moved)
         return None
-    return x.storage_offset(), tuple(x.shape), x.stride()
+
+    def cover(self, gradient: Gradient) -> bool:
+        """True if a gradient is of all rows of each tensor that it was taken of."""
+        seen: dict[int, int] = defaultdict(int)
+        for rows in gradient.rows:
+            block = isinstance(rows.at, tuple) and len(rows.at) == 2
+            seen[rows.of] += rows.at[1] if block and type(rows.at[1]) is int else 1
+        return all(n >= self._lengths.get(of, 0) for of, n in seen.items())
+
+    def lone(self, rows: Rows) -> bool:
+        """True if some rows are one alone, of several, or were chosen one by one."""
+        at = rows.at
+        if not (isinstance(at, tuple) and len(at) == 2 and type(at[1]) is int):
+            return True
+        few = self._lengths.get(rows.of, 0) < _SEVERAL
+        self.were_picked |= few
+        return at[1] == 1 and not few
+
+    def picked(self, x: Tensor) -> None:
+        """Hears that the step took a part of a tensor, perhaps all of it."""
+        self.were_picked |= bool(self._own.get(x))
 
 
-def flat(values: Any) -> list[Any]:
-    """The elements of nested lists, as one list."""
-    if isinstance(values, (tuple, list)):
-        return [y for x in values for y in flat(x)]
-    if isinstance(values, dict):
-        return [y for x in values.values() for y in flat(x)]
-    return [values]
+def _span(x: Tensor) -> tuple[int, int]:
+    """The range of memory, in elements, that a tensor's elements lie in."""
+    start = int(x.storage_offset())
+    reach = sum(
+        (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
+    )
+    return start, start + reach + 1
+
+
+def _rows(x: Tensor, start: int, own: _Own) -> Any:
+    """The first row and how many follow it, or how; None: they are all there."""
+    steps, reach = [], 1
+    for n, step in zip(x.shape, x.stride(), strict=True):
+        if step % own.step == 0 and 0 < step // own.step < own.rows:
+            steps.append((step // own.step, n))
+        elif own.step > step and (n - 1) * step >= own.step:  # of several dims as one
+            steps.append((1, -(-n * step // own.step)))
+    for step, n in sorted(steps):
+        if step > reach and n > 1:
+            return start // own.step % own.rows, tuple(sorted(steps))
+        reach += (n - 1) * step
+    return None if reach >= own.rows else (start // own.step % own.rows, reach)

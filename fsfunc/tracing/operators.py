@@ -1,18 +1,17 @@
-"""Torch's operators: a mode that sees them run, their classes, their FLOPs."""
+"""Torch's operators: a mode that sees them run, classes, arguments, FLOPs."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch
-
-__all__ = ["COPIES", "FLOPS", "MOVES_ROWS", "OperatorClass", "OperatorMode", "TURNS"]
-__all__ += ["class_of", "class_of_call"]
 
 _DEVICE: Any = torch.ops.prim.device.default
 
@@ -161,6 +160,56 @@ _NO_REDUCTION = 0
 def _reduces(operator: Any) -> bool:
     """True if an operator can be asked for a sum, or a mean, of its results."""
     return any(a.name == "reduction" for a in operator._schema.arguments)
+
+
+# Arguments and results
+
+
+OF_LISTS = ("aten::_foreach_", "aten::_fused_")
+
+
+def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], Any]]:
+    """Arguments and results of an operator over lists, at each position."""
+    every = [*args, *kwargs.values()]
+    n = len(args[0])
+    lists = [x for x in every if isinstance(x, (list, tuple)) and len(x) == n]
+    others = [x for x in every if not isinstance(x, (list, tuple))]
+    results = [made[i::n] for i in range(n)] if len(made) % n == 0 else [made] * n
+    return [([*(x[i] for x in lists), *others], results[i]) for i in range(n)]
+
+
+def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if an operator is given dims to work along."""
+    said = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}
+    said |= kwargs
+    return any(said.get(name) not in (None, [], ()) for name in ("dim", "dims"))
+
+
+def number(x: Any) -> Any:
+    """A comparable value for an argument that is no tensor."""
+    if isinstance(x, torch.Generator):
+        return "generator", x.initial_seed()
+    simple = isinstance(x, (bool, int, float, complex, str, type(None)))
+    return x if simple else type(x).__name__
+
+
+def shown(x: Tensor) -> Any:
+    """Offset, shape and strides of a tensor that shows only a part of its memory."""
+    if x.layout != torch.strided or x.nbytes == x.untyped_storage().nbytes():
+        return None
+    return x.storage_offset(), tuple(x.shape), x.stride()
+
+
+def flat(values: Any) -> list[Any]:
+    """The elements of nested lists, as one list."""
+    if isinstance(values, (tuple, list)):
+        return [y for x in values for y in flat(x)]
+    if isinstance(values, dict):
+        return [y for x in values.values() for y in flat(x)]
+    return [values]
+
+
+# FLOPs
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

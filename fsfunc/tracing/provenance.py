@@ -20,9 +20,6 @@ from torch import Tensor
 
 from fsfunc.tracing.operators import COPIES, OperatorClass
 
-__all__ = ["Gradient", "NOTHING", "Provenance", "Rows", "crossed", "factors", "joined"]
-__all__ += ["met", "nonlinear", "takes_rows"]
-
 
 class Rows(NamedTuple):
     """Some, not all, rows of an own tensor.

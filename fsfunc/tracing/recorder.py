@@ -5,7 +5,7 @@ they pass for tensors, and note who reads them. The unit calls then say which le
 share a buffer, in which order buffers are wanted, and which leaves no unit takes.
 
 Recording is an interpretation like others: a transform that lays out is stood for by
-one that notes its unit calls (:class:`Noted`), one that computes again by none.
+one that notes its unit calls (`runs.Noted`), one that computes again by none.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import Everything
-from fsfunc.sharded.layout import Layout, Owned, Split
+from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
-from fsfunc.tracing.reads import Reads
 from fsfunc.tracing.refusals import refuse_cut
-from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tracing.runs import Noted, NotedShard, place_without_data, without_data
 from fsfunc.tracing.steadiness import NumbersGiven, check_steady
-
-__all__ = ["Recorder", "record"]
+from fsfunc.tracing.torch_calls import Reads
 
 
 def record(
@@ -67,25 +65,25 @@ def record(
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    if how == "fake":
-        # A forward pass shows which units take which leaves, and in which order. If it
-        # raises, its error may come of the backward pass that is missing. It left
-        # nothing behind, so that the whole run below meets what is wrong all the same.
-        # A second one shows whether it does the same each time.
-        shapes = partial(_record, fn, params, rest, how, splits or {}, True)
-        at = maybe_here()
-        planned = at is not None and not at.link.moves
-        for remembers in (True, False):  # of forward mode fakes may raise for that
-            with suppress(Exception):
-                found = shapes(remembers)
-                second = [found if planned else shapes(remembers)]
-                break
-        else:
-            return _record(fn, params, rest, how, splits or {})
-        again = lambda: second.pop() if second else shapes(remembers)  # noqa: E731
-        check_steady(found.said, lambda: again().said)
-        return found
-    return _record(fn, params, rest, how, splits or {})
+    run = partial(_record, fn, params, rest, how, splits or {})
+    if how == "real":
+        return run()
+    # A forward pass shows which units take which leaves, and in which order. If it
+    # raises, its error may come of the backward pass that is missing. It left nothing
+    # behind, so that the whole run below meets what is wrong all the same. A second
+    # one shows whether it does the same each time.
+    at = maybe_here()
+    planned = at is not None and not at.link.moves
+    for remembers in (True, False):  # of forward mode fakes may raise for that
+        with suppress(Exception):
+            found = run(True, remembers)
+            second = [found if planned else run(True, remembers)]
+            break
+    else:
+        return run()
+    again = lambda: second.pop() if second else run(True, remembers)  # noqa: E731
+    check_steady(found.said, lambda: again().said)
+    return found
 
 
 def _record(
@@ -110,40 +108,22 @@ def _record(
         told=_TOLD if fake else None,
     ) as mode:
 
-        def convert(x: Tensor) -> Tensor:
-            return _torch.fake_of(mode, x) if mine else x
+        def convert(x: Any) -> Any:
+            return _torch.fake_of(mode, x) if mine and isinstance(x, Tensor) else x
 
         # What is fake may be written: an optimizer then copies nothing.
         donated = Everything() if fake else None
         handlers = tuple(map(recorder.standing_for, f.handlers))
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
-        paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         with inside(f), watching(recorder):
-            for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-                if isinstance(x, Tensor):
-                    layout = Layout(tuple(x.shape), x.dtype, (), path)
-                    leaves[i] = Recorded(convert(x.detach()), layout)
-                    layout = replace(layout, parts=splits.get(path, ()))
-                    recorder.layouts[path] = layout
-            others = tree.map(
-                lambda x: convert(x) if isinstance(x, Tensor) else x,
-                rest,
-                is_leaf=is_sharded,
-            )
+            leaves, treedef = recorder.leaves(params, convert, splits)
+            others = tree.map(convert, rest, is_leaf=is_sharded)
             with Reads(recorder):
                 given = tree.unflatten(treedef, leaves)
                 out = fn(given, *others)
             recorder.carries((given,), out)
     asks(asked)
-    taken = {path for t in recorder.taken for path in t.leaves}
-    apart = all(
-        in_loss and path not in taken for path, in_loss in recorder.glue.items()
-    )
-    means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
-    plain = forward_only and apart and not asked & means  # else no gradient is known
-    recorder.plain = recorder.plain and plain
-    done = "nothing" if recorder.plain else "something"
-    recorder.claims.append(("done with gradients or leaves outside units", done))
+    recorder.end(asked)
     return recorder
 
 
@@ -179,6 +159,35 @@ class Recorder(Findings, Tracer, Watcher):
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
     _alive: list[Tensor] = field(default_factory=list)
 
+    def leaves(
+        self,
+        params: Any,
+        convert: Callable[[Tensor], Tensor],
+        splits: Mapping[str, tuple[Split, ...]],
+    ) -> tuple[list[Any], Any]:
+        """The leaves of what the step is given first, each :class:`Recorded`."""
+        paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
+        for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+            if isinstance(x, Tensor):
+                layout = Layout(tuple(x.shape), x.dtype, (), path)
+                leaves[i] = Recorded(convert(x.detach()), layout)
+                self.layouts[path] = replace(layout, parts=splits.get(path, ()))
+        return leaves, treedef
+
+    def end(self, asked: set[str]) -> None:
+        """Says whether what the step did is ``plain``.
+
+        Args:
+            asked: the axes along which it asked for its place.
+        """
+        taken = {path for t in self.taken for path in t.leaves}
+        apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
+        means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
+        known = self.forward_only and apart and not asked & means
+        self.plain = self.plain and known  # else no gradient is known
+        done = "nothing" if self.plain else "something"
+        self.claims.append(("done with gradients or leaves outside units", done))
+
     def know(self, x: Tensor, path: str) -> None:
         self._known[id(x)] = path
         self._alive.append(x)
@@ -192,8 +201,8 @@ class Recorder(Findings, Tracer, Watcher):
         f = frame()
         by = [(self.path_of(x), f.micro) for x in leaves]
         known = all(path is not None for path, _ in by)
-        self.plain = self.plain and known and not (f.in_loss or f.path)
-        self.plain = self.plain and self._by.isdisjoint(by)
+        apart = known and self._by.isdisjoint(by)
+        self.plain = self.plain and apart and not (f.in_loss or f.path)
         self._by.update(by)
         self._gradients.update(map(id, found))
         self._alive.extend(found)
@@ -246,7 +255,7 @@ class Recorder(Findings, Tracer, Watcher):
 
     def noted(self, handler: Any) -> Noted:
         """The interpretation that only notes the unit calls of ``handler``."""
-        return _NotedShard(handler, self)
+        return NotedShard(handler, self)
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Where no transform lays out, nobody has made tensors of the leaves yet.
@@ -320,43 +329,9 @@ class Recorder(Findings, Tracer, Watcher):
                 continue
             if not f.path and not is_own_call():
                 self.glue.setdefault(path, f.in_loss > 0)
-            held = local(x)
-            inner = _torch.is_wrapped(held)
-            in_loss = bool(f.in_loss or inner)
+            in_loss = bool(f.in_loss or _torch.is_wrapped(local(x)))
             # That a loss reads it counts, whoever has read it before.
-            _, known = self.outside.get(path, ("", None))
-            if f.path or known is None or in_loss > known:
-                where = source_line(), in_loss
-                if f.path:
-                    self.inside[path, f.numbers] = where
-                else:
-                    self.outside[path] = where
-
-
-class Noted(Interpretation):
-    """Replacement for a sharding transform while a step is recorded.
-
-    Args:
-        handler: the transform's own interpretation.
-    """
-
-    lays_out = True
-
-    def __init__(self, handler: Any, recorder: Recorder):
-        self.handler, self.recorder = handler, recorder
-        self.axes: tuple[str, ...] = handler.axes
-
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        return self.recorder.unit(self, run, call)
-
-    def owner(self, number: int) -> tuple[Owned, ...]:
-        """The coordinates that run the loss's unit call of this number, if known."""
-        return ()
-
-
-class _NotedShard(Noted):
-    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
-
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        with inside(self.handler.entered(self, f, args, keywords)):
-            return f(*args, **keywords)
+            if f.path:
+                self.inside[path, f.numbers] = source_line(), in_loss
+            elif in_loss > self.outside.get(path, ("", -1))[1]:
+                self.outside[path] = source_line(), in_loss

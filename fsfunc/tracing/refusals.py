@@ -14,8 +14,6 @@ from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Rows
 from fsfunc.tracing.types import PARTS, Kind
 
-__all__ = ["LawError", "RowsApart", "apart", "refusal", "refuse_cut"]
-
 
 class RowsApart(LawError):
     """Gradients that were taken row by row are means over the ranks by now."""

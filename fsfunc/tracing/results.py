@@ -1,17 +1,20 @@
-"""Values and provenance of results, from those of the operands."""
+"""Facts about results, from those about the operands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, source_line
-from fsfunc.tracing.knowledge import Known, number, shown
-from fsfunc.tracing.operators import COPIES, OperatorClass
+from fsfunc.tracing.knowledge import Known, Seen
+from fsfunc.tracing.operators import COPIES, MOVES_ROWS, OperatorClass, number, shown
 from fsfunc.tracing.provenance import (
+    NOTHING,
     UNKNOWN,
     Along,
     Provenance,
@@ -24,9 +27,64 @@ from fsfunc.tracing.provenance import (
     takes_rows,
 )
 from fsfunc.tracing.refusals import apart
-from fsfunc.tracing.types import Kind
+from fsfunc.tracing.types import PARTS, Kind
 
-__all__ = ["made_of", "together", "value_of"]
+
+def seen_of(
+    known: Known,
+    op: OperatorClass,
+    kind: Kind,
+    given: Sequence[Any],
+    sources: Sequence[Seen],
+    made: Tensor,
+    digest: Any,
+    *,
+    uniform: bool,
+    rows: bool,
+) -> Seen:
+    """The facts about a result of some kind, of which ``made`` is the first tensor.
+
+    Args:
+        sources: those about the tensors among ``given``.
+        uniform: whether it is elementwise in what is one number each; ``rows``:
+            whether elements of a row stay where they are.
+
+    Raises:
+        LawError: of gradients that do not mean here what they would on one device.
+    """
+    forward = _torch.current_node() is None
+    told = forward and not op.random
+    return replace(
+        _seen(op, kind, sources, digest),
+        uniform=(uniform or op.factory or op.alike) and not op.random,
+        flat=forward and rows and any(x.flat for x in sources) and made.ndim == 1,
+        made_of=made_of(known, op, given, made) if forward else NOTHING,
+        value=value_of(known, op, given) if told else 0,
+        root=_root(known, op, given) if told else 0,
+    )
+
+
+def _seen(op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any) -> Seen:
+    made = Seen(kind, f"what {op.name} made", source_line(), digest)
+    source = next((x for x in sources if x.kind is kind), None)
+    of_one = any(x.parameter or x.kind is Kind.I for x in sources)
+    if kind is Kind.A and of_one:
+        return replace(source or made, parameter=True)
+    if source is not None and kind is not Kind.K:
+        return source
+    if kind in PARTS:  # a sum over parts, which is of the same leaf
+        part = next((x for x in sources if x.kind in PARTS), made)
+        return replace(part, kind=kind)
+    return made
+
+
+def _root(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
+    """The value of which a result has the rows in another order, if it has."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    own = [x for x in tensors if known.kind(x) is Kind.V]
+    if op.name in MOVES_ROWS and own:
+        return known.root(own[0])
+    return next((root for x in own if (root := known.of(x).root)), 0)
 
 
 def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
@@ -137,6 +195,20 @@ def _chosen(
             if along and (product or op.elementwise and c.ndim == own.ndim):
                 found.append(known.weighed(own, c))
     return found
+
+
+def pulled_with(known: Known, of: Any) -> list[Provenance]:
+    """The rows that constants choose by which derivatives are pulled back."""
+    tensors = [x for x in known.tensors(of) if x.ndim]
+    own = next((x for x in tensors if known.kind(x) is Kind.V), None)
+    if own is None:
+        return []
+    seen = [(c, known.of(c)) for c in tensors if len(c) > 1]
+    return [
+        known.weighed(own, c)
+        for c, about in seen
+        if _torch.mapped_at(c) or about.kind is Kind.K and not about.uniform
+    ]
 
 
 def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,19 +22,15 @@ from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
+from fsfunc.core.frames import Interpretation, inside
+from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import plainly
+from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.steadiness import Outside
-
-__all__ = [
-    "place_without_data",
-    "shadows",
-    "with_data",
-    "without_data",
-]
 
 
 def place_without_data() -> Here | None:
@@ -188,3 +184,32 @@ def with_data(x: Tensor) -> Tensor:
     fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
     real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
     return real.requires_grad_(x.requires_grad)
+
+
+class Noted(Interpretation):
+    """Replacement for a sharding transform while a step is recorded.
+
+    Args:
+        handler: the transform's own interpretation.
+    """
+
+    lays_out = True
+
+    def __init__(self, handler: Any, recorder: Any):
+        self.handler, self.recorder = handler, recorder
+        self.axes: tuple[str, ...] = handler.axes
+
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        return self.recorder.unit(self, run, call)
+
+    def owner(self, number: int) -> tuple[Owned, ...]:
+        """The coordinates that run the loss's unit call of this number, if known."""
+        return ()
+
+
+class NotedShard(Noted):
+    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with inside(self.handler.entered(self, f, args, keywords)):
+            return f(*args, **keywords)

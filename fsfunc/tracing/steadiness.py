@@ -25,17 +25,6 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "NumbersGiven",
-    "Outside",
-    "StandIns",
-    "Unsteady",
-    "check_data",
-    "check_steady",
-    "said",
-]
-
-
 _COUNTS, _NUMBERS = (1, 2, 0), (1.0, 2.0**20, -(2.0**20))
 _PATIENCE = 32  # a loop until something holds asks for it at one line
 

@@ -6,7 +6,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +18,17 @@ from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
-from fsfunc.tracing.names import Names, below
-from fsfunc.tracing.programs import Loss, Origins, Outputs, Program, TracedCall, Value
+from fsfunc.tracing.programs import (
+    Loss,
+    Names,
+    Origins,
+    Outputs,
+    Program,
+    TracedCall,
+    Value,
+    below,
+)
 from fsfunc.tracing.runs import place_without_data, without_data
-
-__all__ = ["program", "trace"]
 
 _TOLD = (
     "the loss",
@@ -160,7 +165,7 @@ class NotingStage(Stage):
             params=given,
             own=given & first,
             outputs=outputs,
-            origins=fed | replace(captured, reads=captured.reads - given),
+            origins=fed | captured._replace(reads=captured.reads - given),
             flops=body.flops,
             activations=sum(x.untyped_storage().nbytes() for x in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),

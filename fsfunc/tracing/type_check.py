@@ -18,14 +18,12 @@ from fsfunc.core.frames import frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
-from fsfunc.tracing.asked import Asked
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
+from fsfunc.tracing.torch_calls import Asked
 from fsfunc.tracing.typed_operators import SharedOp
-
-__all__ = ["TypeCheck", "check"]
 
 
 def check(

@@ -18,34 +18,25 @@ from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import frame
-from fsfunc.tracing.knowledge import (
-    OF_LISTS,
-    Known,
-    Nodes,
-    Origin,
-    Seen,
-    flat,
-    names_dims,
-    number,
-    operand,
-    rows,
-    shown,
-)
+from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen, memory, operand
 from fsfunc.tracing.operators import (
     COPIES,
-    MOVES_ROWS,
+    OF_LISTS,
     TURNS,
     OperatorClass,
     OperatorMode,
     class_of_call,
+    flat,
+    names_dims,
+    number,
+    rows,
+    shown,
 )
-from fsfunc.tracing.provenance import NOTHING, Provenance
+from fsfunc.tracing.provenance import Provenance
 from fsfunc.tracing.refusals import LawError, refusal
-from fsfunc.tracing.results import made_of, value_of
+from fsfunc.tracing.results import seen_of
 from fsfunc.tracing.steadiness import StandIns
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
-
-__all__ = ["Operators", "SharedOp"]
 
 
 @dataclass(frozen=True)
@@ -178,16 +169,12 @@ class Operators(OperatorMode):
         inputs = {_torch.storage_key(x) for x in tensors}
         node, trusted = _torch.current_node(), _trusted()
         by_user = node is None and not trusted
-        if node is None:
-            origin = Origin(op.name, source_line(), trusted)
-            self.nodes.came_from(numbers, origin)
-        elif self.nodes.in_a_body(node, numbers):
+        if node is not None and self.nodes.in_a_body(node, numbers):
             for y in made:
                 if _torch.storage_key(y) not in inputs:
                     self.known.give(y, self.own, "a unit's derivative")
             return
-        else:
-            origin = self.nodes.origin(node, numbers)
+        origin = self._origin(op, node, numbers, trusted)
         if op.name == "ones_like" and _torch.seeds_a_backward():
             return  # each rank's loss counts once
         for x in tensors:
@@ -212,33 +199,29 @@ class Operators(OperatorMode):
         digest = None
         if by_user and kind is not Kind.V:
             kind, digest = self._event(op, given, tensors, kind)
-        seen = self._seen(op, kind, sources, digest)
-        uniform = op.elementwise and all(x.number for x in operands)
-        rows = node is None and (op.elementwise or trusted)
-        seen = replace(
-            seen,
-            uniform=(uniform or op.factory or op.alike) and not op.random,
-            flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
-            made_of=NOTHING
-            if node is not None
-            else made_of(self.known, op, given, made[0]),
-        )
-        known = node is None and not op.random
-        value = value_of(self.known, op, given) if known else 0
-        seen = replace(seen, root=self._root(op, tensors) if known else 0)
+        numbers_alone = all(x.number for x in operands)
+        seen = seen_of(
+            self.known, op, kind, given, sources, made[0], digest,
+            uniform=op.elementwise and numbers_alone, rows=op.elementwise or trusted,
+        )  # fmt: skip
         for i, y in enumerate(made):
-            one = replace(seen, value=hash((value, i)) if value and i else value)
+            one = (
+                replace(seen, value=hash((seen.value, i))) if seen.value and i else seen
+            )
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, one)
             else:
                 self.known.put(y, one)
 
-    def _root(self, op: OperatorClass, given: Sequence[Tensor]) -> int:
-        """The value of which a result has the rows in another order, if it has."""
-        own = [x for x in given if self.known.kind(x) is Kind.V]
-        if op.name in MOVES_ROWS and own:
-            return self.known.root(own[0])
-        return next((root for x in own if (root := self.known.of(x).root)), 0)
+    def _origin(
+        self, op: OperatorClass, node: Any, numbers: range, trusted: bool
+    ) -> Origin | None:
+        """The operator of the forward pass that runs, or that ``node`` is of."""
+        if node is not None:
+            return self.nodes.origin(node, numbers)
+        origin = Origin(op.name, source_line(), trusted)
+        self.nodes.came_from(numbers, origin)
+        return origin
 
     def used(self, x: Tensor) -> None:
         """Hears that an operator reads a tensor."""
@@ -248,7 +231,7 @@ class Operators(OperatorMode):
         for x in flat([args, kwargs]):
             if not isinstance(x, Tensor) or (seen := self.known.seen(x)) is None:
                 continue
-            if _torch.storage_key(_torch.unwrapped(x)) in self.given:
+            if memory(x) in self.given:
                 continue
             if _torch.current_node() is not None or _trusted():
                 continue
@@ -278,22 +261,6 @@ class Operators(OperatorMode):
             elif seen.flat and not (op.elementwise or op.factory):
                 if self._along or any(y.ndim for y in made):
                     raise refusal("mixes", op.name, [seen], None)
-
-    def _seen(
-        self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
-    ) -> Seen:
-        """The facts about a result of some kind."""
-        made = Seen(kind, f"what {op.name} made", source_line(), digest)
-        source = next((x for x in sources if x.kind is kind), None)
-        of_one = any(x.parameter or x.kind is Kind.I for x in sources)
-        if kind is Kind.A and of_one:
-            return replace(source or made, parameter=True)
-        if source is not None and kind is not Kind.K:
-            return source
-        if kind in PARTS:  # a sum over parts, which is of the same leaf
-            part = next((x for x in sources if x.kind in PARTS), made)
-            return replace(part, kind=kind)
-        return made
 
     def _typed(
         self,

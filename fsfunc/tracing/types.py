@@ -31,18 +31,6 @@ from torch import Tensor
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.tracing.operators import OperatorClass
 
-__all__ = [
-    "PARTS",
-    "Kind",
-    "Operand",
-    "Untyped",
-    "agrees",
-    "joint",
-    "misused",
-    "moved_to",
-    "result",
-]
-
 Kind = Enum("Kind", "K I A V S P R")
 
 PARTS = frozenset({Kind.S, Kind.P, Kind.R})

@@ -15,8 +15,8 @@ from fsfunc.pipelining.actions import (
     parse,
     ranks_for,
 )
-from fsfunc.pipelining.list_scheduling import greedy
 from fsfunc.pipelining.player import other_end
+from fsfunc.pipelining.schedules import greedy
 from fsfunc.pipelining.stage_plans import cut
 from fsfunc.pipelining.synchronous import gpipe
 from fsfunc.pipelining.timing import Costs, bubble, simulate

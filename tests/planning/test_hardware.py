@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.planning import calibration
 from fsfunc.planning import hardware as hw
-from fsfunc.planning.calibration import measure_hardware, middle, peaked
+from fsfunc.planning.calibration import line, measure_hardware, middle, peaked
 from fsfunc.planning.hardware import Hardware, Level
-from fsfunc.planning.rank_timing import line
 from tests.checks import refusals, refused
 
 FIELDS = dict(

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.planning.candidates import lowered, meshes
-from fsfunc.planning.choices import Choice, front_of
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import CPU, H100, replace
-from fsfunc.planning.stack_search import _climb, search
-from fsfunc.planning.stacks import Stack
+from fsfunc.planning.stack_search import _climb, front_of, search
+from fsfunc.planning.stacks import Choice, Stack
 from tests.models import chain, floats, layer, layers
 
 WIDTH, ROWS, LAYERS = 32, 8, 4

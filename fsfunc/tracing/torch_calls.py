@@ -1,6 +1,7 @@
-"""A torch-function mode for the type check: gradients, shapes and values asked for.
+"""Modes of torch functions: what a step asks of tensors that operators do not tell.
 
-Operators do not tell it: gradients are taken, shapes and values leave the tensors.
+Functions of torch that read leaves, take gradients, or ask for shapes and values, are
+told to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`).
 """
 
 from __future__ import annotations
@@ -13,27 +14,56 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import called_by_user
-from fsfunc.tracing.checker import Checker
+from fsfunc.comm.attribution import called_by_user, is_internal
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.groups import plain
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import said
 
-__all__ = ["Asked"]
+_READS_NOTHING = {
+    "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
+    "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
+    "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
+    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
+    "split",
+}  # fmt: skip
+_DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 
+
+class Reads(TorchFunctionMode):
+    """Tells a `recorder.Recorder` which functions are called, and on what."""
+
+    def __init__(self, recorder: Any):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        self.recorder.touched(args)
+        if name == "__get__":  # of a tensor, most often its shape
+            return func(*args)
+        if (words := said(func, args, kwargs)) is not None:
+            self.recorder.said.append(words)
+        if name not in _READS_NOTHING:
+            self.recorder.read((args, kwargs or {}))
+        if func in _DERIVATIVES and not is_internal():
+            self.recorder.plain = False
+        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
+
+
+def _plain_in(value: Any) -> Any:
+    """An argument of a torch function, its recorded leaves as tensors."""
+    if isinstance(value, (list, tuple, dict)) and value:
+        return tree.map(plain, value, is_leaf=is_sharded)
+    return plain(value)
+
+
+_METHODS = ("size", "dim", "numel", "nelement", "ndimension", "stride")
 _SHAPES: dict[Any, str] = {
-    Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
-    Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
-    Tensor.size: "size",
-    Tensor.dim: "dim",
-    Tensor.numel: "numel",
-    Tensor.nelement: "nelement",
+    **{getattr(Tensor, name).__get__: name for name in ("shape", "ndim", "nbytes")},
+    **{getattr(Tensor, name): name for name in _METHODS},
     Tensor.__len__: "len",
-    Tensor.ndimension: "ndimension",
-    Tensor.stride: "stride",
-    Tensor.nbytes.__get__: "nbytes",  # type: ignore[attr-defined]
 }
-
-
 _VALUES: dict[Any, str] = {
     Tensor.numpy: "numpy",
     Tensor.tolist: "tolist",
@@ -44,12 +74,12 @@ _SHOWN = {Tensor.__repr__, Tensor.__format__}
 
 
 class Asked(TorchFunctionMode):
-    """Reports gradients taken by autograd, shapes and values asked for, to a checker.
+    """Tells a `checker.Checker` of gradients by autograd, shapes and values asked for.
 
     It also records the numbers that functions are given.
     """
 
-    def __init__(self, checker: Checker):
+    def __init__(self, checker: Any):
         super().__init__()
         self.checker = checker
 
@@ -73,9 +103,8 @@ class Asked(TorchFunctionMode):
         finally:
             self.checker.indexing = False
         if func is torch.autograd.grad:
-            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (
-                kwargs or {}
-            )
+            given: dict[str, Any] = dict(zip(("outputs", "inputs"), args, strict=False))
+            given |= kwargs or {}
             inputs = given["inputs"]
             inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             of = [given["outputs"], given.get("grad_outputs")]

@@ -1,9 +1,7 @@
-"""Conversions between sharded and whole tensors, each with its transpose.
+"""Trees that lie as another does: ``reduce_like``, ``lay_like``, ``randn_like``.
 
-Inside a step parts are for elementwise work. What needs whole matrices (Muon, Shampoo),
-or each rank's own tensors (per-sample gradients, tasks), goes through here: ``unshard``
-is the entry of a unit, and there are two ways back, for what the ranks have each of
-their own (``reduce_like``) and for what is the same on all of them (``lay_like``).
+The first two are the ways back from whole tensors to parts, for what the ranks have
+each of their own, and for what is the same on all of them; the third draws noise.
 """
 
 from __future__ import annotations
@@ -15,138 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.collectives import pbroadcast
+from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.shard_linear_maps import (
-    ENTER,
-    GATHER,
     LAY,
     MEAN,
     REDUCE,
-    check_samples,
 )
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
-from fsfunc.optim.reductions import entered
-from fsfunc.sharded.donated import refuse_spent
+from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
-from fsfunc.sharded.packing import in_a_row
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
-from fsfunc.sharded.slices import assemble
+from fsfunc.sharded.slices import take
+from fsfunc.state.unsharding import block_layout, elements_by_rank
 from fsfunc.tracing.groups import plain
-
-__all__ = ["lay_like", "reduce_like", "unshard"]
-
-
-def unshard(
-    t: Any, *, to: torch.device | str | None = None, only: int | None = None
-) -> Any:
-    """``t`` with every sharded leaf whole: the inverse of ``place``.
-
-    Leaf by leaf, for any tree (states included): values carry their layout. Every rank
-    calls it. Inside a gradient call it is what the entry of a unit is: the whole
-    tensors are each rank's own, and the gradient that comes back is the mean.
-
-    Args:
-        to: the device of the result.
-        only: the one rank that gets the result; the others get None for those leaves.
-
-    Raises:
-        ValueError: ``only`` where the result is differentiated.
-
-    Transpose: the mean of the cotangents, of which each rank keeps its part.
-
-    Cost: one all-gather for each leaf, (n-1) times the rank's largest part; backward
-    one reduce-scatter.
-
-    >>> import torch, fsfunc as ff
-    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
-    >>> unit = ff.unit(lambda p, x: x @ p)
-    >>> def main():
-    ...     f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
-    ...     params = ff.place(f, torch.arange(3.0), torch.ones(1, 3))
-    ...     return ff.unshard(params).tolist()
-    >>> ff.spmd(main, mesh)()
-    [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
-    """
-
-    tracer = frame().tracer
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            return entered(x) if isinstance(x, Tensor) else x
-        if tracer is not None:
-            tracer.takes("unshard", [x])
-        if differentiated([x.local]):
-            if only is not None:
-                raise ValueError(
-                    f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
-                    "here: the others would have no gradient for it; leave out only="
-                )
-            full = _entered(x)
-        else:
-            full = _gathered(x)
-        if only is not None and here().rank != only:
-            return None
-        full = full if to is None else full.to(to)
-        lay_leaf(full)  # one value on all ranks
-        return full
-
-    refuse_spent(t)
-    with label("", "unshard"):
-        return tree.map(whole, t, is_leaf=is_sharded)
-
-
-@torch.no_grad()
-def _gathered(x: Sharded) -> Tensor:
-    layout, at = x.layout, here()
-    local = _part(x, layout).detach()
-    if not layout.axes:
-        if copies := averaged_axes():
-            local = apply_map(local, ENTER, group(copies))
-        return local.reshape(layout.shape).clone()
-    where = group(layout.axes, at)
-    counts = _counts(layout, where)
-    size = max(counts)
-    sent = local.new_zeros(size)
-    sent[: local.numel()] = local.reshape(-1)
-    every = sent
-    if where.size > 1:
-        every = where.start("all_gather", sent, what=layout.name).wait()
-    parts = []
-    for k, rank in enumerate(where.ranks):
-        coordinates = at.mesh.coordinates(rank)
-        shape = layout.local_shape(coordinates)
-        part = every[k * size : k * size + counts[k]]
-        parts.append((coordinates, part.view(shape)))
-    return assumed(assemble(parts, layout), "A")
-
-
-def _entered(x: Sharded) -> Tensor:
-    """The same as each rank's own, differentiable."""
-    block = _block(x, "unshard")
-    axes, local = block.axes, _part(x, block)
-    check_samples(local, repr(x.name))
-    if copies := tuple(a for a in averaged_axes() if a not in axes):
-        local = apply_map(local, ENTER, group(copies))
-    if axes:
-        where = group(axes)
-        counts = _counts(block, where)
-        size = max(counts)
-        sent = in_a_row([local, local.new_zeros(size - local.numel())])
-        every = apply_map(sent, GATHER, where).split(size)
-        parts = [part[:n] for part, n in zip(every, counts, strict=True)]
-        local = torch.cat(parts)
-    whole = local.reshape(block.shape)
-    for split in reversed(x.layout.splits):
-        how = LinearMap("all_gather", "V", "I", dim=split.dim)
-        whole = apply_map(whole, how, group(split.axis))
-    return whole
 
 
 def reduce_like(t: Any, like: Any) -> Any:
@@ -220,49 +108,6 @@ def lay_like(t: Any, like: Any) -> Any:
     return _back(t, like, "lay_like", LAY, None)
 
 
-def _counts(layout: Layout, where: RankGroup) -> list[int]:
-    """The number of elements of a leaf on each rank of a group."""
-    mesh = here().mesh
-    shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
-    return [math.prod(shape) for shape in shapes]
-
-
-def _part(x: Sharded, layout: Layout) -> Tensor:
-    """A leaf's part, which somebody may have made by hand."""
-    at = here()
-    layout.check_part(x.local.shape, at.mesh.coordinates(at.rank))
-    return x.local
-
-
-def _block(x: Sharded, what: str) -> Layout:
-    """The layout of a leaf's block over the axes of the shard around.
-
-    Raises:
-        ValueError: it lies in ranges over axes without a mean, is split over axes with
-            one, or unevenly, or is owned by a rank.
-    """
-    layout, means = x.layout, set(averaged_axes())
-    flat = () if layout.flat is None else (layout.flat,)
-    over = set(flat[0].axes) if flat else set()
-    split, even = {p.axis for p in layout.splits}, _is_even(layout)
-    if layout.owned or not over <= means or split & means or not even:
-        raise ValueError(
-            f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
-            f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
-            "out, of what is whole or split evenly over other axes, can go that way"
-        )
-    return Layout(whole_shape(layout), layout.dtype, flat, layout.name)
-
-
-def _is_even(layout: Layout) -> bool:
-    lengths = list(layout.shape)
-    for split in layout.splits:
-        if lengths[split.dim] % split.size:
-            return False
-        lengths[split.dim] //= split.size
-    return True
-
-
 def _back(
     t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
 ) -> Any:
@@ -271,13 +116,8 @@ def _back(
     try:
         values: list[Any] = treedef.flatten_up_to(t)
     except ValueError:
-        tree.check_same_structure(
-            like,
-            t,
-            what=what,
-            against="like",
-            is_leaf=lambda x: x is None or is_sharded(x),
-        )
+        either = lambda x: x is None or is_sharded(x)  # noqa: E731
+        tree.check_same_structure(like, t, what=what, against="like", is_leaf=either)
         raise
     values = [plain(x) for x in values]  # of a step that is recorded
     chosen: dict[Any, list[int]] = {}
@@ -291,7 +131,7 @@ def _back(
                 claim(x, what)
             axes = ()
             if isinstance(old, Sharded):
-                blocks[i] = _block(old, what)
+                blocks[i] = block_layout(old, what)
                 values[i], axes = _cut(x, old.layout), blocks[i].axes
             chosen.setdefault((axes, x.dtype), []).append(i)
     out = list(values)
@@ -354,7 +194,9 @@ def _laid(
             for x, shape, at in zip(values, shapes, like, strict=True)
         ]
     where = group(axes)
-    mine = [_counts(at, where) for at in like if at is not None]  # by leaf, by rank
+    mine = [
+        elements_by_rank(at, where) for at in like if at is not None
+    ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
     if parts.sends is None and not differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]
@@ -368,3 +210,61 @@ def _laid(
         flat = apply_map(flat, whole, group(copies))
     held = [counts[where.index] for counts in mine]
     return list(flat[: sum(held)].split(held))
+
+
+def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
+    """Standard normal noise that lies as ``like`` does.
+
+    A leaf's numbers are those of the whole leaf, of which each rank draws its part: the
+    same on any number of ranks, with any ``zero``, on one device. (``torch.randn_like``
+    of a part would be the same noise on every rank's part.)
+
+    Args:
+        like: a tree of tensors and shards; None is returned for what is not floating.
+        generator: one number is drawn of it, which must be alike on every rank; by
+            default of the first rank's own, and sent.
+
+    Cost: one broadcast of one number, with a generator nothing; blocks of 131072
+    elements are drawn whole, and so are leaves that are split along a dim.
+
+    >>> import torch, fsfunc as ff
+    >>> {k: x.shape for k, x in ff.randn_like({"w": torch.ones(2, 3)}).items()}
+    {'w': torch.Size([2, 3])}
+    """
+    leaves = tree.leaves(like, is_leaf=is_sharded)
+    count = iter(range(len(leaves)))
+
+    def noise(x: Any) -> Any:
+        stream = number, next(count)
+        if not isinstance(x, Tensor | Sharded) or not x.dtype.is_floating_point:
+            return None
+        local = x.local if isinstance(x, Sharded) else x
+        made = torch.empty_like(
+            _torch.unwrapped(local), memory_format=torch.contiguous_format
+        )
+        start = 0
+        if isinstance(x, Sharded) and x.layout.splits:  # a block is no range of it
+            full = made.new_empty(x.shape)
+            draw(standard_normal(), stream, full.view(-1), 0, full.numel())
+            made.copy_(take(full, x.layout, here().mesh.coordinates()))
+            return laid(x.with_local(made))
+        if isinstance(x, Sharded) and x.layout.axes:
+            start, _ = x.layout.span(here().mesh.coordinates())
+        draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
+        return laid(x.with_local(made)) if isinstance(x, Sharded) else made
+
+    with torch.no_grad(), _torch.beneath_functorch():
+        number = one_number(generator)
+        if generator is None and not frame().path:
+            devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]
+            number = _agreed(number, devices[0]) if devices else number
+        return tree.map(noise, like, is_leaf=is_sharded)
+
+
+def _agreed(number: int, device: torch.device) -> int:
+    """The first rank's number, on every rank of the mean."""
+    if not (axes := averaged_axes()):
+        return number
+    with label("", "randn_like"):
+        found = pbroadcast(torch.tensor(number, device=device), axes, source=0)
+    return number if _torch.fake_active() else int(found)

@@ -1,0 +1,184 @@
+"""``unshard``: whole tensors of sharded ones, with its transpose.
+
+Inside a step parts are for elementwise work. What needs whole matrices (Muon, Shampoo),
+or each rank's own tensors (per-sample gradients, tasks), goes through here: ``unshard``
+is the entry of a unit. `laid_like` has the ways back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map, assumed
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.comm.shard_linear_maps import (
+    ENTER,
+    GATHER,
+    check_samples,
+)
+from fsfunc.core.frames import frame
+from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.reductions import entered
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
+from fsfunc.sharded.packing import in_a_row
+from fsfunc.sharded.plain_leaves import lay_leaf
+from fsfunc.sharded.slices import assemble
+
+
+def unshard(
+    t: Any, *, to: torch.device | str | None = None, only: int | None = None
+) -> Any:
+    """``t`` with every sharded leaf whole: the inverse of ``place``.
+
+    Leaf by leaf, for any tree (states included): values carry their layout. Every rank
+    calls it. Inside a gradient call it is what the entry of a unit is: the whole
+    tensors are each rank's own, and the gradient that comes back is the mean.
+
+    Args:
+        to: the device of the result.
+        only: the one rank that gets the result; the others get None for those leaves.
+
+    Raises:
+        ValueError: ``only`` where the result is differentiated.
+
+    Transpose: the mean of the cotangents, of which each rank keeps its part.
+
+    Cost: one all-gather for each leaf, (n-1) times the rank's largest part; backward
+    one reduce-scatter.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> unit = ff.unit(lambda p, x: x @ p)
+    >>> def main():
+    ...     f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+    ...     params = ff.place(f, torch.arange(3.0), torch.ones(1, 3))
+    ...     return ff.unshard(params).tolist()
+    >>> ff.spmd(main, mesh)()
+    [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+    """
+
+    tracer = frame().tracer
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return entered(x) if isinstance(x, Tensor) else x
+        if tracer is not None:
+            tracer.takes("unshard", [x])
+        if differentiated([x.local]):
+            if only is not None:
+                raise ValueError(
+                    f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
+                    "here: the others would have no gradient for it; leave out only="
+                )
+            full = _entered(x)
+        else:
+            full = _gathered(x)
+        if only is not None and here().rank != only:
+            return None
+        full = full if to is None else full.to(to)
+        lay_leaf(full)  # one value on all ranks
+        return full
+
+    refuse_spent(t)
+    with label("", "unshard"):
+        return tree.map(whole, t, is_leaf=is_sharded)
+
+
+@torch.no_grad()
+def _gathered(x: Sharded) -> Tensor:
+    layout, at = x.layout, here()
+    local = _part(x, layout).detach()
+    if not layout.axes:
+        if copies := averaged_axes():
+            local = apply_map(local, ENTER, group(copies))
+        return local.reshape(layout.shape).clone()
+    where = group(layout.axes, at)
+    counts = elements_by_rank(layout, where)
+    size = max(counts)
+    sent = local.new_zeros(size)
+    sent[: local.numel()] = local.reshape(-1)
+    every = sent
+    if where.size > 1:
+        every = where.start("all_gather", sent, what=layout.name).wait()
+    parts = []
+    for k, rank in enumerate(where.ranks):
+        coordinates = at.mesh.coordinates(rank)
+        shape = layout.local_shape(coordinates)
+        part = every[k * size : k * size + counts[k]]
+        parts.append((coordinates, part.view(shape)))
+    return assumed(assemble(parts, layout), "A")
+
+
+def _entered(x: Sharded) -> Tensor:
+    """The same as each rank's own, differentiable."""
+    block = block_layout(x, "unshard")
+    axes, local = block.axes, _part(x, block)
+    check_samples(local, repr(x.name))
+    if copies := tuple(a for a in averaged_axes() if a not in axes):
+        local = apply_map(local, ENTER, group(copies))
+    if axes:
+        where = group(axes)
+        counts = elements_by_rank(block, where)
+        size = max(counts)
+        sent = in_a_row([local, local.new_zeros(size - local.numel())])
+        every = apply_map(sent, GATHER, where).split(size)
+        parts = [part[:n] for part, n in zip(every, counts, strict=True)]
+        local = torch.cat(parts)
+    whole = local.reshape(block.shape)
+    for split in reversed(x.layout.splits):
+        how = LinearMap("all_gather", "V", "I", dim=split.dim)
+        whole = apply_map(whole, how, group(split.axis))
+    return whole
+
+
+def elements_by_rank(layout: Layout, where: RankGroup) -> list[int]:
+    """The number of elements of a leaf on each rank of a group."""
+    mesh = here().mesh
+    shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
+    return [math.prod(shape) for shape in shapes]
+
+
+def _part(x: Sharded, layout: Layout) -> Tensor:
+    """A leaf's part, which somebody may have made by hand."""
+    at = here()
+    layout.check_part(x.local.shape, at.mesh.coordinates(at.rank))
+    return x.local
+
+
+def block_layout(x: Sharded, what: str) -> Layout:
+    """The layout of a leaf's block over the axes of the shard around.
+
+    Raises:
+        ValueError: it lies in ranges over axes without a mean, is split over axes with
+            one, or unevenly, or is owned by a rank.
+    """
+    layout, means = x.layout, set(averaged_axes())
+    flat = () if layout.flat is None else (layout.flat,)
+    over = set(flat[0].axes) if flat else set()
+    split, even = {p.axis for p in layout.splits}, _is_even(layout)
+    if layout.owned or not over <= means or split & means or not even:
+        raise ValueError(
+            f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
+            f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
+            "out, of what is whole or split evenly over other axes, can go that way"
+        )
+    return Layout(whole_shape(layout), layout.dtype, flat, layout.name)
+
+
+def _is_even(layout: Layout) -> bool:
+    lengths = list(layout.shape)
+    for split in layout.splits:
+        if lengths[split.dim] % split.size:
+            return False
+        lengths[split.dim] //= split.size
+    return True
