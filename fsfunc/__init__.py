@@ -65,9 +65,9 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.typed_maps import pcast
-from fsfunc.core.autodiff import Weighted, value_and_grad
+from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.frames import Interpretation, recording
-from fsfunc.core.losses import Summed
+from fsfunc.core.losses import Summed, Weighted
 from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches

@@ -23,24 +23,6 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Dense",
-    "Watcher",
-    "apply_map",
-    "assumed",
-    "claim",
-    "collecting_axes",
-    "issue",
-    "laid",
-    "over",
-    "run_by",
-    "summed",
-    "ignoring_axes",
-    "typed_like",
-    "watched",
-    "watching",
-]
-
 
 class _Apply(torch.autograd.Function):
     """Every collective: ``how`` on ``x`` over ``where``."""

@@ -33,8 +33,6 @@ from fsfunc.comm.mesh import (
 )
 from fsfunc.sharded.inputs import check_function, refuse
 
-__all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
-
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
 

@@ -33,17 +33,6 @@ from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Ledger",
-    "Record",
-    "is_silent",
-    "ledger",
-    "note",
-    "note_ranks",
-    "only",
-    "silence",
-]
-
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 

@@ -16,23 +16,6 @@ from typing import Any
 
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Axis",
-    "HERE",
-    "Here",
-    "Mesh",
-    "NoMesh",
-    "asking",
-    "asks",
-    "averaged_axes",
-    "axis_names",
-    "check_mesh",
-    "here",
-    "maybe_here",
-    "place_here",
-    "remember",
-]
-
 Axis = str | tuple[str, ...]
 
 

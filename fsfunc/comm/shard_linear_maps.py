@@ -28,9 +28,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.linear_maps import LinearMap
 
-__all__ = ["ENTER", "GATHER", "LAY", "MAX", "MEAN", "OWN", "PART", "REDUCE", "SPREAD"]
-__all__ += ["SUM", "LawError", "check_samples"]
-
 GATHER = LinearMap("all_gather", "V", "M")
 REDUCE = LinearMap("psum_scatter", "M", "V", power=-1)
 MEAN = LinearMap("psum", "M", "M", power=-1)

@@ -13,8 +13,6 @@ from fsfunc.comm.linear_maps import LinearMap, meanings
 from fsfunc.comm.mesh import Axis
 from fsfunc.comm.shard_linear_maps import ENTER, OWN, PART
 
-__all__ = ["check_cut", "checked_dim", "pcast", "typed"]
-
 
 def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
     """A dim of ``x``, not negative.

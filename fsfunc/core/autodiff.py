@@ -27,15 +27,13 @@ from fsfunc.core.gradient_checks import (
     check_rows,
     collective_axes,
 )
-from fsfunc.core.losses import Weighted, loss_parts, tie
+from fsfunc.core.losses import loss_parts, tie
 from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["Weighted", "differentiate", "tracked", "value_and_grad"]
 
 
 def value_and_grad(

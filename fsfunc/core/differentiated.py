@@ -11,8 +11,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
 
-__all__ = ["Leaves", "add_gradients", "is_newborn", "newborn"]
-
 
 class Leaves:
     """The differentiated leaves of a call: taken out, and put back.

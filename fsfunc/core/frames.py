@@ -19,17 +19,6 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
 from fsfunc.sharded.donated import Donation
 
-__all__ = [
-    "Counter",
-    "Frame",
-    "Interpretation",
-    "Stage",
-    "composable",
-    "frame",
-    "inside",
-    "recording",
-]
-
 
 class Interpretation:
     """A transform's handling of unit and gradient calls; the default leaves them as is.

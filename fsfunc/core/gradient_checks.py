@@ -22,14 +22,6 @@ from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "check_agreement",
-    "check_differentiable",
-    "check_gathered",
-    "check_rows",
-    "collective_axes",
-]
-
 
 def check_differentiable(chosen: list[Any], names: list[str]) -> None:
     """Raises where nothing that is differentiated is a floating tensor.

@@ -15,18 +15,6 @@ from torch import Tensor
 
 from fsfunc import tree
 
-__all__ = [
-    "Summed",
-    "Weighted",
-    "added",
-    "added_weights",
-    "averaged",
-    "divided",
-    "is_summed",
-    "loss_parts",
-    "tie",
-]
-
 
 class Weighted(NamedTuple):
     """A loss as a sum and its weight: the value is sum of totals / sum of weights.

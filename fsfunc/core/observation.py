@@ -19,8 +19,6 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["UNSEEN", "Observation", "observe_gradients"]
-
 
 def observe_gradients(
     grad_fn: Callable[..., Any], measure: Callable[[Tensor], Tensor]

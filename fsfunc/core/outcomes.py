@@ -15,8 +15,6 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.sharded.packing import split_buffers
 
-__all__ = ["Argnums", "BatchArgnums", "GradientCall", "Outcome", "batch_arguments"]
-
 Argnums = int | str | Sequence[int | str]
 BatchArgnums = tuple[int | str, ...]
 

@@ -11,8 +11,6 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Interpretation
 from fsfunc.sharded.leaf import FlatShard, Parts
 
-__all__ = ["GradientSteps", "ReductionFeedback"]
-
 
 class GradientSteps(Interpretation):
     """Steps each buffer as soon as its gradient is summed; see ``step_in_backward``.

@@ -28,8 +28,6 @@ from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Call", "Unit", "unit"]
-
 
 def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     """``fn`` as a unit: a call that transforms may reinterpret.

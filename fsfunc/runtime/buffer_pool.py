@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["BufferPool", "fresh_buffers", "pool_of"]
-
 
 class BufferPool:
     """Buffers that are handed out again once nothing else holds them (CPU only).

@@ -18,19 +18,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "KINDS",
-    "OFFLOADED",
-    "StorageTable",
-    "advise",
-    "count_as",
-    "counting",
-    "hold",
-    "is_held",
-    "populate",
-]
-
-
 KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
 OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["arguments", "check_function", "check_integer", "refuse", "rows_of"]
-
 
 def _is_array(x: Any) -> bool:
     known = isinstance(x, Tensor) or is_sharded(x)

@@ -18,9 +18,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.layout import Flat, Layout
 
-__all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
-__all__ += ["KEPT", "OPERATORS", "whole_shape"]
-
 KEPT = (
     "this gradient is not available inside of the shard that reduces it in backward: "
     "read or modify gradients outside, as in mine(shard(step))"

@@ -20,19 +20,6 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
 
-__all__ = [
-    "PackedTree",
-    "by_buffer",
-    "chunk_here",
-    "in_a_row",
-    "joined",
-    "pack",
-    "packed_of",
-    "side_by_side",
-    "split_alike",
-    "split_buffers",
-]
-
 
 def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
     """Packs flat leaves that have no buffer, in place; whether there were any.

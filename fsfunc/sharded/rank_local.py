@@ -14,8 +14,6 @@ from dataclasses import replace
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.placements import Placement, Split
 
-__all__ = ["rows_over", "stacked", "unstacked"]
-
 
 def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:
     """The parts by which ranks along these axes hold a row each of a stack."""

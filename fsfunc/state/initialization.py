@@ -24,7 +24,7 @@ from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import lay_out, own_leaves
 from fsfunc.state.train_state import TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
-from fsfunc.transforms.sharding import Sharding
+from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["abstract_state", "init_state"]

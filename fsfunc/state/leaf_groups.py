@@ -22,7 +22,7 @@ from fsfunc.state.train_state import Applied
 from fsfunc.tracing.groups import LeafGroup, Recorded
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
-from fsfunc.transforms.sharding import Sharding
+from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.tree.structure import matches
 
 __all__ = [

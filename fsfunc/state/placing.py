@@ -45,7 +45,7 @@ from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
-from fsfunc.transforms.sharding import Sharding
+from fsfunc.transforms.sharded_calls import Sharding
 
 __all__ = ["lay_out", "own_leaves", "place"]
 

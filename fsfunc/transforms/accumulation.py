@@ -24,8 +24,6 @@ from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["accumulate"]
-
 
 def accumulate(
     f: Callable[..., Any], n: int, *, batch_argnums: Argnums | None = None

@@ -32,8 +32,6 @@ from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = ["enter", "leave", "spread"]
-
 
 def enter(
     runtime: ShardRuntime,

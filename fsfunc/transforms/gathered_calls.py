@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fsfunc.sharded.leaf import FlatShard, View
 
-__all__ = ["Calls", "GatheredCall", "Micro"]
-
 Micro = tuple[tuple[int, int], ...]
 
 

@@ -21,8 +21,6 @@ from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import Gather, KeptGather, check_decoded
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
-__all__ = ["Gathers"]
-
 
 class _Near(NamedTuple):
     """A gather that kept a partial result, from which to re-gather in backward."""

@@ -22,8 +22,6 @@ from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
-__all__ = ["GradientSums"]
-
 
 class GradientSums:
     """The gradients by packed buffers of one gradient call, on one rank.

@@ -34,16 +34,6 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = [
-    "Gradients",
-    "averaged",
-    "check_derivatives",
-    "check_mapped",
-    "check_whole",
-    "kept_here",
-    "shown",
-]
-
 _SUM = LinearMap("psum", "M", "M")
 
 

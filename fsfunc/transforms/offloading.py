@@ -24,8 +24,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["Stores", "offload", "settled_in", "stores_of"]
-
 Where = str | os.PathLike | Store | None
 
 

@@ -22,8 +22,6 @@ from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
-__all__ = ["Ownership", "assume", "enter_tracked", "storage_of"]
-
 
 class Ownership:
     """The replicated and the rank-local plain tensors of one sharded call.

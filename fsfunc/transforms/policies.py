@@ -16,17 +16,6 @@ from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
 
-__all__ = [
-    "MODES",
-    "Policy",
-    "SaveAllBut",
-    "SaveOnly",
-    "Tape",
-    "checkpoint_name",
-    "keeping",
-    "recomputes",
-]
-
 MODES = ("always", "except_last", "never")
 
 

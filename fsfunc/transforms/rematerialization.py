@@ -27,8 +27,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["remat"]
-
 
 def remat(
     f: Callable[..., Any], policy: Policy | str | None = None

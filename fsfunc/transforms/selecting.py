@@ -11,8 +11,6 @@ from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["remat_calls"]
-
 
 def remat_calls(
     f: Callable[..., Any], calls: Iterable[int], policy: Policy | str | None = None

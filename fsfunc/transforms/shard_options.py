@@ -12,12 +12,6 @@ from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
 from fsfunc.transforms.messages.wire import Gather, Reduction
 
-__all__ = [
-    "BufferGroups",
-    "GroupTable",
-    "ShardOptions",
-]
-
 
 @dataclass(frozen=True)
 class ShardOptions:

@@ -30,8 +30,6 @@ from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
-__all__ = ["ShardRuntime"]
-
 
 class ShardRuntime:
     """One gradient call, or one plain call, of a sharded function on one rank.

@@ -35,8 +35,6 @@ from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
 
-__all__ = ["Sharding"]
-
 
 class Sharding(Interpretation):
     """The interpretation of ``shard``: of unit calls and of gradient calls.

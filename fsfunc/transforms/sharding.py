@@ -12,8 +12,6 @@ from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["Sharding", "shard"]
-
 
 def shard(
     f: Callable[..., Any],

@@ -10,8 +10,6 @@ from fsfunc.core.frames import Interpretation, frame
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 
-__all__ = ["transformed"]
-
 
 def transformed(
     f: Callable[..., Any],

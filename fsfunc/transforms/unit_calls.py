@@ -26,8 +26,6 @@ from fsfunc.transforms.gradients import check_derivatives, check_mapped
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = ["call_unit"]
-
 
 def call_unit(
     cut: ShardOptions,

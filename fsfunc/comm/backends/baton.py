@@ -19,8 +19,6 @@ from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
 from fsfunc.comm.linear_maps import combine
 from fsfunc.comm.watch.mailboxes import Board
 
-__all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
-
 
 class Deadlock(RuntimeError):
     """No simulated rank can go on."""

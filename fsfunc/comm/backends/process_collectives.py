@@ -30,8 +30,6 @@ from fsfunc.comm.operations import OPERATIONS, SUM, Fold
 from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.runtime.buffer_pool import BufferPool
 
-__all__ = ["Pairs", "issue"]
-
 # torch 2.13 renamed it; 2.11 only knows the old name.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)
 _REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor

@@ -54,8 +54,6 @@ from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.comm.watch.watchdog import patience_of, the_watchdog
 from fsfunc.runtime.buffer_pool import BufferPool
 
-__all__ = ["ProcessLink", "connect"]
-
 
 class ProcessLink(Link):
     """This process's connection; c10d groups are made once, in one order everywhere.

@@ -25,8 +25,6 @@ from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, res
 from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
-__all__ = ["SimulatedLink", "run_simulated"]
-
 
 class _Pending(Handle):
     """A rank's part in a meeting; ``result`` is asked for once it is over."""

@@ -29,17 +29,6 @@ from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.sharded.rank_local import rows_over, stacked, unstacked
 
-__all__ = [
-    "LocalState",
-    "Relabeled",
-    "assign",
-    "averages",
-    "buckets",
-    "consensus",
-    "in_one",
-    "written",
-]
-
 
 @dataclass(frozen=True)
 class LocalState:

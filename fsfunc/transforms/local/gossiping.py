@@ -25,8 +25,6 @@ from fsfunc.transforms.local.graphs import Graph
 from fsfunc.transforms.local.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["gossip"]
-
 Moves = Sequence[Sequence[tuple[int, int]]]
 
 

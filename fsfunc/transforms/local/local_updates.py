@@ -34,8 +34,6 @@ from fsfunc.transforms.local.averaging import (
 )
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["LocalUpdates", "local_sgd"]
-
 
 def local_sgd(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, *, every: int

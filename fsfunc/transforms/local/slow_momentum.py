@@ -22,8 +22,6 @@ from fsfunc.transforms.local.averaging import LocalState, assign, averages, writ
 from fsfunc.transforms.local.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["slowmo"]
-
 
 class SlowMomentum(NamedTuple):
     """The parameters that all ranks last began from, and the slow momentum.

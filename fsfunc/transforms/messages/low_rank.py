@@ -24,8 +24,6 @@ from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
 from fsfunc.transforms.messages.wire import Reduction
 
-__all__ = ["PowerSGDState", "powersgd"]
-
 
 class PowerSGDState(NamedTuple):
     """Residuals and factors of each buffer, and the state of the optimizer within.
