@@ -39,7 +39,7 @@ IDEAS = {
     ),
     "collectives": (
         "comm/linear_maps.py comm/collectives.py comm/typed_maps.py "
-        "comm/shard_linear_maps.py "
+        "comm/typed_maps.py "
         "comm/collective_ops.py",
         "tests/comm/test_meanings.py tests/comm/test_transposes.py "
         "tests/comm/test_collectives.py tests/comm/test_splitting.py "

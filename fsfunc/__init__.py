@@ -68,7 +68,7 @@ from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.frames import Interpretation, recording
 from fsfunc.core.losses import Summed, Weighted
-from fsfunc.core.observation import observe_gradients
+from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (

@@ -17,7 +17,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
-from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.gradient_checks import (
@@ -28,7 +27,15 @@ from fsfunc.core.gradient_checks import (
     collective_axes,
 )
 from fsfunc.core.losses import loss_parts, tie
-from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
+from fsfunc.core.outcomes import (
+    Argnums,
+    GradientCall,
+    Leaves,
+    Outcome,
+    add_gradients,
+    batch_arguments,
+    newborn,
+)
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled

@@ -15,7 +15,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.sharded.inputs import arguments, refuse

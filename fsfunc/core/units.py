@@ -20,9 +20,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
-from fsfunc.core.differentiated import is_newborn
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside
+from fsfunc.core.outcomes import is_newborn
 from fsfunc.runtime.generators import States, generator_states, mix
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function

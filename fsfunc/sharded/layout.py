@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -278,3 +278,40 @@ def _index(flat: Flat, coordinates: Coordinates) -> int:
     for axis, size in flat.spread:
         index = index * size + coordinates[axis]
     return index
+
+
+# Rank-local values are no tensor that is one value along their axes, but their stack is
+# one, `[n, *shape]`, split along dim 0: it is saved and loaded as any other.
+
+
+def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:
+    """The parts by which ranks along these axes hold a row each of a stack."""
+    return tuple(Split(0, axis, size) for axis, size in sizes.items())
+
+
+def stacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout of the stack of what ranks along axes hold, each as ``layout`` says.
+
+    Args:
+        sizes: of the axes, the first varying slowest; the leaf lies over others.
+
+    >>> print(stacked(Layout((3,), torch.float32, name="h"), {"data": 2}))
+    h f32[2, 3] split over data=2 along dim 0
+    """
+    parts = (*rows_over(sizes), *_moved(layout.parts, 1))
+    return replace(
+        layout, shape=(math.prod(sizes.values()), *layout.shape), parts=parts
+    )
+
+
+def unstacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout of one row: `stacked` is the inverse."""
+    parts = _moved(layout.parts[len(sizes) :], -1)
+    return replace(layout, shape=layout.shape[1:], parts=parts)
+
+
+def _moved(parts: Sequence[Placement], by: int) -> tuple[Placement, ...]:
+    """Parts of a tensor that has one dim more, or less, in front."""
+    return tuple(
+        replace(p, dim=p.dim + by) if isinstance(p, Split) else p for p in parts
+    )

@@ -21,7 +21,7 @@ from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.shard_linear_maps import (
+from fsfunc.comm.typed_maps import (
     ENTER,
     GATHER,
     LAY,

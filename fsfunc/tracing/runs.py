@@ -22,8 +22,8 @@ from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
-from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
+from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import plainly
 from fsfunc.sharded.leaf import Sharded, is_sharded

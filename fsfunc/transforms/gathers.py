@@ -13,8 +13,7 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
-from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory import count_as
+from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall

@@ -13,10 +13,8 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
-from fsfunc.core.observation import Observation
-from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
-from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory import count_as
+from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
+from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall

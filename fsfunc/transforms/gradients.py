@@ -22,12 +22,11 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
+from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
-from fsfunc.core.observation import UNSEEN
 from fsfunc.core.outcomes import Outcome
-from fsfunc.core.reduction_hooks import GradientSteps
+from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.core.differentiated import add_gradients
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.frames import Frame, Interpretation
+from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,

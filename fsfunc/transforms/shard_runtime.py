@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.gathers import Gathers

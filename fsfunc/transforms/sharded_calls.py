@@ -12,12 +12,11 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
-from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
+from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
-from fsfunc.runtime.buffer_pool import pool_of
+from fsfunc.runtime.memory import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded

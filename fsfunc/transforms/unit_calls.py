@@ -14,7 +14,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import here
-from fsfunc.comm.shard_linear_maps import ENTER, LawError
+from fsfunc.comm.typed_maps import ENTER, LawError
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
