@@ -66,7 +66,7 @@ from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.autodiff import value_and_grad
-from fsfunc.core.frames import Interpretation, recording
+from fsfunc.core.frames import Interpretation, recording, transformed
 from fsfunc.core.losses import Summed, Weighted
 from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.core.units import unit
@@ -164,7 +164,6 @@ from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
-from fsfunc.transforms.transforming import transformed
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

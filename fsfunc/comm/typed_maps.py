@@ -12,6 +12,7 @@ GATHER       parts to own: a unit's parameters        REDUCE
 REDUCE       own to parts: the mean, this rank's      GATHER
 ENTER        one value to own: a whole parameter      MEAN
 MEAN         own to own, which agree                  MEAN
+TOTAL        own to own, which agree: their sum       TOTAL
 SUM          partial sums of parts to own: a norm     the mean, into parts
 MAX          the largest of parts to own              none
 SPREAD       own, which agree, into parts: a scale    n times own
@@ -37,6 +38,7 @@ from fsfunc.comm.mesh import Axis
 GATHER = LinearMap("all_gather", "V", "M")
 REDUCE = LinearMap("psum_scatter", "M", "V", power=-1)
 MEAN = LinearMap("psum", "M", "M", power=-1)
+TOTAL = LinearMap("psum", "M", "M")
 ENTER = LinearMap("enter", "M", "M", power=-1)
 SUM = LinearMap("psum", "P", "M")
 MAX = LinearMap("pmax", "P", "M")

@@ -11,7 +11,7 @@ autodiff.py         value_and_grad: the gradient call
 gradient_checks.py  checks of a gradient call: its arguments, and that ranks agree
 outcomes.py         GradientCall and Outcome, as interpretations pass them along; the
                     leaves that are differentiated
-frames.py           the context of a call; Interpretation
+frames.py           the context of a call; Interpretation; transformed
 tracers.py          hooks for recordings; the check of a call of new shapes
 execution_context.py   state of the pass that runs
 reduction_hooks.py  interpretations that take part in reductions; observe_gradients

@@ -257,8 +257,7 @@ class Leaves:
         """Trees of gradients; leaves of ``packed`` get placeholders that raise."""
         found: list[Any] = [None] * len(self.leaves)
         for i in self.kept:
-            found[i] = kept = Sharded(None, self.leaves[i].layout)
-            kept.spent = KEPT
+            found[i] = Sharded(None, self.leaves[i].layout, spent=KEPT)
         for k, (i, g) in enumerate(zip(self.picked, values, strict=True)):
             old = self.leaves[i]
             g = torch.zeros_like(self.tensors[k]) if g is None else g

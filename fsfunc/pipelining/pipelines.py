@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsfunc.comm.mesh import Mesh, check_mesh
+from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
@@ -22,7 +23,6 @@ from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.pipelining.stage_updates import Updating
 from fsfunc.pipelining.verification import verify
-from fsfunc.transforms.transforming import transformed
 
 __all__ = ["pipeline"]
 

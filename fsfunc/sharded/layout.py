@@ -28,6 +28,7 @@ from fsfunc.sharded.placements import (
 )
 
 Coordinates = Mapping[str, int]
+View = tuple[tuple[int, ...], tuple[int, ...], int]
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
 
 
@@ -114,6 +115,21 @@ class Layout:
         return Layout(self.shape, self.dtype, self.splits, self.name)
 
     @cached_property
+    def unit_shape(self) -> tuple[int, ...]:
+        """The shape that a unit sees: what the parts before a flat one leave."""
+        at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owned}
+        return tuple(n for _, n in self.block(at) or ())
+
+    @cached_property
+    def view(self) -> View:
+        """Shape, strides and offset in the whole buffer, as a unit sees it."""
+        shape, steps, step = self.unit_shape, [], 1
+        for n in reversed(shape):
+            steps.append(step)
+            step *= max(n, 1)
+        return shape, tuple(reversed(steps)), self.flat.offset if self.flat else 0
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis it is spread over, outermost first."""
         return {axis: n for part in self.parts for axis, n in part.spread}
@@ -165,7 +181,7 @@ class Layout:
         n = 0 if box is None else math.prod(n for _, n in box)
         if self.flat is None:
             return 0, n
-        low = _index(self.flat, coordinates) * self.flat.chunk - self.flat.offset
+        low = self.flat.index(coordinates) * self.flat.chunk - self.flat.offset
         return min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
@@ -198,7 +214,7 @@ class Layout:
         if self.flat is None:
             raise ValueError(f"{self} lies in no buffer: its last part is not Flat")
         start, stop = self.span(coordinates)
-        low = _index(self.flat, coordinates) * self.flat.chunk
+        low = self.flat.index(coordinates) * self.flat.chunk
         first = min(max(self.flat.offset + start - low, 0), self.flat.chunk)
         return first, first + stop - start
 
@@ -271,13 +287,6 @@ def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int
     sizes = over.sizes if isinstance(over, Layout) else over
     for key in product(*(range(size) for size in sizes.values())):
         yield dict(zip(sizes, key, strict=True))
-
-
-def _index(flat: Flat, coordinates: Coordinates) -> int:
-    index = 0
-    for axis, size in flat.spread:
-        index = index * size + coordinates[axis]
-    return index
 
 
 # Rank-local values are no tensor that is one value along their axes, but their stack is

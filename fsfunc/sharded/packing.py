@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
 
 
@@ -203,7 +203,7 @@ class PackedTree:
                 old = leaves[positions[0]]
                 if not is_sharded(old):
                     leaves[positions[0]] = x
-                elif old.spent != KEPT:
+                elif not old.is_kept:
                     leaves[positions[0]] = old.with_local(x)
             else:
                 packed = packed if x is packed.flat else packed.like(x)  # or in place
@@ -216,7 +216,7 @@ def _part(leaf: Any) -> Any:
     """Its tensor; None, where that is a gradient that a transform around keeps."""
     if not isinstance(leaf, Sharded):
         return leaf
-    return None if leaf.spent == KEPT else leaf.local
+    return None if leaf.is_kept else leaf.local
 
 
 def complete_shards(

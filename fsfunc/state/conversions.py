@@ -34,7 +34,7 @@ from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import assemble
@@ -251,7 +251,7 @@ def _block(x: Sharded, what: str) -> Layout:
             f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
             "out, of what is whole or split evenly over other axes, can go that way"
         )
-    return Layout(whole_shape(layout), layout.dtype, flat, layout.name)
+    return Layout(layout.unit_shape, layout.dtype, flat, layout.name)
 
 
 def _is_even(layout: Layout) -> bool:

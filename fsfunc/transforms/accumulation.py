@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.losses import added, added_weights
 from fsfunc.core.outcomes import (
     Argnums,
@@ -22,7 +22,6 @@ from fsfunc.core.outcomes import (
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
-from fsfunc.transforms.transforming import transformed
 
 
 def accumulate(

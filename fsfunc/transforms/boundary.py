@@ -29,7 +29,7 @@ from fsfunc.comm.groups import strided
 from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
-from fsfunc.transforms.gathered_calls import Calls, GatheredCall
+from fsfunc.transforms.gathers import Calls, GatheredCall
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 

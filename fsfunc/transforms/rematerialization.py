@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
-from fsfunc.core.frames import Frame, Interpretation
+from fsfunc.core.frames import Frame, Interpretation, transformed
 from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
@@ -25,7 +25,6 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
-from fsfunc.transforms.transforming import transformed
 
 
 def remat(
@@ -88,33 +87,41 @@ class _Remat(Interpretation):
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if not recomputes(self.policy, call.frame.micro):
             return run
+        return partial(self._recomputed, run, call)
 
-        def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            if call.frame.composable or not torch.is_grad_enabled():
-                return run(params, *inputs, **keywords)
-            leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
-            tensors, places = [], []
-            for i, x in enumerate(leaves):
-                if isinstance(x, Sharded):
-                    part = x.local if x.packed is None else x._part
-                    if x.parts is None and part is not None and part.requires_grad:
-                        tensors.append(x.local)
-                        places.append(i)
-                elif isinstance(x, Tensor):
-                    tensors.append(x)
+    def _recomputed(
+        self,
+        run: Callable[..., Any],
+        call: Call,
+        params: Any,
+        /,
+        *inputs: Any,
+        **named: Any,
+    ) -> Any:
+        """Runs a unit call, of which the backward runs it again."""
+        if call.frame.composable or not torch.is_grad_enabled():
+            return run(params, *inputs, **named)
+        leaves, treedef = tree.flatten((params, inputs, named), is_sharded)
+        tensors, places = [], []
+        for i, x in enumerate(leaves):
+            if isinstance(x, Sharded):
+                part = x.local if x.packed is None else x._part
+                if x.parts is None and part is not None and part.requires_grad:
+                    tensors.append(x.local)
                     places.append(i)
-            thread = running().thread
-            token = None if thread is None else thread.token
-            if token is None and not any(x.requires_grad for x in tensors):
-                return run(params, *inputs, **keywords)
-            replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
-            output = _Output()
-            token, *outs = _Recompute.apply(replay, output, token, *tensors)
-            if thread is not None:
-                thread.token = token
-            return output.give(outs)
-
-        return recomputed
+            elif isinstance(x, Tensor):
+                tensors.append(x)
+                places.append(i)
+        thread = running().thread
+        token = None if thread is None else thread.token
+        if token is None and not any(x.requires_grad for x in tensors):
+            return run(params, *inputs, **named)
+        replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
+        output = _Output()
+        token, *outs = _Recompute.apply(replay, output, token, *tensors)
+        if thread is not None:
+            thread.token = token
+        return output.give(outs)
 
 
 class _Replay:
@@ -194,23 +201,17 @@ class _Replay:
 class _Output:
     """A call's output: the tensors travel through the Function, the rest stays here."""
 
-    def __init__(self) -> None:
-        self.at: list[int] = []  # where each tensor occurs first
-        self.rest: list[Any] = []
-        self.spec: Any = None
-
     def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
         """The tensors, each once, of a call's flat output."""
-        numbers: dict[int, int] = {}
+        tensors: dict[int, Tensor] = {}
+        self.rest, self.at, self.spec = list(flat), list[int](), spec
         for i, x in enumerate(flat):
-            if isinstance(x, Tensor) and id(x) not in numbers:
-                numbers[id(x)] = len(self.at)
-                self.at.append(i)
-        self.spec = spec
-        self.rest = [
-            _Place(numbers[id(x)]) if isinstance(x, Tensor) else x for x in flat
-        ]
-        return [flat[i] for i in self.at]
+            if isinstance(x, Tensor):
+                if id(x) not in tensors:
+                    tensors[id(x)] = x
+                    self.at.append(i)
+                self.rest[i] = _Place(list(tensors).index(id(x)))
+        return list(tensors.values())
 
     def give(self, tensors: Sequence[Tensor]) -> Any:
         """The output, with ``tensors`` in their places."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsfunc.core.frames import Interpretation
+from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.units import Call
 from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
-from fsfunc.transforms.transforming import transformed
 
 
 def remat_calls(

@@ -5,7 +5,7 @@ import torch
 
 from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.gathered_calls import GatheredCall
+from fsfunc.transforms.gathers import GatheredCall
 
 HALF = torch.bfloat16
 

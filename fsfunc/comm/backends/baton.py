@@ -39,14 +39,6 @@ class Meeting:
     results: list[Tensor] | None = None
     over: bool = False
 
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that have not come yet."""
-        return [r for r in self.ranks if r not in self.calls]
-
-    def come(self, rank: int, call: CollectiveCall, x: Tensor) -> None:
-        self.calls[rank], self.inputs[rank] = call, x
-
     def mismatch(self) -> str | None:
         """The error text where the members came to different collectives."""
         if len({c.said for c in self.calls.values()}) == 1:
@@ -90,6 +82,10 @@ class SendMeeting(Meeting):
         y.copy_(x)
         self.inputs.clear()
         self.over = True
+
+    def take(self, rank: int, out: Tensor | None) -> Tensor:
+        """The memory that the receiver brought; nothing, where this rank sent."""
+        return torch.empty(0) if out is None else out
 
 
 TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]
@@ -164,7 +160,8 @@ class Baton:
                 text = "has returned"
             elif rank in self.waits:
                 meeting = self.waits[rank]
-                text = f"waits in {meeting.calls[rank]}, for ranks {meeting.missing}"
+                missing = [r for r in meeting.ranks if r not in meeting.calls]
+                text = f"waits in {meeting.calls[rank]}, for ranks {missing}"
             else:
                 text = "runs"
             lines.append(f"  rank {rank} {text}")
@@ -195,8 +192,8 @@ class Baton:
         self.counts[rank, *among] = count + 1
         key = (*among, count)
         meeting = self.meetings.setdefault(key, new)
-        meeting.come(rank, call, x)
-        if not meeting.missing:
+        meeting.calls[rank], meeting.inputs[rank] = call, x
+        if len(meeting.calls) == len(meeting.ranks):
             del self.meetings[key]
             if wrong := meeting.mismatch():
                 error = CollectiveMismatch(wrong)

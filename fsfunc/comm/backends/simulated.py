@@ -27,16 +27,15 @@ from fsfunc.comm.mesh import Here, Mesh, place_here
 
 
 class _Pending(Handle):
-    """A rank's part in a meeting; ``result`` is asked for once it is over."""
+    """A rank's part in a meeting, of which it takes the result once it is over."""
 
-    def __init__(
-        self, link: SimulatedLink, meeting: Meeting, result: Callable[[], Tensor]
-    ):
-        self.link, self.meeting, self.result = link, meeting, result
+    def __init__(self, link: SimulatedLink, meeting: Meeting, out: Tensor | None):
+        self.link, self.meeting, self.out = link, meeting, out
 
     def wait(self) -> Tensor:
-        self.link.baton.wait(self.link.rank, self.meeting)
-        return self.result()
+        rank = self.link.rank
+        self.link.baton.wait(rank, self.meeting)
+        return self.meeting.take(rank, self.out)
 
     def done(self) -> bool:
         return self.meeting.over
@@ -62,28 +61,34 @@ class SimulatedLink(Link):
     ) -> Handle:
         if self.checks:  # as over processes
             what = what or current_label()[0]
-        meeting = Meeting(where.ranks, how)
-        meeting = self._come(meeting, op, x.detach(), where, what)
-        return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
+        new = Meeting(where.ranks, how)
+        return self._come(new, op, x.detach(), where, what, out)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        meeting = SendMeeting((where.rank, where.ranks[to]))
-        meeting = self._come(meeting, "send", x, where, what)
-        return _Pending(self, meeting, lambda: torch.empty(0))
+        new = SendMeeting((where.rank, where.ranks[to]))
+        return self._come(new, "send", x, where, what)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        meeting = SendMeeting((where.ranks[source], where.rank))
-        meeting = self._come(meeting, "receive", like, where, what)
-        return _Pending(self, meeting, lambda: like)
+        new = SendMeeting((where.ranks[source], where.rank))
+        return self._come(new, "receive", like, where, what, like)
 
     def close(self, what: Any, error: BaseException) -> None:
         if self.baton.error is None:
             error.add_note(f"on simulated rank {self.rank}, in {what}")
         self.baton.fail(error)
 
-    def _come(self, new: Meeting, op: str, x: Tensor, where: Any, what: str) -> Meeting:
+    def _come(
+        self,
+        new: Meeting,
+        op: str,
+        x: Tensor,
+        where: Any,
+        what: str,
+        out: Tensor | None = None,
+    ) -> Handle:
         call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
-        return self.baton.come(self.rank, new, where.ranks, call, x)
+        meeting = self.baton.come(self.rank, new, where.ranks, call, x)
+        return _Pending(self, meeting, out)
 
 
 def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):

@@ -20,7 +20,7 @@ from fsfunc.comm.comparison import Section, compare, whole_values
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
@@ -32,7 +32,6 @@ from fsfunc.transforms.local.averaging import (
     averages,
     written,
 )
-from fsfunc.transforms.transforming import transformed
 
 
 def local_sgd(
