@@ -26,7 +26,7 @@ from fsfunc.core.gradient_checks import (
     check_rows,
     collective_axes,
 )
-from fsfunc.core.losses import loss_parts, tie
+from fsfunc.core.losses import Tie, loss_parts
 from fsfunc.core.outcomes import (
     Argnums,
     GradientCall,
@@ -161,7 +161,7 @@ def differentiate(call: GradientCall) -> Outcome:
         total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
         if thread is not None and thread.token is not thread.start:
-            tied = tie(total, thread.token)
+            tied: Any = Tie.apply(total, thread.token)
     made = list(leaves.parts.values())
     inputs = [*values, *made, *([] if thread is None else [thread.start])]
     if not inputs or not tied.requires_grad:

@@ -141,21 +141,16 @@ class Outcome:
         outcome = replace(self, own=None) if again else self
         for finish in outcome.due:
             outcome = replace(outcome.but(finish(outcome.grads)), due=())
-        outcome = _divide(outcome)
-        if outcome.shown is not None:
-            outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
+        shown, count, scale = outcome.shown, outcome.count, outcome.scale
+        if outcome.weight is not None or not count == 1 == scale:
+            # Sums over their weight, or over the number of microbatches.
+            by = count if outcome.weight is None else outcome.weight
+            grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
+            aux = divided(outcome.aux, count)
+            outcome = Outcome(outcome.total / by, None, grads, aux)
+        if shown is not None:
+            outcome = replace(outcome, grads=shown(outcome.grads), shown=None)
         return outcome
-
-
-def _divide(outcome: Outcome) -> Outcome:
-    """The mean: sums over their weight, or over the number of microbatches."""
-    weight, count, scale = outcome.weight, outcome.count, outcome.scale
-    if weight is None and count == 1 == scale:
-        return outcome
-    by = count if weight is None else weight
-    grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
-    total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, None, grads, aux, shown=outcome.shown)
 
 
 def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:

@@ -33,7 +33,9 @@ class GradientSteps(Interpretation):
     why_spent = ""
     done: dict[int, FlatShard]
 
-    def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> GradientSteps | None:
+    def for_call(
+        self, keeps: dict[int, FlatShard], parts: Parts
+    ) -> GradientSteps | None:
         """Itself, if a sharded gradient call has buffers to step as it goes.
 
         Args:

@@ -30,17 +30,20 @@ def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
     elementwise update costs.
     """
     whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
-    loose = [i for i, x in enumerate(leaves) if i not in whole and _can_pack(x)]
+    sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in whole]
+    loose = [i for i in sharded if _can_pack(leaves[i])]
+    if not loose:
+        return False
     for positions in side_by_side(leaves, loose):
         packed = pack([leaves[i] for i in positions], coordinates)
         for i, leaf in zip(positions, packed.leaves(), strict=True):
             leaves[i] = leaf
-    return bool(loose)
+    return True
 
 
-def _can_pack(leaf: Any) -> bool:
+def _can_pack(leaf: Sharded) -> bool:
     """True if a leaf may be copied: it is neither differentiated nor vmapped."""
-    if not is_sharded(leaf) or leaf.layout.flat is None or leaf.parts is not None:
+    if leaf.layout.flat is None or leaf.parts is not None:
         return False
     if leaf._part is None is leaf._range:  # a gradient that somebody has used up
         return False

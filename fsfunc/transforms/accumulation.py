@@ -116,7 +116,7 @@ class _Sums:
     """Outcomes, added up one by one."""
 
     def __init__(self) -> None:
-        self.first: Outcome | None = None
+        self.first: Any = None
         self.grads: Any = None
         self.ours = False  # whether nobody else holds the memory of ``grads``
 
@@ -165,8 +165,6 @@ class _Sums:
 
     def outcome(self) -> Outcome:
         """The sum, and of how many."""
-        if self.first is None:
-            raise RuntimeError("no microbatch was run")
         own = self.grads if self.ours else None
         return replace(self.first, grads=self.grads, own=own)
 

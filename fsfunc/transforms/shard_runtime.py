@@ -69,7 +69,7 @@ class ShardRuntime:
         defers = self.gathers.offloads
         self.looks = groups.where.size > 1 or defers  # for what comes next
         self.first = first
-        self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
+        self.count: dict[Micro, int] = {}  # unit calls up to here, by microbatch
         self.passes: set[Any] = set()  # those that began, by microbatch
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.keeps = {} if keeps is None else keeps
@@ -83,11 +83,7 @@ class ShardRuntime:
     @property
     def passed(self) -> int:
         """The number of unit calls of the program, up to here."""
-        return self.first + max(self.count.values(), default=0)
-
-    def goes_on_from(self, inner: ShardRuntime) -> None:
-        """A gradient call within has made its unit calls."""
-        self.first = inner.passed - max(self.count.values(), default=0)
+        return max(self.count.values(), default=self.first)
 
     def begin(self) -> None:
         """A forward pass starts: what the last one left over is forgotten.
@@ -132,10 +128,10 @@ class ShardRuntime:
         if self.sums.steps is not None:
             self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
-        at = self.count.get(micro, 0)
+        at = self.count.get(micro, self.first)
         self.count[micro] = at + 1
         if self.looks:
-            self.gathers.send_ahead(self.first + at, shards, casts)
+            self.gathers.send_ahead(at, shards, casts)
         return calls
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
@@ -248,11 +244,6 @@ class ShardRuntime:
         """
         if all(i == n - 1 for i, n in micro[self.sums.depth :]):
             self.sums.finish()
-
-    def finish(self) -> None:
-        """Waits for all that is due; ``sums.grads`` then has all sums."""
-        self.sums.finish()
-        self.gathers.close()
 
 
 _AGAIN = (

@@ -234,9 +234,10 @@ class Sharding(Interpretation):
         with inside(replace(f, runtimes=runtimes, varies=varies)):
             kept = {**call.packed, **runtime.keeps}
             outcome = run(replace(call, packed=kept, parts=runtime.parts))
-        runtime.finish()
+        runtime.sums.finish()
+        runtime.gathers.close()
         if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
-            outer.goes_on_from(runtime)
+            outer.first, outer.count = runtime.passed, {}
         return self._ended(call, outcome, runtime)
 
     def _begun(
@@ -312,7 +313,7 @@ class Sharding(Interpretation):
         within = [h for h in f.handlers if isinstance(h, Sharding)]
         if f.micro or len(within) > 1:
             raise ValueError(_AROUND)
-        return found[-1].begin(keeps, parts)
+        return found[-1].for_call(keeps, parts)
 
 
 _LATE = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class Meeting:
     how: dict[str, Any] = field(default_factory=dict)
     calls: dict[int, CollectiveCall] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    results: list[Tensor] | None = None
+    results: Sequence[Tensor] = ()
     over: bool = False
 
     def mismatch(self) -> str | None:
@@ -58,8 +59,6 @@ class Meeting:
 
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """This rank's own copy: what another rank writes must not reach it."""
-        if self.results is None:
-            raise RuntimeError("taken before it was complete")
         result = self.results[self.ranks.index(rank)]
         return result.clone() if out is None else out.copy_(result)
 
@@ -119,6 +118,7 @@ class Baton:
         self.wake = [threading.Semaphore(0) for _ in range(n)]
         self.done = threading.Semaphore(0)
         self.state = ["ready"] * n
+        self.results: list[Any] = [None] * n
         self.waits: dict[int, Meeting] = {}
         self.error: BaseException | None = None
         self.meetings: dict[tuple[Any, ...], Meeting] = {}

@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -91,15 +93,41 @@ class SimulatedLink(Link):
         return _Pending(self, meeting, out)
 
 
-def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
+def run_simulated(
+    mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]
+) -> list[Any]:
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
 
     Every rank starts from the caller's default generator, and the caller goes on from
     rank 0's.
     """
-    enter = carry()
-    with _alone(Baton(mesh.size)) as baton:
-        return _run(mesh, fn, args, baton, enter)
+    enter, baton = carry(), Baton(mesh.size)
+    with _alone(baton):
+        threads = []
+        for rank in range(mesh.size):
+            context, call = contextvars.copy_context(), partial(fn, *args[rank])
+            given = (_on_rank, baton, rank, mesh, enter, call)
+            threads.append(Thread(target=context.run, args=given, daemon=True))
+            threads[-1].start()
+        with _torch.shared_forward_ad():
+            baton.wake[0].release()
+            try:
+                baton.done.acquire()
+            except BaseException as error:  # Ctrl-C comes to the thread that waits here
+                baton.fail(error)
+                baton.done.acquire()
+        for thread in threads:
+            thread.join()
+        restore(baton.states[0])
+        error, baton.error = baton.error, None
+        results, baton.results = baton.results, []
+        try:
+            if error is not None:
+                raise error
+            return results
+        finally:
+            # Its traceback holds this frame: no circle, in which tensors wait.
+            del error
 
 
 _RUNS: list[Baton] = []  # under way, one within the other
@@ -126,60 +154,34 @@ def _alone(baton: Baton) -> Iterator[Baton]:
         _RUNS.remove(baton)
 
 
-def _run(
-    mesh: Mesh,
-    fn: Callable[..., Any],
-    args: Sequence[Sequence[Any]],
+def _on_rank(
     baton: Baton,
+    rank: int,
+    mesh: Mesh,
     enter: Callable[[], ExitStack],
-) -> list[Any]:
-    results: list[Any] = [None] * mesh.size
-
-    def body(rank: int) -> None:
-        baton.threads.add(threading.get_ident())
-        baton.wake[rank].acquire()
-        restore(baton.states[rank])
-        try:
-            if baton.error is None:
-                link = SimulatedLink(baton, rank)
-                with enter(), place_here(Here(mesh, rank, link)):
-                    results[rank] = fn(*args[rank])
-        except Aborted:
-            pass  # the error that stopped this rank is kept with the baton
-        except BaseException as error:
-            if baton.process != os.getpid():
-                _end(error)
-            if baton.error is None:
-                error.add_note(f"on simulated rank {rank} of {mesh}")
-            baton.fail(error)
-        if baton.process != os.getpid():
-            _end(None)
-        baton.state[rank] = "done"
-        baton.hand_over(rank, last=True)
-
-    threads = []
-    for rank in range(mesh.size):
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(body, rank), daemon=True)
-        thread.start()
-        threads.append(thread)
-    with _torch.shared_forward_ad():
-        baton.wake[0].release()
-        try:
-            baton.done.acquire()
-        except BaseException as error:  # Ctrl-C comes to the thread that waits here
-            baton.fail(error)
-            baton.done.acquire()
-    for thread in threads:
-        thread.join()
-    restore(baton.states[0])
-    error, baton.error = baton.error, None
+    call: Callable[[], Any],
+) -> None:
+    """A rank's thread: waits for the baton, runs, and hands it over for good."""
+    baton.threads.add(threading.get_ident())
+    baton.wake[rank].acquire()
+    restore(baton.states[rank])
     try:
-        if error is not None:
-            raise error
-        return results
-    finally:
-        del error  # its traceback holds this frame: no circle, in which tensors wait
+        if baton.error is None:
+            link = SimulatedLink(baton, rank)
+            with enter(), place_here(Here(mesh, rank, link)):
+                baton.results[rank] = call()
+    except Aborted:
+        pass  # the error that stopped this rank is kept with the baton
+    except BaseException as error:
+        if baton.process != os.getpid():
+            _end(error)
+        if baton.error is None:
+            error.add_note(f"on simulated rank {rank} of {mesh}")
+        baton.fail(error)
+    if baton.process != os.getpid():
+        _end(None)
+    baton.state[rank] = "done"
+    baton.hand_over(rank, last=True)
 
 
 def _end(error: BaseException | None) -> None:
