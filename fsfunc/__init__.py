@@ -161,8 +161,7 @@ from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
-from fsfunc.transforms.rematerialization import remat
-from fsfunc.transforms.selecting import remat_calls
+from fsfunc.transforms.rematerialization import remat, remat_calls
 from fsfunc.transforms.sharding import shard
 
 if TYPE_CHECKING:

@@ -140,14 +140,9 @@ _AXES: ContextVar[set[str] | None] = ContextVar("fsfunc_axes", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
-@contextmanager
-def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]:
+def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Scoped:
     """Inside, a collective returns ``run(x, map, where)`` for each of its tensors."""
-    token = _RUN.set(run)
-    try:
-        yield
-    finally:
-        _RUN.reset(token)
+    return Scoped(_RUN, run)
 
 
 @contextmanager

@@ -117,11 +117,8 @@ def ledger() -> Iterator[Ledger]:
     (1, 12)
     """
     log = Ledger()
-    token = _LEDGERS.set((*_LEDGERS.get(), log))
-    try:
+    with Scoped(_LEDGERS, (*_LEDGERS.get(), log)):
         yield log
-    finally:
-        _LEDGERS.reset(token)
 
 
 def note(

@@ -140,11 +140,14 @@ def differentiate(call: GradientCall) -> Outcome:
         )
     if call.by is not None:
         return call.by(replace(call, by=None))
-    f = frame()
     if _torch.transforms_active():
         return _by_vjp(call)
-    if call.create_graph:
-        return _differentiable(call)
+    return _differentiable(call) if call.create_graph else _once(call)
+
+
+def _once(call: GradientCall) -> Outcome:
+    """On autograd, with gradients that nobody differentiates; residuals are freed."""
+    f = frame()
     observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
     for observer in observers:
         observer.begins(call)
@@ -164,16 +167,16 @@ def differentiate(call: GradientCall) -> Outcome:
             tied: Any = Tie.apply(total, thread.token)
     made = list(leaves.parts.values())
     inputs = [*values, *made, *([] if thread is None else [thread.start])]
+    found: Sequence[Tensor | None] = [None] * len(inputs)
     if not inputs or not tied.requires_grad:
-        found: Sequence[Tensor | None] = [None] * len(inputs)
+        pass
     elif f.tracer is not None and f.tracer.forward_only:
         found = [torch.empty_like(x) for x in inputs]
         f.tracer.gradients(picked, found)
     else:
         with internal():
-            found = torch.autograd.grad(
-                tied, inputs, call.seed(tied), allow_unused=True
-            )
+            seed = call.seed(tied)
+            found = torch.autograd.grad(tied, inputs, seed, allow_unused=True)
     if weight is None:
         check_rows(call, total)
     weight = None if weight is None else weight.detach()

@@ -21,7 +21,7 @@ gathers.py          gathered buffers: in flight, arrived, held by a unit call, d
 gradient_sums.py    gradients: collected, reduced, summed, kept
 gradients.py        gradients by packed leaves, means of everything else, refusals
 ownership.py        replicated or rank-local: the kind of a plain tensor
-rematerialization.py policies.py selecting.py   remat; its policies; remat_calls
+rematerialization.py policies.py   remat and remat_calls; their policies
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units

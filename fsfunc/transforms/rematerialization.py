@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import compress
@@ -59,19 +59,59 @@ def remat(
     >>> ff.value_and_grad(loss)(torch.tensor(0.0))[1].item()
     2.0
     """
-    if not (policy is None or isinstance(policy, Policy) or policy in MODES):
-        raise TypeError(
-            f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
-            f"{', '.join(map(repr, MODES))}, or None"
-        )
     return transformed(f, _Remat(policy))
 
 
-class _Remat(Interpretation):
-    called = "remat"
+def remat_calls(
+    f: Callable[..., Any], calls: Iterable[int], policy: Policy | str | None = None
+) -> Callable[..., Any]:
+    """``f`` with these of its loss's unit calls recomputed in the backward.
 
-    def __init__(self, policy: Policy | str | None):
-        self.policy = policy
+    ``remat`` recomputes every unit; this one the calls of the given numbers, counted
+    from 0 in the order in which the loss makes them, as ``program`` lists them. What a
+    recomputed unit calls itself is part of it, and not recomputed once more.
+
+    Args:
+        f: a loss, or a train step.
+        calls: such as ``recompute_points(...).calls``.
+        policy: as of ``remat``, for the calls that are recomputed.
+
+    Raises:
+        ValueError: a number that is negative or not whole.
+        TypeError: another policy.
+
+    Cost: as of ``remat``, of these calls alone. A number that the loss does not reach
+    costs nothing and is not told.
+
+    >>> import torch, fsfunc as ff
+    >>> ran = []
+    >>> @ff.unit
+    ... def layer(p, x):
+    ...     ran.append(x.item())
+    ...     return x * p
+    >>> loss = lambda p: layer(p, layer(p, torch.tensor(1.0)))
+    >>> step = remat_calls(ff.value_and_grad(loss), [1])
+    >>> step(torch.tensor(3.0))[1].item(), ran
+    (6.0, [1.0, 3.0, 3.0])
+    """
+    numbers = frozenset(calls)
+    for n in numbers:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"calls has {n!r}: unit calls are numbered from 0")
+    return transformed(f, _Remat(policy, numbers))
+
+
+class _Remat(Interpretation):
+    def __init__(
+        self, policy: Policy | str | None, calls: frozenset[int] | None = None
+    ):
+        if not (policy is None or isinstance(policy, Policy) or policy in MODES):
+            raise TypeError(
+                f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
+                f"{', '.join(map(repr, MODES))}, or None"
+            )
+        self.policy, self.calls = policy, calls
+        self.called = "remat" if calls is None else "remat_calls"
         self.kept = None if isinstance(policy, str) else policy
 
     @property
@@ -79,13 +119,16 @@ class _Remat(Interpretation):
         policy = self.policy
         if isinstance(policy, Policy):
             policy = (type(policy).__name__, *sorted(policy.names))
-        return (("policy", policy),)
+        calls = () if self.calls is None else (("calls", sorted(self.calls)),)
+        return (*calls, ("policy", policy))
 
     def recorded(self, recorder: Any) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        if not recomputes(self.policy, call.frame.micro):
+        f, calls = call.frame, self.calls
+        chosen = calls is None or not f.path and call.number in calls
+        if not chosen or not recomputes(self.policy, f.micro):
             return run
         return partial(self._recomputed, run, call)
 

@@ -194,10 +194,8 @@ class Sharding(Interpretation):
         for shard in shards:
             where = groups[shard.split_axes].where  # made here: a backward has no mesh
             own, size = shard.coordinates, shard.place.size
-            mine = size == 1 or where is not None and size == where.size
-            for axis, i in own.items():
-                mine = mine and at[axis] == i
-            if checks and not mine:
+            fits = size == 1 or where is not None and size == where.size
+            if checks and not (fits and own.items() <= at.items()):
                 raise ValueError(
                     f"{shard.members[0]} is the part of {dict(own)} of {size} "
                     f"ranks, but this is {at} of {self.mesh}: give each rank its own "
