@@ -2,14 +2,14 @@
 
 The leaves of one unit lie in one buffer, each rank owning one contiguous range of it,
 of which their parts are views. A gather or a reduction then needs no copy in or out,
-and an optimizer sees one long tensor in place of many short ones. A user's ``tree_map``
-makes leaves on their own; ``packing.repacked`` packs them again.
+and an optimizer sees one long tensor in place of many short ones. ``packing.repacked``
+packs again what a user's ``tree_map`` has made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partialmethod
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -321,7 +321,7 @@ class FlatShard:
 
     def like(self, flat: Tensor) -> FlatShard:
         """The same leaves over another flat tensor of the same length."""
-        return replace(self, flat=flat, whole=None, _version=None, _spans=self.spans)
+        return FlatShard(self.members, flat, self.coordinates, _spans=self.spans)
 
     def renewed(self) -> FlatShard:
         """A new FlatShard over the same storage, for an in-place update.
@@ -329,7 +329,8 @@ class FlatShard:
         Being a new object, it invalidates cached gathers as an out-of-place update
         does: so all ranks gather again, whether or not each could update in place.
         """
-        return replace(self, _spans=self.spans)
+        kept = self.whole, self._version, self.spans
+        return FlatShard(self.members, self.flat, self.coordinates, *kept)
 
     def shadow(
         self,
