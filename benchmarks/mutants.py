@@ -39,7 +39,6 @@ IDEAS = {
     ),
     "collectives": (
         "comm/linear_maps.py comm/collectives.py comm/typed_maps.py "
-        "comm/shard_linear_maps.py "
         "comm/collective_ops.py",
         "tests/comm/test_meanings.py tests/comm/test_transposes.py "
         "tests/comm/test_collectives.py tests/comm/test_splitting.py "
@@ -49,7 +48,7 @@ IDEAS = {
         "tests/transforms/test_split_leaves.py",
     ),
     "gathered": (
-        "transforms/gathered_calls.py transforms/gathers.py transforms/boundary.py "
+        "transforms/gathers.py transforms/boundary.py "
         "transforms/unit_calls.py transforms/gradient_sums.py",
         "tests/transforms/test_gathers.py "
         "tests/transforms/test_shard_laws.py tests/transforms/test_hierarchy.py "

@@ -64,10 +64,10 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.typed_maps import pcast
-from fsfunc.core.autodiff import Weighted, value_and_grad
-from fsfunc.core.frames import Interpretation, recording
-from fsfunc.core.losses import Summed
-from fsfunc.core.observation import observe_gradients
+from fsfunc.core.autodiff import value_and_grad
+from fsfunc.core.frames import Interpretation, recording, transformed
+from fsfunc.core.losses import Summed, Weighted
+from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.optim import (
     Optimizer,
@@ -126,10 +126,8 @@ from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
-from fsfunc.transforms.rematerialization import remat
-from fsfunc.transforms.selecting import remat_calls
+from fsfunc.transforms.rematerialization import remat, remat_calls
 from fsfunc.transforms.sharding import shard
-from fsfunc.transforms.transforming import transformed
 
 if TYPE_CHECKING:
     from fsfunc import nn, show, testing

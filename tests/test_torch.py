@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from tests.probes import Watch
 
 

@@ -23,8 +23,6 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 
-__all__ = ["Pending", "launch", "start"]
-
 
 def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
     """A collective put in flight: ``start(f, x, axis).wait()`` is ``f(x, axis)``.

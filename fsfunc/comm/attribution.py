@@ -19,21 +19,6 @@ import torch
 from fsfunc import _torch
 from fsfunc.runtime.scopes import Scoped, plainly
 
-__all__ = [
-    "INTERNAL",
-    "asks_for_a_value",
-    "called_by_user",
-    "current_label",
-    "internal",
-    "is_inner",
-    "is_internal",
-    "is_own_call",
-    "label",
-    "source_line",
-    "told_where",
-    "traceback_line",
-]
-
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Frames of these are nobody's source line: ours, torch's, and where a thread begins.

@@ -23,24 +23,6 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Dense",
-    "Watcher",
-    "apply_map",
-    "assumed",
-    "claim",
-    "collecting_axes",
-    "issue",
-    "laid",
-    "over",
-    "run_by",
-    "summed",
-    "ignoring_axes",
-    "typed_like",
-    "watched",
-    "watching",
-]
-
 
 class _Apply(torch.autograd.Function):
     """Every collective: ``how`` on ``x`` over ``where``."""
@@ -158,14 +140,9 @@ _AXES: ContextVar[set[str] | None] = ContextVar("fsfunc_axes", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
-@contextmanager
-def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]:
+def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Scoped:
     """Inside, a collective returns ``run(x, map, where)`` for each of its tensors."""
-    token = _RUN.set(run)
-    try:
-        yield
-    finally:
-        _RUN.reset(token)
+    return Scoped(_RUN, run)
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from fsfunc.comm.attribution import current_label, label
 from fsfunc.comm.mesh import Here, here, place_here
 from fsfunc.sharded.inputs import check_function
 
-__all__ = ["collective"]
-
 Map = Callable[[Tensor], Tensor]
 
 

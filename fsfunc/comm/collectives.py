@@ -32,18 +32,6 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis, asks, here
 from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "pbroadcast",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_scatter",
-]
-
 
 def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     """The sum of ``x`` over the ranks along ``axis``, on each of them.

@@ -23,19 +23,6 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.sharded.layout import describe
 
-__all__ = [
-    "ALIKE",
-    "Lines",
-    "RanksDiffer",
-    "Section",
-    "checksums",
-    "compare",
-    "difference",
-    "has_values",
-    "unlike",
-    "whole_values",
-]
-
 Lines = Sequence[tuple[str, str]]
 
 _SHOWN = 6  # lines of a message

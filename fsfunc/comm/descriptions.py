@@ -18,8 +18,6 @@ from torch import Tensor
 from fsfunc.comm.comparison import Lines, checksums, has_values
 from fsfunc.sharded.layout import describe
 
-__all__ = ["Ask", "stated", "told"]
-
 Ask = Callable[[str, Any], Lines]  # (name, function) -> what it answers, line by line
 
 _FEW = 16  # elements of a tensor that are said one by one

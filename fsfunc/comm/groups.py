@@ -15,16 +15,6 @@ from fsfunc.comm.ledgers import note
 from fsfunc.comm.mesh import Axis, Here, asks, here
 from fsfunc.comm.operations import is_source
 
-__all__ = [
-    "RankGroup",
-    "axis_index",
-    "axis_size",
-    "check_kind",
-    "dense",
-    "group",
-    "strided",
-]
-
 
 @dataclass(frozen=True)
 class RankGroup:

@@ -18,7 +18,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.backends.abstract import run_abstract
+from fsfunc.comm.backends.abstract import run_abstract, run_vmapped
 from fsfunc.comm.groups import group
 from fsfunc.comm.ledgers import note_ranks
 from fsfunc.comm.mesh import (
@@ -32,8 +32,6 @@ from fsfunc.comm.mesh import (
     remember,
 )
 from fsfunc.sharded.inputs import check_function, refuse
-
-__all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
@@ -201,36 +199,39 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     def run(*args: Any) -> PerRank:
         if mesh.backend == "abstract":
             return _abstract(fn, mesh, args)
-        alone = mesh.backend == "processes"
-        hosted = 1 if alone else mesh.size
-        note_ranks([mesh.rank] if alone else range(mesh.size))
-        for a in args:
-            if isinstance(a, PerRank) and len(a) != hosted:
-                raise ValueError(
-                    f"a list of {len(a)} ranks' values cannot go to {mesh}, which has "
-                    f"{hosted} here"
-                )
-        by_rank = [
-            [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
-        ]
-        if alone:
-            with place_here(Here(mesh, mesh.link.rank, mesh.link)):
-                try:
-                    found = PerRank([fn(*by_rank[0])])
-                    mesh.link.end()
-                    return found
-                except BaseException as error:
-                    mesh.link.raised(error)
-                    raise
-        if mesh.backend == "vmap":
-            from fsfunc.comm.backends.abstract import run_vmapped
-
-            return PerRank(run_vmapped(mesh, fn, by_rank))
-        from fsfunc.comm.backends.simulated import run_simulated
-
-        return PerRank(run_simulated(mesh, fn, by_rank))
+        return _hosted(fn, mesh, args)
 
     return run
+
+
+def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
+    """The results of all ranks that this process hosts."""
+    alone = mesh.backend == "processes"
+    hosted = 1 if alone else mesh.size
+    note_ranks([mesh.rank] if alone else range(mesh.size))
+    for a in args:
+        if isinstance(a, PerRank) and len(a) != hosted:
+            raise ValueError(
+                f"a list of {len(a)} ranks' values cannot go to {mesh}, which has "
+                f"{hosted} here"
+            )
+    by_rank = [
+        [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
+    ]
+    if alone:
+        with place_here(Here(mesh, mesh.link.rank, mesh.link)):
+            try:
+                found = PerRank([fn(*by_rank[0])])
+                mesh.link.end()
+                return found
+            except BaseException as error:
+                mesh.link.raised(error)
+                raise
+    if mesh.backend == "vmap":
+        return PerRank(run_vmapped(mesh, fn, by_rank))
+    from fsfunc.comm.backends.simulated import run_simulated
+
+    return PerRank(run_simulated(mesh, fn, by_rank))
 
 
 def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:

@@ -33,17 +33,6 @@ from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Ledger",
-    "Record",
-    "is_silent",
-    "ledger",
-    "note",
-    "note_ranks",
-    "only",
-    "silence",
-]
-
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 
@@ -128,11 +117,8 @@ def ledger() -> Iterator[Ledger]:
     (1, 12)
     """
     log = Ledger()
-    token = _LEDGERS.set((*_LEDGERS.get(), log))
-    try:
+    with Scoped(_LEDGERS, (*_LEDGERS.get(), log)):
         yield log
-    finally:
-        _LEDGERS.reset(token)
 
 
 def note(

@@ -31,9 +31,6 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
 from fsfunc.comm.operations import OPERATIONS, SUM
 
-__all__ = ["TRANSPOSES", "LinearMap", "combine", "meanings"]
-
-
 # op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
 # type alone: their input is the same on every rank.
 TRANSPOSES = {

@@ -15,23 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsfunc.runtime.scopes import Scoped
-
-__all__ = [
-    "Axis",
-    "HERE",
-    "Here",
-    "Mesh",
-    "NoMesh",
-    "asking",
-    "asks",
-    "averaged_axes",
-    "axis_names",
-    "check_mesh",
-    "here",
-    "maybe_here",
-    "place_here",
-    "remember",
-]
+from fsfunc.sharded.placements import row_major
 
 Axis = str | tuple[str, ...]
 
@@ -117,10 +101,8 @@ class Mesh:
         if rank is None:
             asks(names)
             rank = here(self).rank
-        position, index = self.coordinates(rank), 0
-        for name in names:
-            index = index * self.axes[name] + position[name]
-        return index
+        at = self.coordinates(rank)
+        return row_major((at[name], self.axes[name]) for name in names)
 
     def members(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only along ``axis``, in axis order."""
@@ -135,10 +117,7 @@ class Mesh:
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank that lies at these coordinates, one for every axis."""
-        rank = 0
-        for name, size in self.axes.items():
-            rank = rank * size + coordinates[name]
-        return rank
+        return row_major((coordinates[name], n) for name, n in self.axes.items())
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, {self.backend!r})"

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX", "MIN", "OPERATIONS", "SUM", "Operation", "Fold", "is_source"]
-
 
 @dataclass(frozen=True)
 class Fold:

@@ -9,13 +9,12 @@ runs. All come down to `units.Call.body`, the unit's function, and to
 units.py            unit: a call, and the function itself
 autodiff.py         value_and_grad: the gradient call
 gradient_checks.py  checks of a gradient call: its arguments, and that ranks agree
-outcomes.py         GradientCall and Outcome, as interpretations pass them along
-frames.py           the context of a call; Interpretation
+outcomes.py         GradientCall and Outcome, as interpretations pass them along; the
+                    leaves that are differentiated
+frames.py           the context of a call; Interpretation; transformed
 tracers.py          hooks for recordings; the check of a call of new shapes
 execution_context.py   state of the pass that runs
-reduction_hooks.py  interpretations that take part in reductions
-observation.py      observe_gradients: a rank's own, before they are reduced
+reduction_hooks.py  interpretations that take part in reductions; observe_gradients
 casts.py            the dtypes in which units compute
 losses.py           the outputs of a loss, and how several become one
-differentiated.py   the leaves that a gradient call differentiates
 """

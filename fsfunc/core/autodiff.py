@@ -17,7 +17,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
-from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.gradient_checks import (
@@ -27,15 +26,21 @@ from fsfunc.core.gradient_checks import (
     check_rows,
     collective_axes,
 )
-from fsfunc.core.losses import Weighted, loss_parts, tie
-from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
+from fsfunc.core.losses import Tie, loss_parts
+from fsfunc.core.outcomes import (
+    Argnums,
+    GradientCall,
+    Leaves,
+    Outcome,
+    add_gradients,
+    batch_arguments,
+    newborn,
+)
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["Weighted", "differentiate", "tracked", "value_and_grad"]
 
 
 def value_and_grad(
@@ -135,11 +140,14 @@ def differentiate(call: GradientCall) -> Outcome:
         )
     if call.by is not None:
         return call.by(replace(call, by=None))
-    f = frame()
     if _torch.transforms_active():
         return _by_vjp(call)
-    if call.create_graph:
-        return _differentiable(call)
+    return _differentiable(call) if call.create_graph else _once(call)
+
+
+def _once(call: GradientCall) -> Outcome:
+    """On autograd, with gradients that nobody differentiates; residuals are freed."""
+    f = frame()
     observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
     for observer in observers:
         observer.begins(call)
@@ -156,19 +164,19 @@ def differentiate(call: GradientCall) -> Outcome:
         total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
         if thread is not None and thread.token is not thread.start:
-            tied = tie(total, thread.token)
+            tied: Any = Tie.apply(total, thread.token)
     made = list(leaves.parts.values())
     inputs = [*values, *made, *([] if thread is None else [thread.start])]
+    found: Sequence[Tensor | None] = [None] * len(inputs)
     if not inputs or not tied.requires_grad:
-        found: Sequence[Tensor | None] = [None] * len(inputs)
+        pass
     elif f.tracer is not None and f.tracer.forward_only:
         found = [torch.empty_like(x) for x in inputs]
         f.tracer.gradients(picked, found)
     else:
         with internal():
-            found = torch.autograd.grad(
-                tied, inputs, call.seed(tied), allow_unused=True
-            )
+            seed = call.seed(tied)
+            found = torch.autograd.grad(tied, inputs, seed, allow_unused=True)
     if weight is None:
         check_rows(call, total)
     weight = None if weight is None else weight.detach()

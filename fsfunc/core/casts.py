@@ -14,8 +14,6 @@ from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import matches
 
-__all__ = ["Casts", "cast"]
-
 
 @dataclass(frozen=True)
 class Casts:

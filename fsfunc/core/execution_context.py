@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = ["Running", "UnitToken", "run_as", "running"]
-
 
 @dataclass(frozen=True)
 class Running:

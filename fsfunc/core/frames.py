@@ -6,6 +6,7 @@ in which it was made, so a recompute in a backward pass needs no context.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,18 +18,9 @@ from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
+from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.donated import Donation
-
-__all__ = [
-    "Counter",
-    "Frame",
-    "Interpretation",
-    "Stage",
-    "composable",
-    "frame",
-    "inside",
-    "recording",
-]
+from fsfunc.sharded.inputs import check_function
 
 
 class Interpretation:
@@ -164,8 +156,7 @@ class Stage(Interpretation):
 class Counter:
     """Numbers the unit calls made in one body."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def next(self) -> int:
         self.count += 1
@@ -241,14 +232,6 @@ class Frame:
         frame.__dict__.update(self.__dict__, **changes)
         return frame
 
-    @property
-    def data_index(self) -> int:
-        """The index of this microbatch in the global batch: data axes major."""
-        index = 0
-        for at, count in (*self.varies, *self.micro):
-            index = index * count + at
-        return index
-
 
 _FRAME: ContextVar[Frame | None] = ContextVar("fsfunc_frame", default=None)
 _OUTSIDE = Frame()
@@ -311,3 +294,41 @@ class inside:
     def __exit__(self, *_: Any) -> None:
         for var, token in self.tokens:
             var.reset(token)
+
+
+def transformed(
+    f: Callable[..., Any],
+    handler: Interpretation,
+) -> Callable[..., Any]:
+    """``f`` with an interpretation in reach of every unit and gradient call inside.
+
+    What all transforms come down to, and how one of your own is applied.
+
+    Args:
+        f: a unit, a loss, or a train step.
+        handler: an ``Interpretation``: what is to become of these calls.
+
+    >>> import torch, fsfunc as ff
+    >>> class Named(ff.Interpretation):
+    ...     def unit(self, run, call):
+    ...         print("calls", call.name)
+    ...         return run
+    >>> layer = ff.unit(lambda w, x: w * x)
+    >>> transformed(lambda w: layer(w, 2.0), Named())(torch.tensor(3.0))
+    calls <lambda>
+    tensor(6.)
+    """
+
+    check_function(f, handler.called or "transformed")
+
+    @functools.wraps(f)
+    def run(*args: Any, **keywords: Any) -> Any:
+        refuse_compiled("a transformed function")
+        tracer = frame().tracer
+        meant = handler if tracer is None else tracer.standing_for(handler)
+        return meant.call(f, args, keywords)
+
+    # Known from outside: wrapping a transformed function keeps its attributes.
+    inner = getattr(f, "interpretations", ())
+    run.interpretations = (*inner, handler)  # type: ignore[attr-defined]
+    return run

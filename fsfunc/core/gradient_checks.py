@@ -15,20 +15,12 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = [
-    "check_agreement",
-    "check_differentiable",
-    "check_gathered",
-    "check_rows",
-    "collective_axes",
-]
 
 
 def check_differentiable(chosen: list[Any], names: list[str]) -> None:
@@ -57,13 +49,18 @@ def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
     """
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if is_sharded(x) and x.layout.flat is not None:
-            raise LawError(
-                f"a derivative is taken inside unit {'/'.join(path)!r} by {x.name!r}, "
-                "which only a unit within it gathers: it would be that of the mean "
-                "over the ranks, where a unit's derivatives are the rank's own. Make "
-                f"{path[0]!r} ff.unit(fn, whole=True), which gathers all that it is "
-                "given, or take the derivative outside"
-            )
+            raise inside_unit(path, repr(x.name), "a unit")
+
+
+def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
+    """The error of a derivative in a unit by a leaf that an inner one ``gathers``."""
+    return LawError(
+        f"a derivative is taken inside unit {'/'.join(path)!r} by {leaf}, which only "
+        f"{gathers} within it gathers: it would be that of the mean over the ranks, "
+        f"where a unit's derivatives are the rank's own. Make {path[0]!r} ff.unit(fn, "
+        "whole=True), which gathers all that it is given, or take the derivative "
+        "outside"
+    )
 
 
 def check_rows(call: GradientCall, total: Tensor) -> None:

@@ -15,18 +15,6 @@ from torch import Tensor
 
 from fsfunc import tree
 
-__all__ = [
-    "Summed",
-    "Weighted",
-    "added",
-    "added_weights",
-    "averaged",
-    "divided",
-    "is_summed",
-    "loss_parts",
-    "tie",
-]
-
 
 class Weighted(NamedTuple):
     """A loss as a sum and its weight: the value is sum of totals / sum of weights.
@@ -66,12 +54,7 @@ def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
     return out, weight, aux
 
 
-def tie(loss: Tensor, token: Tensor) -> Tensor:
-    """``loss``, whose backward reaches ``token`` with an exact zero."""
-    return _Tie.apply(loss, token)
-
-
-class _Tie(torch.autograd.Function):
+class Tie(torch.autograd.Function):
     """The loss, tied to the thread: its gradient reaches the token as an exact zero.
 
     ``loss + 0 * token`` would not do: it turns an infinity into NaN.

@@ -1,4 +1,4 @@
-"""A gradient call, and its outcome, as interpretations pass them along."""
+"""A gradient call and its outcome, and the leaves that it differentiates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.losses import divided
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
 from fsfunc.sharded.packing import split_buffers
-
-__all__ = ["Argnums", "BatchArgnums", "GradientCall", "Outcome", "batch_arguments"]
 
 Argnums = int | str | Sequence[int | str]
 BatchArgnums = tuple[int | str, ...]
@@ -143,21 +141,16 @@ class Outcome:
         outcome = replace(self, own=None) if again else self
         for finish in outcome.due:
             outcome = replace(outcome.but(finish(outcome.grads)), due=())
-        outcome = _divide(outcome)
-        if outcome.shown is not None:
-            outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
+        shown, count, scale = outcome.shown, outcome.count, outcome.scale
+        if outcome.weight is not None or not count == 1 == scale:
+            # Sums over their weight, or over the number of microbatches.
+            by = count if outcome.weight is None else outcome.weight
+            grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
+            aux = divided(outcome.aux, count)
+            outcome = Outcome(outcome.total / by, None, grads, aux)
+        if shown is not None:
+            outcome = replace(outcome, grads=shown(outcome.grads), shown=None)
         return outcome
-
-
-def _divide(outcome: Outcome) -> Outcome:
-    """The mean: sums over their weight, or over the number of microbatches."""
-    weight, count, scale = outcome.weight, outcome.count, outcome.scale
-    if weight is None and count == 1 == scale:
-        return outcome
-    by = count if weight is None else weight
-    grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
-    total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, None, grads, aux, shown=outcome.shown)
 
 
 def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
@@ -190,3 +183,105 @@ def _quotient(g: Tensor, by: float | Tensor) -> Tensor:
     if not home.offloaded:
         return g / by
     return torch.div(g, by, out=home.empty_like(g, scratch=True))
+
+
+class Leaves:
+    """The differentiated leaves of a call: taken out, and put back.
+
+    Args:
+        packed: by id, the buffers whose gradients ``shard`` accumulates itself. A leaf
+            of one becomes an autograd leaf, in ``parts``, if read outside a unit.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        argnums: Sequence[int],
+        packed: Mapping[int, FlatShard] | None = None,
+        parts: Parts | None = None,
+    ):
+        self.given, self.argnums = tuple(args), tuple(argnums)
+        chosen = tuple(args[i] for i in argnums)
+        self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
+        if not tree.are_shown(self.leaves):
+            names = [f"argument {i}" for i in argnums]
+            tree.shown(chosen, "value_and_grad", "is given", names, is_sharded)
+        self.parts: Parts = {} if parts is None else parts
+        self.kept: list[int] = []
+        self.picked: list[int] = []
+        # The picked leaves, of sharded ones this rank's part.
+        self.tensors: list[Tensor] = []
+        for i, x in enumerate(self.leaves):
+            if is_sharded(x):
+                if packed and id(x.packed) in packed:
+                    self.kept.append(i)
+                    continue
+                x = x.local
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.picked.append(i)
+                self.tensors.append(x)
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of the first of them."""
+        if self.kept:
+            return _torch.device_of(self.leaves[self.kept[0]].packed.flat)
+        return self.tensors[0].device if self.tensors else None
+
+    def args(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The arguments, with ``values`` for the picked leaves."""
+        leaves = list(self.leaves)
+        for i in self.kept:
+            leaves[i] = leaves[i].tracked(self.parts)
+        for i, value in zip(self.picked, values, strict=True):
+            old = leaves[i]
+            leaves[i] = old.with_local(value) if is_sharded(old) else value
+        args = list(self.given)
+        chosen = tree.unflatten(self.treedef, leaves)
+        for i, value in zip(self.argnums, chosen, strict=True):
+            args[i] = value
+        return tuple(args)
+
+    def every_part(self, args: Sequence[Any]) -> list[Tensor]:
+        """The parts of all kept leaves, which may be used outside units."""
+        chosen = tuple(args[i] for i in self.argnums)
+        leaves = tree.leaves(chosen, is_leaf=is_sharded)
+        return [leaves[i].local for i in self.kept]
+
+    def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Trees of gradients; leaves of ``packed`` get placeholders that raise."""
+        found: list[Any] = [None] * len(self.leaves)
+        for i in self.kept:
+            found[i] = Sharded(None, self.leaves[i].layout, spent=KEPT)
+        for k, (i, g) in enumerate(zip(self.picked, values, strict=True)):
+            old = self.leaves[i]
+            g = torch.zeros_like(self.tensors[k]) if g is None else g
+            found[i] = old.with_local(g) if is_sharded(old) else g
+        return tree.unflatten(self.treedef, found)
+
+
+def newborn(x: Tensor) -> Tensor:
+    """``x`` behind an identity node that marks it as an input, not as captured."""
+    return _Newborn.apply(x.requires_grad_())
+
+
+def is_newborn(node: Any) -> bool:
+    """True if an autograd node is that of a :func:`newborn` tensor."""
+    return node.name() == "_NewbornBackward"
+
+
+class _Newborn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g
+
+
+def add_gradients(parts: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Adds to the gradients of parts that were used outside units."""
+    for part, g in zip(parts, found, strict=True):
+        if g is not None:
+            part.grad = g if part.grad is None else part.grad + g

@@ -14,12 +14,6 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as
 
-__all__ = [
-    "FirstCalls",
-    "Tracer",
-    "signature",
-]
-
 
 class Tracer:
     """Hooks while a step runs to be recorded, tried or planned; here they do nothing.

@@ -20,15 +20,14 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
-from fsfunc.core.differentiated import is_newborn
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside
+from fsfunc.core.outcomes import is_newborn
 from fsfunc.runtime.generators import States, generator_states, mix
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
-
-__all__ = ["Call", "Unit", "unit"]
+from fsfunc.sharded.placements import row_major
 
 
 def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
@@ -242,7 +241,8 @@ class Call:
                 # microbatch of the global batch: a recompute repeats by itself, and
                 # masks do not depend on the schedule.
                 states = generator_states()
-                seed = mix(f.seed, f.data_index, len(numbers), *numbers)
+                index = row_major((*f.varies, *f.micro))
+                seed = mix(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
             phase = "recompute" if running().recompute else "forward"

@@ -194,7 +194,9 @@ class BackwardSteps(GradientSteps):
 
         return loss
 
-    def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
+    def for_call(
+        self, keeps: dict[int, FlatShard], parts: Parts
+    ) -> BackwardSteps | None:
         self.parts = parts
         tracer = frame().tracer
         runs = tracer is None or tracer.complete

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Interpretation, composable, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call

@@ -6,7 +6,7 @@ that are spread over the same axes are reduced together.
 
 Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
 into own values, and a number crosses into parts, each with its transpose
-(`shard_linear_maps`).
+(`typed_maps`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
-from fsfunc.comm.shard_linear_maps import ENTER, MAX, SPREAD, SUM, check_samples
+from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
 from fsfunc.runtime.memory_spaces import space_of

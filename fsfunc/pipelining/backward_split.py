@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fsfunc import _torch
 from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 
 Edge = tuple[Any, int]  # a node, and which of its outputs
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fsfunc import _torch
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, asks, here
 from fsfunc.core.autodiff import differentiate, tracked
-from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
+from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves, Outcome
 from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import Schedule, ScheduleError, listing, owners
 from fsfunc.pipelining.cut_programs import Cuts
@@ -38,7 +37,7 @@ from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.recorder import Recorder

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.mesh import Mesh, check_mesh
+from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
 from fsfunc.optim import AdamState, Optimizer, SgdState
 from fsfunc.optim.leaves import Tree
@@ -30,7 +31,6 @@ from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
-from fsfunc.transforms.transforming import transformed
 
 MakeSchedule = Callable[..., Schedule]
 Rows = Sequence[Iterable[Action | str] | str]

@@ -24,8 +24,8 @@ from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
-from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.generators import States, generators_kept, mix
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.runtime.scopes import plainly
 from fsfunc.tracing.programs import Value
 

@@ -16,10 +16,9 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.autodiff import value_and_grad
-from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.handler import Pipelining

@@ -29,7 +29,7 @@ from fsfunc.core.units import Call
 from fsfunc.pipelining.backward_split import SplitBackward
 from fsfunc.pipelining.fused_gradients import pull_back
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.runtime.scopes import standing
 from fsfunc.tracing.programs import Spec, Value
 

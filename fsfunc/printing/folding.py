@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-__all__ = ["alike", "counted", "folded", "together"]
-
 # Numbers of calls, of results outside units, of list items: all may count up.
 _COUNTS = re.compile(r"((?<=[%/])\d+|(?<=\bg)\d+)\b")
 _LEAST = 3  # repeats that are worth folding

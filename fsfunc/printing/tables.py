@@ -12,22 +12,6 @@ from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Printed",
-    "Report",
-    "Table",
-    "of_axes",
-    "of_bytes",
-    "of_count",
-    "of_flops",
-    "of_seconds",
-    "of_share",
-    "painted",
-    "visible",
-    "visible_lines",
-]
-
-
 _LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SMALL = ("", "m", "µ", "n", "p")
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["BLOCK", "CHUNK", "Coder", "chance", "padded"]
-
 BLOCK = 256
 """Elements that share a scale."""
 

@@ -16,19 +16,6 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = [
-    "MASK",
-    "States",
-    "generator_states",
-    "generators_kept",
-    "mix",
-    "mixed",
-    "one_number",
-    "other_generators_kept",
-    "scrambled",
-    "set_generators",
-]
-
 MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -25,18 +25,6 @@ from fsfunc import _torch
 from fsfunc.runtime.memory import OFFLOADED, StorageTable, advise, count_as
 from fsfunc.runtime.scopes import Scoped
 
-__all__ = [
-    "Folder",
-    "HostMemory",
-    "MemorySpace",
-    "Offloaded",
-    "Store",
-    "any_offloaded",
-    "moments_go_to",
-    "moments_store",
-    "space_of",
-]
-
 
 class Store:
     """Memory beside the device that computes; ``offload`` takes one in any place.

@@ -17,18 +17,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.runtime.generators import generators_kept, mix
 
-__all__ = [
-    "BLOCK",
-    "Fill",
-    "Stream",
-    "Streams",
-    "any_bits",
-    "draw",
-    "fill_of",
-    "seeded",
-    "standard_normal",
-]
-
 BLOCK = 1 << 17
 """Elements that one generator draws: few enough to lie in a cache. To change it is to
 change what every seed gives."""

@@ -16,14 +16,6 @@ import torch
 
 from fsfunc import _torch
 
-__all__ = [
-    "Scoped",
-    "plainly",
-    "refuse_compiled",
-    "standing",
-    "uncollected",
-]
-
 
 class Scoped:
     """``with Scoped(var, value)``: a class, since each unit call opens several.

@@ -22,18 +22,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.tree import nodes
 
-__all__ = [
-    "Donation",
-    "Everything",
-    "any_spent",
-    "overlaps",
-    "refuse_spent",
-    "spend",
-    "spend_all",
-    "unspend",
-    "why_spent",
-]
-
 _OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
     "is donated: read it before the update, or keep a copy (x.clone()) made before it; "

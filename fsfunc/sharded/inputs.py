@@ -15,53 +15,38 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["arguments", "check_function", "check_integer", "refuse", "rows_of"]
-
 
 def _is_array(x: Any) -> bool:
     known = isinstance(x, Tensor) or is_sharded(x)
     return not known and hasattr(x, "__array_interface__") and x.ndim > 0
 
 
-def _is_tensor_that(what: Callable[[Tensor], bool]) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, Tensor) and what(x)
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], str]]] = {
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "array": (
         _is_array,
-        lambda x: (
-            f"a numpy array {x.dtype}{list(x.shape)}, which nothing cuts, gathers or "
-            "differentiates: torch.from_numpy(x) is the tensor"
-        ),
+        "a numpy array {x.dtype}{shape}, which nothing cuts, gathers or "
+        "differentiates: torch.from_numpy(x) is the tensor",
     ),
     "sparse": (
-        _is_tensor_that(lambda x: x.layout != torch.strided),
-        lambda x: (
-            f"a tensor with layout {x.layout}: only dense ones are cut; x.to_dense() "
-            "is one"
-        ),
+        lambda x: isinstance(x, Tensor) and x.layout != torch.strided,
+        "a tensor with layout {x.layout}: only dense ones are cut; x.to_dense() is one",
     ),
     "meta": (
-        _is_tensor_that(lambda x: x.is_meta),
-        lambda x: (
-            "a meta tensor, which has no values: make it on a device (ff.init_state "
-            "takes a function that makes parameters), or fill it by ff.load"
-        ),
+        lambda x: isinstance(x, Tensor) and x.is_meta,
+        "a meta tensor, which has no values: make it on a device (ff.init_state takes "
+        "a function that makes parameters), or fill it by ff.load",
     ),
     "float8": (
-        _is_tensor_that(lambda x: x.is_floating_point() and x.dtype.itemsize == 1),
         lambda x: (
-            f"a tensor of {x.dtype}, which no rank can send and no optimizer update: "
-            "x.to(torch.bfloat16) can be laid out"
+            isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1
         ),
+        "a tensor of {x.dtype}, which no rank can send and no optimizer update: "
+        "x.to(torch.bfloat16) can be laid out",
     ),
     "inference": (
-        _is_tensor_that(lambda x: x.is_inference()),
-        lambda x: (
-            "a tensor made under torch.inference_mode(), which autograd cannot track: "
-            "give x.clone(), made outside that mode"
-        ),
+        lambda x: isinstance(x, Tensor) and x.is_inference(),
+        "a tensor made under torch.inference_mode(), which autograd cannot track: give "
+        "x.clone(), made outside that mode",
     ),
 }
 
@@ -128,7 +113,8 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
             first, _, path = path.partition("/")
             where = f" as {parts[int(first)]}"
         where += f" at {path!r}" if path else ""
-        raise TypeError(f"{who} is given{where and f',{where},'} {said(leaves[i])}")
+        said = said.format(x=leaves[i], shape=list(leaves[i].shape))
+        raise TypeError(f"{who} is given{where and f',{where},'} {said}")
 
 
 def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:

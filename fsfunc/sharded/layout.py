@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -28,6 +28,7 @@ from fsfunc.sharded.placements import (
 )
 
 Coordinates = Mapping[str, int]
+View = tuple[tuple[int, ...], tuple[int, ...], int]
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
 
 
@@ -114,6 +115,21 @@ class Layout:
         return Layout(self.shape, self.dtype, self.splits, self.name)
 
     @cached_property
+    def unit_shape(self) -> tuple[int, ...]:
+        """The shape that a unit sees: what the parts before a flat one leave."""
+        at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owned}
+        return tuple(n for _, n in self.block(at) or ())
+
+    @cached_property
+    def view(self) -> View:
+        """Shape, strides and offset in the whole buffer, as a unit sees it."""
+        shape, steps, step = self.unit_shape, [], 1
+        for n in reversed(shape):
+            steps.append(step)
+            step *= max(n, 1)
+        return shape, tuple(reversed(steps)), self.flat.offset if self.flat else 0
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis it is spread over, outermost first."""
         return {axis: n for part in self.parts for axis, n in part.spread}
@@ -165,7 +181,7 @@ class Layout:
         n = 0 if box is None else math.prod(n for _, n in box)
         if self.flat is None:
             return 0, n
-        low = _index(self.flat, coordinates) * self.flat.chunk - self.flat.offset
+        low = self.flat.index(coordinates) * self.flat.chunk - self.flat.offset
         return min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
@@ -198,7 +214,7 @@ class Layout:
         if self.flat is None:
             raise ValueError(f"{self} lies in no buffer: its last part is not Flat")
         start, stop = self.span(coordinates)
-        low = _index(self.flat, coordinates) * self.flat.chunk
+        low = self.flat.index(coordinates) * self.flat.chunk
         first = min(max(self.flat.offset + start - low, 0), self.flat.chunk)
         return first, first + stop - start
 
@@ -273,8 +289,38 @@ def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int
         yield dict(zip(sizes, key, strict=True))
 
 
-def _index(flat: Flat, coordinates: Coordinates) -> int:
-    index = 0
-    for axis, size in flat.spread:
-        index = index * size + coordinates[axis]
-    return index
+# Rank-local values are no tensor that is one value along their axes, but their stack is
+# one, `[n, *shape]`, split along dim 0: it is saved and loaded as any other.
+
+
+def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:
+    """The parts by which ranks along these axes hold a row each of a stack."""
+    return tuple(Split(0, axis, size) for axis, size in sizes.items())
+
+
+def stacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout of the stack of what ranks along axes hold, each as ``layout`` says.
+
+    Args:
+        sizes: of the axes, the first varying slowest; the leaf lies over others.
+
+    >>> print(stacked(Layout((3,), torch.float32, name="h"), {"data": 2}))
+    h f32[2, 3] split over data=2 along dim 0
+    """
+    parts = (*rows_over(sizes), *_moved(layout.parts, 1))
+    return replace(
+        layout, shape=(math.prod(sizes.values()), *layout.shape), parts=parts
+    )
+
+
+def unstacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout of one row: `stacked` is the inverse."""
+    parts = _moved(layout.parts[len(sizes) :], -1)
+    return replace(layout, shape=layout.shape[1:], parts=parts)
+
+
+def _moved(parts: Sequence[Placement], by: int) -> tuple[Placement, ...]:
+    """Parts of a tensor that has one dim more, or less, in front."""
+    return tuple(
+        replace(p, dim=p.dim + by) if isinstance(p, Split) else p for p in parts
+    )

@@ -1,15 +1,17 @@
 """The leaf that carries its sharding, and the flat buffer in which such leaves lie.
 
-A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leaves of
-one unit lie in one buffer, each rank owning one contiguous range of it: a
-:class:`FlatShard`, of which their parts are views. A gather or a reduction then needs
-no copy in or out, and an optimizer sees one long tensor in place of many short ones.
-A user's ``tree_map`` makes leaves on their own; ``packing.repacked`` packs them again.
+The leaves of one unit lie in one buffer, each rank owning one contiguous range of it,
+of which their parts are views. A gather or a reduction then needs no copy in or out,
+and an optimizer sees one long tensor in place of many short ones. ``packing.repacked``
+packs again what a user's ``tree_map`` has made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partialmethod
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -18,14 +20,10 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.layout import Flat, Layout
 
-__all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
-__all__ += ["KEPT", "OPERATORS", "whole_shape"]
-
 KEPT = (
     "this gradient is not available inside of the shard that reduces it in backward: "
     "read or modify gradients outside, as in mine(shard(step))"
 )
-
 
 # Of one gradient call, by buffer and layout: the parts used outside units.
 Parts = dict[tuple[int, int], Tensor]
@@ -48,14 +46,10 @@ class Sharded:
     It is a pytree node (optree and torch) with the one child ``local``.
 
     >>> import torch, fsfunc as ff
-    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
     >>> rows = ff.Layout((4, 2), torch.float32, (ff.Split(0, "data", 2),), "w")
-    >>> def main():
-    ...     at = mesh.coordinates(mesh.rank)
-    ...     mine = ff.Sharded(torch.full(rows.local_shape(at), 1.0 * at["data"]), rows)
-    ...     return ff.unshard(mine)[:, 0].tolist()
-    >>> ff.spmd(main, mesh)()[0]
-    [0.0, 0.0, 1.0, 1.0]
+    >>> mine = ff.Sharded(torch.ones(rows.local_shape({"data": 0})), rows)
+    >>> mine.local.shape, mine.shape
+    (torch.Size([2, 2]), torch.Size([4, 2]))
 
     ``packed``: the flat buffer that ``local`` is a view of, or None. Within a gradient
     call that accumulates the buffer's gradient itself, ``local`` is instead a separate
@@ -66,13 +60,17 @@ class Sharded:
         "_part", "_range", "layout", "packed", "parts", "spent", "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, local: Any, layout: Layout, packed: FlatShard | None = None):
+    def __init__(
+        self,
+        local: Any,
+        layout: Layout,
+        packed: FlatShard | None = None,
+        spent: str = "",
+    ):
         self._part = local
         self._range: tuple[Tensor, int, int] | None = None
-        self.layout = layout
-        self.packed = packed
+        self.layout, self.packed, self.spent = layout, packed, spent
         self.parts: Parts | None = None
-        self.spent = ""
 
     @property
     def _local(self) -> Any:
@@ -109,20 +107,17 @@ class Sharded:
             raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
 
     @property
-    def name(self) -> str:
-        return self.layout.name
+    def is_kept(self) -> bool:
+        """True of the gradient that the shard around a call keeps for itself."""
+        return self.spent is KEPT
+
+    name = property(attrgetter("layout.name"))
+    ndim = property(attrgetter("layout.ndim"))
+    dtype = property(attrgetter("layout.dtype"))
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self.layout.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.layout.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
 
     @property
     def device(self) -> torch.device:
@@ -145,13 +140,10 @@ class Sharded:
         return type(self)(local, self.layout)
 
     def tracked(self, parts: Parts) -> Sharded:
-        """A copy whose ``local``, if read, is an autograd leaf in ``parts``."""
-        packed = self.packed
-        if packed is None:
-            raise ValueError(f"{self.layout} lies in no buffer")
+        """A packed leaf whose ``local``, if read, is an autograd leaf in ``parts``."""
+        packed: Any = self.packed
         leaf = type(self)(None, self.layout, packed)
-        spans = packed._spans or packed.spans
-        leaf._range = (packed.flat, *spans[id(self.layout)])
+        leaf._range = (packed.flat, *(packed._spans or packed.spans)[id(self.layout)])
         leaf.parts = parts
         return leaf
 
@@ -188,7 +180,7 @@ class Sharded:
     def __hash__(self) -> int:
         return id(self)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, *_: Any) -> NoReturn:
         if self.layout.splits and self.layout.flat is None:
             raise NotATensor(
                 f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
@@ -218,13 +210,6 @@ class Sharded:
         raise TypeError(f"cannot call {func}")
 
 
-def _refusal(name: str) -> Any:
-    def method(self: Sharded, *args: Any) -> NoReturn:
-        self._refuse(f"cannot use {name}")
-
-    return method
-
-
 OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
@@ -232,7 +217,8 @@ OPERATORS = (
     "imul itruediv"
 ).split()
 for _name in OPERATORS:
-    setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
+    _refused = partialmethod(Sharded._refuse, f"cannot use __{_name}__")
+    setattr(Sharded, f"__{_name}__", _refused)
 
 
 # Whether an object is a sharded leaf, for ``is_leaf=``: ``isinstance`` as a function in
@@ -247,29 +233,7 @@ tree.register_node(
 )
 
 
-# Shape, strides and offset of a leaf in the whole buffer.
-View = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-def whole_shape(layout: Layout) -> tuple[int, ...]:
-    """The shape that a unit sees: what the parts before the flat one leave."""
-    parts = layout.parts if layout.flat is None else layout.parts[:-1]
-    if not parts:
-        return layout.shape
-    outer = Layout(layout.shape, layout.dtype, parts)
-    at = {axis: 0 for axis in outer.axes}
-    at.update({p.axis: p.coordinate for p in outer.owned})
-    return outer.local_shape(at)
-
-
-def _view(layout: Layout) -> View:
-    shape, steps, step = whole_shape(layout), [], 1
-    for n in reversed(shape):
-        steps.append(step)
-        step *= max(n, 1)
-    return shape, tuple(reversed(steps)), layout.flat.offset  # type: ignore[union-attr]
-
-
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FlatShard:
     """One rank's range of a flat buffer, in which several leaves lie.
 
@@ -280,35 +244,28 @@ class FlatShard:
         whole: the whole buffer ``[size * chunk]``, where the rank keeps it (zero 1 and
             2); ``flat`` may be a view of it.
 
-    ``whole`` is a cache: it shows what ``flat`` held when ``keep`` was called, and
-    ``shows`` tells whether that still holds.
+    ``is_shared``: whether small units that are neighbours have it together; its name
+    joins theirs by ``+``. ``whole`` is a cache: it shows what ``flat`` held when
+    ``keep`` was called, and ``shows`` tells whether that still holds.
     """
 
-    __slots__ = (
-        "members", "flat", "coordinates", "whole", "_version", "_spans", "_views",
-        "place", "buffer", "split_axes", "__weakref__",
-    )  # fmt: skip
+    members: tuple[Layout, ...]
+    flat: Tensor
+    coordinates: Mapping[str, int]
+    whole: Tensor | None = None
+    _version: int | None = None
+    _spans: dict[int, tuple[int, int]] | None = None
+    place: Flat = field(init=False)
+    buffer: str = field(init=False)
+    is_shared: bool = field(init=False)
+    split_axes: tuple[str, ...] = field(init=False)
 
-    def __init__(
-        self,
-        members: tuple[Layout, ...],
-        flat: Tensor,
-        coordinates: Mapping[str, int],
-        whole: Tensor | None = None,
-    ):
-        self.members = members
-        self.flat = flat
-        self.coordinates = coordinates
-        self.whole = whole
-        self._version: int | None = None
-        self._spans: dict[int, tuple[int, int]] | None = None
-        self._views: dict[int, View] | None = None
-        place = members[0].flat
-        if place is None:
-            raise ValueError(f"{members[0]} lies in no buffer")
-        self.place: Flat = place
-        self.buffer = place.buffer
-        self.split_axes = members[0].split_axes
+    def __post_init__(self) -> None:
+        first = self.members[0]
+        if first.flat is None:
+            raise ValueError(f"{first} lies in no buffer")
+        self.place, self.buffer = first.flat, first.flat.buffer
+        self.is_shared, self.split_axes = "+" in self.buffer, first.split_axes
 
     @property
     def name(self) -> str:
@@ -331,22 +288,14 @@ class FlatShard:
         return self._spans
 
     @property
-    def views(self) -> dict[int, View]:
-        """By the identity of a member: how it lies in the whole buffer."""
-        if self._views is None:
-            self._views = {id(m): _view(m) for m in self.members}
-        return self._views
-
-    @property
     def version(self) -> int:
         """The version counter of ``flat``."""
         return 0 if self.flat.is_inference() else self.flat._version
 
     def keep(self, whole: Tensor) -> None:
         """Remembers the gathered buffer, if autograd may read it."""
-        if whole.is_inference() or self.flat.is_inference():
-            return
-        self.whole, self._version = whole, self.flat._version
+        if not (whole.is_inference() or self.flat.is_inference()):
+            self.whole, self._version = whole, self.flat._version
 
     def shows(self, dtype: torch.dtype) -> bool:
         """True if ``whole`` is there, in ``dtype``, and as new as ``flat``."""
@@ -372,9 +321,7 @@ class FlatShard:
 
     def like(self, flat: Tensor) -> FlatShard:
         """The same leaves over another flat tensor of the same length."""
-        new = FlatShard(self.members, flat, self.coordinates)
-        new._spans, new._views = self.spans, self.views
-        return new
+        return FlatShard(self.members, flat, self.coordinates, _spans=self.spans)
 
     def renewed(self) -> FlatShard:
         """A new FlatShard over the same storage, for an in-place update.
@@ -382,9 +329,8 @@ class FlatShard:
         Being a new object, it invalidates cached gathers as an out-of-place update
         does: so all ranks gather again, whether or not each could update in place.
         """
-        new = FlatShard(self.members, self.flat, self.coordinates, self.whole)
-        new._spans, new._views, new._version = self.spans, self.views, self._version
-        return new
+        kept = self.whole, self._version, self.spans
+        return FlatShard(self.members, self.flat, self.coordinates, *kept)
 
     def shadow(
         self,
@@ -396,11 +342,9 @@ class FlatShard:
         ``coordinates``: of the rank that it is to be of, if that is another one.
         """
         whole = None if self.whole is None else convert(self.whole)
-        flat = convert(self.flat)
         at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
-        new = FlatShard(self.members, flat, at, whole)
-        if at == self.coordinates:
-            new._spans = self._spans
+        spans = self._spans if at == self.coordinates else None
+        new = FlatShard(self.members, convert(self.flat), at, whole, _spans=spans)
         if self.whole is not None and self.shows(self.whole.dtype):
             new._version = new.version
         return new

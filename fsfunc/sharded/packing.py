@@ -17,21 +17,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
-
-__all__ = [
-    "PackedTree",
-    "by_buffer",
-    "chunk_here",
-    "in_a_row",
-    "joined",
-    "pack",
-    "packed_of",
-    "side_by_side",
-    "split_alike",
-    "split_buffers",
-]
 
 
 def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
@@ -43,17 +30,20 @@ def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
     elementwise update costs.
     """
     whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
-    loose = [i for i, x in enumerate(leaves) if i not in whole and _can_pack(x)]
+    sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in whole]
+    loose = [i for i in sharded if _can_pack(leaves[i])]
+    if not loose:
+        return False
     for positions in side_by_side(leaves, loose):
         packed = pack([leaves[i] for i in positions], coordinates)
         for i, leaf in zip(positions, packed.leaves(), strict=True):
             leaves[i] = leaf
-    return bool(loose)
+    return True
 
 
-def _can_pack(leaf: Any) -> bool:
+def _can_pack(leaf: Sharded) -> bool:
     """True if a leaf may be copied: it is neither differentiated nor vmapped."""
-    if not is_sharded(leaf) or leaf.layout.flat is None or leaf.parts is not None:
+    if leaf.layout.flat is None or leaf.parts is not None:
         return False
     if leaf._part is None is leaf._range:  # a gradient that somebody has used up
         return False
@@ -216,7 +206,7 @@ class PackedTree:
                 old = leaves[positions[0]]
                 if not is_sharded(old):
                     leaves[positions[0]] = x
-                elif old.spent != KEPT:
+                elif not old.is_kept:
                     leaves[positions[0]] = old.with_local(x)
             else:
                 packed = packed if x is packed.flat else packed.like(x)  # or in place
@@ -229,7 +219,7 @@ def _part(leaf: Any) -> Any:
     """Its tensor; None, where that is a gradient that a transform around keeps."""
     if not isinstance(leaf, Sharded):
         return leaf
-    return None if leaf.spent == KEPT else leaf.local
+    return None if leaf.is_kept else leaf.local
 
 
 def complete_shards(

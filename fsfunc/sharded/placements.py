@@ -7,7 +7,7 @@ here are the parts themselves, the room they need, what they refuse, and their t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,10 @@ class Flat:
     @property
     def spread(self) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.axes, self.sizes, strict=False))
+
+    def index(self, coordinates: Mapping[str, int]) -> int:
+        """The index of the rank at these coordinates."""
+        return row_major((coordinates[axis], size) for axis, size in self.spread)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,18 @@ class Whole:
 
 
 Placement = Flat | Split | Owned | Whole
+
+
+def row_major(places: Iterable[tuple[int, int]]) -> int:
+    """The number of a place, of (index, count) by dim: the first varies slowest.
+
+    >>> row_major([(1, 2), (2, 3)])
+    5
+    """
+    number = 0
+    for index, count in places:
+        number = number * count + index
+    return number
 
 
 def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:

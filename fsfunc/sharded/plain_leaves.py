@@ -19,9 +19,6 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
 
-__all__ = ["check_laid_out", "holds_own", "laid_as", "lay_as", "lay_leaf", "lay_leaves"]
-__all__ += ["laid_returned", "returned_state"]
-
 WHOLE = Whole()
 _Range = tuple[int, int, int]  # of a storage: offset, number of elements, extent
 _LAID = StorageTable[dict[_Range, Whole | Own]]()

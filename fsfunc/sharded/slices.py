@@ -17,8 +17,6 @@ from torch import Tensor
 
 from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
 
-__all__ = ["Box", "assemble", "boxes", "cut", "take"]
-
 Locals = Mapping[Key, Tensor] | Iterable[tuple[Coordinates, Tensor]]
 """Local parts by `layout.key(coordinates)`, or beside their coordinates."""
 

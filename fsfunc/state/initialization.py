@@ -12,6 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import told
+from fsfunc.core.frames import transformed
 from fsfunc.optim.schedules import answers
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
@@ -24,8 +25,7 @@ from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import lay_out, own_leaves
 from fsfunc.state.train_state import TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
-from fsfunc.transforms.sharding import Sharding
-from fsfunc.transforms.transforming import transformed
+from fsfunc.transforms.sharded_calls import Sharding
 
 
 def init_state(

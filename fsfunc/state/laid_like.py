@@ -20,7 +20,7 @@ from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.shard_linear_maps import (
+from fsfunc.comm.typed_maps import (
     LAY,
     MEAN,
     REDUCE,

@@ -23,7 +23,7 @@ from fsfunc.state.train_state import Applied
 from fsfunc.tracing.groups import LeafGroup, Recorded
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
-from fsfunc.transforms.sharding import Sharding
+from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.tree.structure import matches
 
 Like = dict[str, str]  # by path of a leaf, the path of the one that it lies like

@@ -12,7 +12,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
@@ -36,7 +36,7 @@ from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
-from fsfunc.transforms.sharding import Sharding
+from fsfunc.transforms.sharded_calls import Sharding
 
 
 def place(

@@ -19,7 +19,7 @@ from fsfunc.comm.collective_ops import apply_map, assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.shard_linear_maps import (
+from fsfunc.comm.typed_maps import (
     ENTER,
     GATHER,
     check_samples,
@@ -29,7 +29,7 @@ from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import assemble
@@ -172,7 +172,7 @@ def block_layout(x: Sharded, what: str) -> Layout:
             f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
             "out, of what is whole or split evenly over other axes, can go that way"
         )
-    return Layout(whole_shape(layout), layout.dtype, flat, layout.name)
+    return Layout(layout.unit_shape, layout.dtype, flat, layout.name)
 
 
 def _is_even(layout: Layout) -> bool:

@@ -18,8 +18,7 @@ from fsfunc.comm.ledgers import Ledger, Record, ledger
 from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
-from fsfunc.runtime.buffer_pool import fresh_buffers
-from fsfunc.runtime.memory import OFFLOADED, counting
+from fsfunc.runtime.memory import OFFLOADED, counting, fresh_buffers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 _SHOWN = 12  # collectives of a message

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import Interpretation, frame
+from fsfunc.core.frames import Interpretation, frame, transformed
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.comparing import place_of
-from fsfunc.transforms.transforming import transformed
 
 
 class NotFinite(FloatingPointError):

@@ -21,7 +21,7 @@ from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.shard_linear_maps import GATHER, OWN
+from fsfunc.comm.typed_maps import GATHER, OWN
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call

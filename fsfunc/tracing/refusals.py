@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Rows
 from fsfunc.tracing.types import PARTS, Kind

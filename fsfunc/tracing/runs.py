@@ -24,8 +24,8 @@ from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.core.frames import Interpretation, inside
 from fsfunc.core.units import Call
-from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
+from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import plainly
 from fsfunc.sharded.layout import Owned

@@ -1,6 +1,6 @@
 """Transforms: a function in, a function out; their order is the configuration.
 
-Each gives `transforming.transformed` an interpretation, whose ``call`` runs the
+Each gives `core.frames.transformed` an interpretation, whose ``call`` runs the
 function and whose ``unit`` and ``gradient`` reinterpret the calls that it makes; but
 ``precision``, ``donate`` and ``jit``, which change the frame alone.
 
@@ -11,19 +11,17 @@ passes the parameters in and drops them behind the outputs. In the backward pass
 collects the gradients of a buffer and reduces them by `wire`. A gradient call makes
 such a runtime, and `gradients` returns its sums.
 
-transforming.py     applying a transform to a unit, a loss or a step
 shard_options.py    options of shard; process groups of a packed buffer
 sharding.py         shard, with the type check it is handed
 sharded_calls.py    its interpretation: of unit calls and of gradient calls
 unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
-gathers.py          gathered buffers: in flight, arrived, held, dropped
+gathers.py          gathered buffers: in flight, arrived, held by a unit call, dropped
 gradient_sums.py    gradients: collected, reduced, summed, kept
-gathered_calls.py   one unit call's hold on a buffer
 gradients.py        gradients by packed leaves, means of everything else, refusals
 ownership.py        replicated or rank-local: the kind of a plain tensor
-rematerialization.py policies.py selecting.py   remat; its policies; remat_calls
+rematerialization.py policies.py   remat and remat_calls; their policies
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units

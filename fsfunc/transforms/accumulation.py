@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.losses import added, added_weights
 from fsfunc.core.outcomes import (
     Argnums,
@@ -22,9 +22,6 @@ from fsfunc.core.outcomes import (
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["accumulate"]
 
 
 def accumulate(
@@ -119,7 +116,7 @@ class _Sums:
     """Outcomes, added up one by one."""
 
     def __init__(self) -> None:
-        self.first: Outcome | None = None
+        self.first: Any = None
         self.grads: Any = None
         self.ours = False  # whether nobody else holds the memory of ``grads``
 
@@ -168,8 +165,6 @@ class _Sums:
 
     def outcome(self) -> Outcome:
         """The sum, and of how many."""
-        if self.first is None:
-            raise RuntimeError("no microbatch was run")
         own = self.grads if self.ours else None
         return replace(self.first, grads=self.grads, own=own)
 

@@ -26,13 +26,11 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import strided
-from fsfunc.comm.shard_linear_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
+from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
-from fsfunc.transforms.gathered_calls import Calls, GatheredCall
+from fsfunc.transforms.gathers import Calls, GatheredCall
 from fsfunc.transforms.shard_runtime import ShardRuntime
-
-__all__ = ["enter", "leave", "spread"]
 
 
 def enter(

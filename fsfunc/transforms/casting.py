@@ -13,8 +13,6 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, inside
 from fsfunc.sharded.inputs import check_function
 
-__all__ = ["precision"]
-
 
 def precision(
     f: Callable[..., Any],

@@ -21,8 +21,6 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.transforms.policies import keeping
 from fsfunc.tree.structure import matches
 
-__all__ = ["jit"]
-
 
 def jit(
     f: Callable[..., Any],

@@ -28,8 +28,6 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 
-__all__ = ["donate"]
-
 _DENSE, _HELD = {Tensor, Parameter}, (Tensor, Sharded)
 
 _GONE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -13,30 +14,108 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
-from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory import count_as
+from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
+from fsfunc.sharded.layout import View
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import Gather, KeptGather, check_decoded
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
-__all__ = ["Gathers"]
+Micro = tuple[tuple[int, int], ...]
+
+
+class GatheredCall:
+    """The gathered buffer of one unit call, and how its gradient is reduced.
+
+    Autograd nodes reference the runtime, and the runtime references these objects. To
+    avoid a reference cycle (which would keep gradients alive until garbage collection)
+    they reference no autograd graph: the FlatShard, which may have one, by weakref.
+
+    Args:
+        name, key, micro: of the unit call: its name, which call it was of each body
+            around it, and its microbatches.
+        shard: the buffer; ``views``: how the leaves that the call reads lie in it.
+        dtype: in which it is gathered; ``reduce``: in which its gradient is reduced;
+            ``given``: in which that is kept.
+        keeps: whether the runtime keeps the gradient, past autograd.
+
+    Attributes:
+        full: the whole buffer in ``dtype``, until it is dropped.
+        lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
+        shared: whether the call before it held the same one: neighbours share it.
+        forgets: whether saved views of ``full`` were dropped: backward gathers again.
+        grad: the gradient so far, of the calls after it that share the buffer.
+    """
+
+    full: Tensor | None = None
+    lasts = shared = forgets = False
+    grad: Tensor | None = None
+
+    def __init__(
+        self,
+        name: str,
+        key: tuple[int, ...],
+        micro: Micro,
+        shard: FlatShard,
+        views: list[View],
+        dtype: torch.dtype,
+        reduce: torch.dtype | None = None,
+        keeps: bool = False,
+        given: torch.dtype | None = None,
+    ):
+        self.name, self.key, self.micro, self.views = name, key, micro, views
+        self.dtype, self.reduce, self.keeps = dtype, reduce or dtype, keeps
+        self.given = given
+        self._shard, self._version = weakref.ref(shard), shard.version
+
+    @property
+    def shard(self) -> FlatShard | None:
+        """The buffer, while it is referenced elsewhere."""
+        return self._shard()
+
+    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
+        """True if it holds what ``shard`` is now, in ``dtype``."""
+        same = self.full is not None and self._shard() is shard
+        return same and self.dtype == dtype and self._version == shard.version
+
+    def take_over(self, other: GatheredCall) -> None:
+        """Holds what ``other`` does, if that is what this one was given."""
+        same = self._shard() is other._shard() and self.dtype == other.dtype
+        if self.full is None and same and self._version == other._version:
+            self.full, self.lasts = other.full, other.lasts
+
+    def check(self, shard: FlatShard) -> None:
+        """Raises where the weights were written over since they were gathered."""
+        if self._version != shard.version:
+            raise RuntimeError(
+                f"{shard.members[0].name!r} and what lies beside it was written over "
+                "since a unit used it, by a donated step or a load, and the backward "
+                "of that unit would gather the new values: take the gradients before "
+                "the update"
+            )
+
+    def parameters(self) -> list[Tensor]:
+        """The leaves, as views of the whole buffer."""
+        if (full := self.full) is None:
+            raise RuntimeError(f"unit {self.name!r} reads what is not gathered")
+        start, found = full.storage_offset(), []
+        for shape, steps, offset in self.views:
+            found.append(full.as_strided(shape, steps, start + offset))
+        return found
+
+
+# The calls of one unit call: one for each buffer that it reads, nearly always one.
+Calls = list[GatheredCall]
 
 
 class _Near(NamedTuple):
     """A gather that kept a partial result, from which to re-gather in backward."""
 
     shard: FlatShard
-    version: int
-    wanted: torch.dtype
+    shows: tuple[int, torch.dtype]  # of which version of it, in which dtype
     first: KeptGather
     count: int  # of what arrived
     like: Tensor  # of its dtype, where it lies
-
-    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
-        """True if it is of what ``shard`` is now, in ``dtype``."""
-        return self.version == shard.version and self.wanted == dtype
 
 
 class Gathers:
@@ -113,7 +192,7 @@ class Gathers:
             source = self._fetched(shard, dtype)
             return source, Done(source)
         near = self.near.get(id(shard)) if self.near else None
-        if near is not None and near.shows(shard, dtype):
+        if near is not None and near.shows == (shard.version, dtype):
             full = self.pool.get(near.count, near.like.dtype, near.like)
             count_as("gathered", [full])
             return full, near.first.again(full)
@@ -139,8 +218,8 @@ class Gathers:
             source = self._fetched(shard, dtype, where, out)
         work = how.move(source, where, out, shard.name)
         if self.again and isinstance(work, KeptGather):
-            count, like = full.numel(), source.new_empty(0)
-            self.near[id(shard)] = _Near(shard, shard.version, dtype, work, count, like)
+            now, like = (shard.version, dtype), source.new_empty(0)
+            self.near[id(shard)] = _Near(shard, now, work, full.numel(), like)
         return full, work
 
     def _fetched(
@@ -184,6 +263,21 @@ class Gathers:
             shard.keep(full)
         return full
 
+    def bring(
+        self, call: GatheredCall, shard: FlatShard, old: Iterable[GatheredCall] = ()
+    ) -> None:
+        """Gives a call the whole buffer: the one that is there, or a gathered one.
+
+        Args:
+            old: calls whose buffers go before a new one is waited for.
+        """
+        call.full = self.whole(shard, call.dtype)
+        call.lasts = call.full is not None
+        if call.full is None:
+            self.drop(old)
+            call.full = self.gather(shard, call.dtype)
+            call.lasts = shard.whole is call.full
+
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """The result of the gather in flight, or of a new one that is waited for."""
         flight = self.flights.pop(shard.buffer, None)
@@ -217,7 +311,7 @@ class Gathers:
         if self.size == 1 or back and self.offloads:
             space_of(shard.flat).read_ahead(shard.flat)
             return
-        if "+" in name and any(c.shows(shard, c.dtype) for c in now):
+        if shard.is_shared and any(c.shows(shard, c.dtype) for c in now):
             return
         if self.whole(shard, dtype) is None:
             call = GatheredCall("", (), (), shard, [], dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,12 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
-from fsfunc.core.observation import Observation
-from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
-from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.memory import count_as
+from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
+from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.gathered_calls import Calls, GatheredCall
+from fsfunc.transforms.gathers import Calls, GatheredCall
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
-
-__all__ = ["GradientSums"]
 
 
 class GradientSums:
@@ -62,9 +59,7 @@ class GradientSums:
         self.send = how.send if feedback is None else partial(feedback.send, how)
         self.steps = steps
         self.observed = _Observed(observers) if observers else None
-        copies = 1 if groups.replicas is None else groups.replicas.size
-        self.mean_size = groups.where.size * copies
-        self.before = _divided_before(self.mean_size)
+        self.before = _divided_before(groups.mean_size)
         self.depth = len(frame().micro)
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
         # The unit calls that still read a buffer that is stepped meanwhile.
@@ -125,7 +120,8 @@ class GradientSums:
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
-        one = _Flow(shard, buffer, call.name, (id(shard), call.key), due, call.given)
+        key = id(shard), call.key
+        one = _Flow(shard, buffer, buffer.dtype, call.name, key, due, call.given)
         del buffer
         if not self.reduce_each and (due > 1 or self.zero == 1):
             if self._awaits_others(one):
@@ -218,7 +214,7 @@ class GradientSums:
         shard, grad, before = one.shard, one.grad, self.grads.get(id(one.shard))
         one.grad = None
         count_as("gradients", [grad])
-        own, home, by = shard.flat.dtype, space_of(shard.flat), self.mean_size
+        own, home, by = shard.flat.dtype, space_of(shard.flat), self.groups.mean_size
         given = own if before is None else before.dtype
         if one.given not in (None, own):
             given = one.given
@@ -270,34 +266,26 @@ class GradientSums:
             raise RuntimeError("a unit call's gradient never came: nothing to observe")
 
 
+@dataclass(slots=True, eq=False)
 class _Flow:
     """The gradient of one buffer, from accumulation through reduction.
 
     Args:
-        name, key: of the unit call.
+        dtype: in which it came; ``name``, ``key``: of the unit call.
         due: the number of microbatches to accumulate before the next stage.
         given: the dtype in which it is kept, if not that of the parameters.
     """
 
-    __slots__ = (
-        "shard", "grad", "dtype", "name", "key", "due", "given", "count", "reduced",
-        "work",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        shard: FlatShard,
-        grad: Tensor,
-        name: str,
-        key: Any,
-        due: int,
-        given: torch.dtype | None,
-    ):
-        self.shard, self.name, self.key, self.given = shard, name, key, given
-        self.due, self.count, self.reduced = due, 1, False
-        self.grad: Any = grad
-        self.dtype = grad.dtype
-        self.work: Handle | None = None
+    shard: FlatShard
+    grad: Any
+    dtype: torch.dtype
+    name: str
+    key: Any
+    due: int
+    given: torch.dtype | None
+    count: int = 1
+    reduced: bool = False
+    work: Handle | None = None
 
 
 class _Observed:

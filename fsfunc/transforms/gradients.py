@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,40 +22,23 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
+from fsfunc.comm.typed_maps import MEAN, TOTAL, LawError, check_samples
+from fsfunc.core.gradient_checks import inside_unit
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
-from fsfunc.core.observation import UNSEEN
 from fsfunc.core.outcomes import Outcome
-from fsfunc.core.reduction_hooks import GradientSteps
+from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
+from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = [
-    "Gradients",
-    "averaged",
-    "check_derivatives",
-    "check_mapped",
-    "check_whole",
-    "kept_here",
-    "shown",
-]
 
-_SUM = LinearMap("psum", "M", "M")
-
-
-def kept_here(
-    chosen: Any, plainly: Sequence[Any], ours: Callable[[Layout], bool]
-) -> tuple[dict[int, FlatShard], int]:
+def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
     """By id, this shard's buffers all of whose leaves are differentiated.
 
     And the number of leaves that are plain tensors.
-
-    Args:
-        plainly: axes of buffers that are ours, whatever their leaves.
     """
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
@@ -64,8 +47,8 @@ def kept_here(
         if not is_sharded(x) or x.packed is None or x.parts is not None:
             plain += isinstance(x, Tensor)
             continue
-        key, known = id(x.packed), x.packed.place.axes in plainly
-        if known or key in found or ours(x.layout):
+        key = id(x.packed)
+        if key in found or options.gathers(x.layout):
             found[key] = x.packed
             counts[key] = counts.get(key, 0) + 1
     for key, shard in list(found.items()):
@@ -91,7 +74,7 @@ class Gradients:
         # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
         # arguments is none.
         self.found: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
-        kept = [g for g in self.found if is_sharded(g) and g.spent == KEPT]
+        kept = [g for g in self.found if is_sharded(g) and g.is_kept]
         due = [x for shard in runtime.keeps.values() for x in shard.members]
         if len(kept) < len(due):
             raise RuntimeError(f"a transform within shard changes gradients: {KEPT}")
@@ -122,7 +105,7 @@ class Gradients:
                 that ranks of the mean hold other blocks of.
         """
         for shard in self.runtime.keeps.values():
-            if set(shard.split_axes) & set(self.runtime.mean_axes):
+            if set(shard.split_axes) & set(self.runtime.options.axes):
                 why = f"{shard.name} is owned by ranks of the data"
                 raise LawError(UNSEEN.format(why))
         for i in self._kept():
@@ -143,8 +126,8 @@ class Gradients:
         for key, s in shards.items():
             if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
                 sums.append(s.flat)
-        if sums and runtime.mean_size > 1:
-            torch._foreach_div_(sums, runtime.mean_size)
+        if sums and runtime.groups.mean_size > 1:
+            torch._foreach_div_(sums, runtime.groups.mean_size)
         leaves = {}
         for key, shard in shards.items():
             made = shard.leaves()
@@ -179,8 +162,7 @@ def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     for i, x in enumerate(old):
         if is_sharded(x) and id(x.packed) in steps.done:
-            out[i] = Sharded(None, x.layout)
-            out[i].spent = steps.why_spent
+            out[i] = Sharded(None, x.layout, spent=steps.why_spent)
     return tree.unflatten(treedef, out)
 
 
@@ -194,10 +176,9 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     What of aux is summed, is summed over the ranks.
     """
     runtime = found.runtime
-    where = group(runtime.mean_axes, at)
-    n = runtime.mean_size
-    if n == 1:
+    if runtime.groups.mean_size == 1:
         return outcome
+    where = group(runtime.options.axes, at)
     aux, spec = tree.flatten(outcome.aux, is_leaf=is_summed)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
@@ -214,7 +195,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
         aux[i] = value.to(aux[i].dtype)
     at_sums = [i for i, x in enumerate(aux) if is_summed(x)]
     sums, treedef = tree.flatten([aux[i] for i in at_sums])
-    sums = tree.unflatten(treedef, _packed(sums, _SUM, where, "sums"))
+    sums = tree.unflatten(treedef, _packed(sums, TOTAL, where, "sums"))
     for i, x in zip(at_sums, sums, strict=True):
         aux[i] = x
     found.average_whole(where)
@@ -297,14 +278,7 @@ def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
     if local is None:
         return
     if call.frame.path and inner > call.frame.level:
-        around = "/".join(call.frame.path)
-        raise LawError(
-            f"a derivative is taken inside unit {around!r} by {name}, which "
-            f"only unit {call.unit.__name__!r} within it gathers: it would be that of "
-            "the mean over the ranks, where a unit's derivatives are the rank's own. "
-            f"Make {call.frame.path[0]!r} ff.unit(fn, whole=True), which gathers all "
-            "that it is given, or take the derivative outside"
-        )
+        raise inside_unit(call.frame.path, name, f"unit {call.unit.__name__!r}")
     seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
     mapped = any(0 < level < inner for each in seen for level in each)
     check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -18,8 +18,6 @@ from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Microbatches"]
-
 
 class Microbatches:
     """A gradient call in ``n`` parts along dim 0.

@@ -19,8 +19,6 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["offloaded"]
-
 _SMALL = 256  # bytes that are not worth a copy
 _UNIT = 16  # bytes: every dtype's size divides it
 

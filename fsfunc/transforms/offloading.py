@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import (
     Folder,
@@ -22,9 +22,6 @@ from fsfunc.runtime.memory_spaces import (
 )
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["Stores", "offload", "settled_in", "stores_of"]
 
 Where = str | os.PathLike | Store | None
 

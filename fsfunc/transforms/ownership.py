@@ -17,12 +17,10 @@ from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import apply_map, assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis
-from fsfunc.comm.shard_linear_maps import ENTER
+from fsfunc.comm.typed_maps import ENTER
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
-
-__all__ = ["Ownership", "assume", "enter_tracked", "storage_of"]
 
 
 class Ownership:

@@ -15,17 +15,7 @@ from fsfunc import _torch
 from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
-
-__all__ = [
-    "MODES",
-    "Policy",
-    "SaveAllBut",
-    "SaveOnly",
-    "Tape",
-    "checkpoint_name",
-    "keeping",
-    "recomputes",
-]
+from fsfunc.runtime.scopes import Scoped
 
 MODES = ("always", "except_last", "never")
 
@@ -193,20 +183,15 @@ class Tape:
     @contextmanager
     def keep(self) -> Iterator[None]:
         """The first run."""
-        token = _TAPES.set((*_TAPES.get(), self))
         try:
-            with _Keeping(self):
+            with Scoped(_TAPES, (*_TAPES.get(), self)), _Keeping(self):
                 yield
         finally:
-            _TAPES.reset(token)
             self.makers.clear()
 
-    @contextmanager
-    def replay(self, values: Sequence[Tensor]) -> Iterator[None]:
+    def replay(self, values: Sequence[Tensor]) -> _Replaying:
         """The second run."""
-        found = dict(zip(self.kept, values, strict=True))
-        with _Replaying(self.kept, found):
-            yield
+        return _Replaying(self.kept, dict(zip(self.kept, values, strict=True)))
 
 
 class _Counting(DispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import compress
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.core.differentiated import add_gradients
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
-from fsfunc.core.frames import Frame, Interpretation
+from fsfunc.core.frames import Frame, Interpretation, transformed
+from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
@@ -25,9 +25,6 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["remat"]
 
 
 def remat(
@@ -62,19 +59,59 @@ def remat(
     >>> ff.value_and_grad(loss)(torch.tensor(0.0))[1].item()
     2.0
     """
-    if not (policy is None or isinstance(policy, Policy) or policy in MODES):
-        raise TypeError(
-            f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
-            f"{', '.join(map(repr, MODES))}, or None"
-        )
     return transformed(f, _Remat(policy))
 
 
-class _Remat(Interpretation):
-    called = "remat"
+def remat_calls(
+    f: Callable[..., Any], calls: Iterable[int], policy: Policy | str | None = None
+) -> Callable[..., Any]:
+    """``f`` with these of its loss's unit calls recomputed in the backward.
 
-    def __init__(self, policy: Policy | str | None):
-        self.policy = policy
+    ``remat`` recomputes every unit; this one the calls of the given numbers, counted
+    from 0 in the order in which the loss makes them, as ``program`` lists them. What a
+    recomputed unit calls itself is part of it, and not recomputed once more.
+
+    Args:
+        f: a loss, or a train step.
+        calls: such as ``recompute_points(...).calls``.
+        policy: as of ``remat``, for the calls that are recomputed.
+
+    Raises:
+        ValueError: a number that is negative or not whole.
+        TypeError: another policy.
+
+    Cost: as of ``remat``, of these calls alone. A number that the loss does not reach
+    costs nothing and is not told.
+
+    >>> import torch, fsfunc as ff
+    >>> ran = []
+    >>> @ff.unit
+    ... def layer(p, x):
+    ...     ran.append(x.item())
+    ...     return x * p
+    >>> loss = lambda p: layer(p, layer(p, torch.tensor(1.0)))
+    >>> step = remat_calls(ff.value_and_grad(loss), [1])
+    >>> step(torch.tensor(3.0))[1].item(), ran
+    (6.0, [1.0, 3.0, 3.0])
+    """
+    numbers = frozenset(calls)
+    for n in numbers:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"calls has {n!r}: unit calls are numbered from 0")
+    return transformed(f, _Remat(policy, numbers))
+
+
+class _Remat(Interpretation):
+    def __init__(
+        self, policy: Policy | str | None, calls: frozenset[int] | None = None
+    ):
+        if not (policy is None or isinstance(policy, Policy) or policy in MODES):
+            raise TypeError(
+                f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
+                f"{', '.join(map(repr, MODES))}, or None"
+            )
+        self.policy, self.calls = policy, calls
+        self.called = "remat" if calls is None else "remat_calls"
         self.kept = None if isinstance(policy, str) else policy
 
     @property
@@ -82,41 +119,52 @@ class _Remat(Interpretation):
         policy = self.policy
         if isinstance(policy, Policy):
             policy = (type(policy).__name__, *sorted(policy.names))
-        return (("policy", policy),)
+        calls = () if self.calls is None else (("calls", sorted(self.calls)),)
+        return (*calls, ("policy", policy))
 
     def recorded(self, recorder: Any) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        if not recomputes(self.policy, call.frame.micro):
+        f, calls = call.frame, self.calls
+        chosen = calls is None or not f.path and call.number in calls
+        if not chosen or not recomputes(self.policy, f.micro):
             return run
+        return partial(self._recomputed, run, call)
 
-        def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            if call.frame.composable or not torch.is_grad_enabled():
-                return run(params, *inputs, **keywords)
-            leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
-            tensors, places = [], []
-            for i, x in enumerate(leaves):
-                if isinstance(x, Sharded):
-                    part = x.local if x.packed is None else x._part
-                    if x.parts is None and part is not None and part.requires_grad:
-                        tensors.append(x.local)
-                        places.append(i)
-                elif isinstance(x, Tensor):
-                    tensors.append(x)
+    def _recomputed(
+        self,
+        run: Callable[..., Any],
+        call: Call,
+        params: Any,
+        /,
+        *inputs: Any,
+        **named: Any,
+    ) -> Any:
+        """Runs a unit call, of which the backward runs it again."""
+        if call.frame.composable or not torch.is_grad_enabled():
+            return run(params, *inputs, **named)
+        leaves, treedef = tree.flatten((params, inputs, named), is_sharded)
+        tensors, places = [], []
+        for i, x in enumerate(leaves):
+            if isinstance(x, Sharded):
+                part = x.local if x.packed is None else x._part
+                if x.parts is None and part is not None and part.requires_grad:
+                    tensors.append(x.local)
                     places.append(i)
-            thread = running().thread
-            token = None if thread is None else thread.token
-            if token is None and not any(x.requires_grad for x in tensors):
-                return run(params, *inputs, **keywords)
-            replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
-            output = _Output()
-            token, *outs = _Recompute.apply(replay, output, token, *tensors)
-            if thread is not None:
-                thread.token = token
-            return output.give(outs)
-
-        return recomputed
+            elif isinstance(x, Tensor):
+                tensors.append(x)
+                places.append(i)
+        thread = running().thread
+        token = None if thread is None else thread.token
+        if token is None and not any(x.requires_grad for x in tensors):
+            return run(params, *inputs, **named)
+        replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
+        output = _Output()
+        token, *outs = _Recompute.apply(replay, output, token, *tensors)
+        if thread is not None:
+            thread.token = token
+        return output.give(outs)
 
 
 class _Replay:
@@ -196,23 +244,17 @@ class _Replay:
 class _Output:
     """A call's output: the tensors travel through the Function, the rest stays here."""
 
-    def __init__(self) -> None:
-        self.at: list[int] = []  # where each tensor occurs first
-        self.rest: list[Any] = []
-        self.spec: Any = None
-
     def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
         """The tensors, each once, of a call's flat output."""
-        numbers: dict[int, int] = {}
+        tensors: dict[int, Tensor] = {}
+        self.rest, self.at, self.spec = list(flat), list[int](), spec
         for i, x in enumerate(flat):
-            if isinstance(x, Tensor) and id(x) not in numbers:
-                numbers[id(x)] = len(self.at)
-                self.at.append(i)
-        self.spec = spec
-        self.rest = [
-            _Place(numbers[id(x)]) if isinstance(x, Tensor) else x for x in flat
-        ]
-        return [flat[i] for i in self.at]
+            if isinstance(x, Tensor):
+                if id(x) not in tensors:
+                    tensors[id(x)] = x
+                    self.at.append(i)
+                self.rest[i] = _Place(list(tensors).index(id(x)))
+        return list(tensors.values())
 
     def give(self, tensors: Sequence[Tensor]) -> Any:
         """The output, with ``tensors`` in their places."""

@@ -7,16 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from fsfunc.comm.groups import RankGroup, group
-from fsfunc.comm.mesh import Axis, Mesh, check_mesh
+from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh
 from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
 from fsfunc.transforms.messages.wire import Gather, Reduction
-
-__all__ = [
-    "BufferGroups",
-    "GroupTable",
-    "ShardOptions",
-]
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,16 @@ class ShardOptions:
         """All axes over which the loss is a mean."""
         return (*self.replicate, *self.axis)
 
-    def own(self, layout: Layout) -> bool:
+    def gathers(self, layout: Layout) -> bool:
         """True if this ``shard`` gathers the leaf: its buffer is cut over ``axis``.
 
-        Except for axes that already split the leaf itself (experts).
+        Or over nothing. Axes that split the leaf itself (experts) cut no buffer.
         """
-        flat = layout.flat
-        return flat is not None and flat.axes == self.beside(layout.split_axes)
+        if (flat := layout.flat) is None:
+            return False
+        return flat.axes in (self.axis, ()) or (
+            flat.axes == self.beside(layout.split_axes)
+        )
 
     def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
         """``axis`` without ``split_axes``."""
@@ -110,11 +107,17 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
     Where these are among the axes of ``shard``, as those of experts are, it is the
     ranks that have the same block. Made in the forward pass: a backward has no mesh in
     reach.
+
+    ``mean_size``: the number of ranks over which the loss is a mean.
     """
 
-    def __init__(self, where: RankGroup, replicas: RankGroup | None):
-        self.where, self.replicas = where, replicas
-        self[()] = BufferGroups(where, replicas)
+    def __init__(self, options: ShardOptions, at: Here):
+        self.where, copies = group(options.axis, at), options.replicate
+        self.replicas = group(copies, at) if copies else None
+        self.mean_size = self.where.size
+        if self.replicas is not None:
+            self.mean_size *= self.replicas.size
+        self[()] = BufferGroups(self.where, self.replicas)
 
     def __missing__(self, split_axes: tuple[str, ...]) -> BufferGroups:
         copies = () if self.replicas is None else self.replicas.axis

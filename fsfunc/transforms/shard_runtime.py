@@ -18,27 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.leaf import FlatShard, Parts
-from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
-from fsfunc.transforms.gathers import Gathers
+from fsfunc.transforms.gathers import Calls, GatheredCall, Gathers, Micro
 from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
-
-__all__ = ["ShardRuntime"]
 
 
 class ShardRuntime:
     """One gradient call, or one plain call, of a sharded function on one rank.
 
     Args:
-        where: the group over which parameters are cut; ``replicas``: the group over
-            which the cut parameters are repeated, if any.
+        groups: the process groups of each buffer.
         options: those of ``shard``; ``holds``: whether backwards find buffers whole.
         pool: memory for gathers and reductions.
         shards: the buffers that the call was given.
@@ -52,8 +47,7 @@ class ShardRuntime:
 
     def __init__(
         self,
-        where: RankGroup,
-        replicas: RankGroup | None,
+        groups: GroupTable,
         options: ShardOptions,
         *,
         pool: BufferPool,
@@ -66,24 +60,21 @@ class ShardRuntime:
         parts: Parts | None = None,
         **how_summed: Any,
     ):
-        self.where, self.options, self.zero = where, options, options.zero
+        self.groups, self.options, self.zero = groups, options, options.zero
         self.holds = not options.reshard_after_forward
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
-        self.groups, self.size = GroupTable(where, replicas), where.size
-        self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
-        self.mean_size = self.size * (1 if replicas is None else replicas.size)
         again = self.zero == 3 and not self.holds and bool(differentiated)
-        self.gathers = Gathers(self.groups, shards, options, pool, again)
-        self.looks = self.size > 1 or self.gathers.offloads  # for what comes next
+        self.gathers = Gathers(groups, shards, options, pool, again)
+        defers = self.gathers.offloads
+        self.looks = groups.where.size > 1 or defers  # for what comes next
         self.first = first
-        self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
+        self.count: dict[Micro, int] = {}  # unit calls up to here, by microbatch
         self.passes: set[Any] = set()  # those that began, by microbatch
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
-        defers = self.gathers.offloads
-        self.sums = GradientSums(self.groups, options, pool, defers, **how_summed)
+        self.sums = GradientSums(groups, options, pool, defers, **how_summed)
 
     def averages(self, x: Tensor) -> bool:
         """True if the gradient call will average the gradient of a whole parameter."""
@@ -92,11 +83,7 @@ class ShardRuntime:
     @property
     def passed(self) -> int:
         """The number of unit calls of the program, up to here."""
-        return self.first + max(self.count.values(), default=0)
-
-    def goes_on_from(self, inner: ShardRuntime) -> None:
-        """A gradient call within has made its unit calls."""
-        self.first = inner.passed - max(self.count.values(), default=0)
+        return max(self.count.values(), default=self.first)
 
     def begin(self) -> None:
         """A forward pass starts: what the last one left over is forgotten.
@@ -112,11 +99,7 @@ class ShardRuntime:
         self.gathers.recent, self.calls, self.count = [], {}, {}
         if self.zero == 3:  # memory before the odd page fault
             self.pool.trim(2)
-            self.where.link.trim()
-
-    def close(self) -> None:
-        """Takes in what is still in flight, and forgets every buffer."""
-        self.gathers.close()
+            self.groups.where.link.trim()
 
     def take(
         self,
@@ -133,28 +116,22 @@ class ShardRuntime:
         old, self.gathers.recent = self.gathers.recent, calls
         holds = self.holds and torch.is_grad_enabled()
         for call, shard in zip(calls, shards, strict=True):
-            if "+" in shard.buffer:
+            if shard.is_shared:
                 for c in old:
                     call.take_over(c)
                 call.shared = call.full is not None
             if call.shared:
                 continue
-            call.full = self.gathers.whole(shard, call.dtype)
-            call.lasts = call.full is not None
-            if call.full is None:
-                if not holds:
-                    self.gathers.drop(old)  # before the new one is waited for
-                call.full = self.gathers.gather(shard, call.dtype)
-                call.lasts = shard.whole is call.full
+            self.gathers.bring(call, shard, () if holds else old)
         if not holds:
             self.gathers.drop(old)
         if self.sums.steps is not None:
             self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
-        at = self.count.get(micro, 0)
+        at = self.count.get(micro, self.first)
         self.count[micro] = at + 1
         if self.looks:
-            self.gathers.send_ahead(self.first + at, shards, casts)
+            self.gathers.send_ahead(at, shards, casts)
         return calls
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
@@ -168,15 +145,12 @@ class ShardRuntime:
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
                 call.check(shard)
-                call.full = self.gathers.whole(shard, call.dtype)
-                call.lasts = call.full is not None
-                if call.full is None:
-                    call.full = self.gathers.gather(shard, call.dtype)
-                    call.lasts = shard.whole is call.full
+                self.gathers.bring(call, shard)
         # The last unit's buffer is held still, for its own backward; each call's
         # backward drops what the call took.
         held = self.gathers.recent
-        self.gathers.recent = [*held, *(c for c in calls if not _among(c, held))]
+        among = set(map(id, held))
+        self.gathers.recent = [*held, *(c for c in calls if id(c) not in among)]
         if at == len(every) - 1:  # not one of several in an outer unit
             self._look_back(every, at)
         return calls
@@ -271,17 +245,8 @@ class ShardRuntime:
         if all(i == n - 1 for i, n in micro[self.sums.depth :]):
             self.sums.finish()
 
-    def finish(self) -> None:
-        """Waits for all that is due; ``sums.grads`` then has all sums."""
-        self.sums.finish()
-        self.close()
-
 
 _AGAIN = (
     "a transform within shard takes the gradient of one call twice, and shard would "
     "sum both for the parameters of units: put it around, as in mine(shard(step))"
 )
-
-
-def _among(call: GatheredCall, calls: Calls) -> bool:
-    return any(call is c for c in calls)

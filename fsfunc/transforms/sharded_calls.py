@@ -12,12 +12,11 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
-from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
+from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
-from fsfunc.runtime.buffer_pool import pool_of
+from fsfunc.runtime.memory import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -34,8 +33,6 @@ from fsfunc.transforms.ownership import Ownership, enter_tracked
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
-
-__all__ = ["Sharding"]
 
 
 class Sharding(Interpretation):
@@ -79,13 +76,13 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
-            where = partial(group, runtime.mean_axes, at)
+            where = partial(group, self.axes, at)
             if found.tracer is None and enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
-            runtime.close()
+            runtime.gathers.close()
             if found.tracer is not None:
                 found.tracer.returned(args, out)
             if self.new:
@@ -169,28 +166,23 @@ class Sharding(Interpretation):
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
     ) -> ShardRuntime:
         """The runtime of a call that is given these leaves."""
-        at = here(self.mesh)
-        where, copies = group(self.axis, at), self.cut.replicate
-        replicas = group(copies, at) if copies else None
         coordinates = self.mesh.coordinates(rank)
-        shards: dict[int, FlatShard] = {}
-        for x in leaves:
-            if is_sharded(x) and (shard := x.packed) is not None:
-                if id(shard) not in shards:
-                    plain = shard.place.axes in (self.axis, ())
-                    if plain or self.cut.own(shard.members[0]):
-                        shards[id(shard)] = shard
+        buffers = {id(x.packed): x.packed for x in leaves if is_sharded(x)}
+        shards = [
+            shard
+            for shard in buffers.values()
+            if shard is not None and self.cut.gathers(shard.members[0])
+        ]
         runtime = ShardRuntime(
-            where,
-            replicas,
+            GroupTable(self.cut, here(self.mesh)),
             self.cut,
             pool=pool_of(self.mesh, rank),
             coordinates=coordinates,
-            shards=shards.values(),
+            shards=shards,
             ownership=ownership,
             **more,
         )
-        self._check_places(shards.values(), coordinates, runtime.groups)
+        self._check_places(shards, coordinates, runtime.groups)
         return runtime
 
     def _check_places(
@@ -202,10 +194,8 @@ class Sharding(Interpretation):
         for shard in shards:
             where = groups[shard.split_axes].where  # made here: a backward has no mesh
             own, size = shard.coordinates, shard.place.size
-            mine = size == 1 or where is not None and size == where.size
-            for axis, i in own.items():
-                mine = mine and at[axis] == i
-            if checks and not mine:
+            fits = size == 1 or where is not None and size == where.size
+            if checks and not (fits and own.items() <= at.items()):
                 raise ValueError(
                     f"{shard.members[0]} is the part of {dict(own)} of {size} "
                     f"ranks, but this is {at} of {self.mesh}: give each rank its own "
@@ -224,42 +214,38 @@ class Sharding(Interpretation):
     # Gradient calls
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def sharded(call: GradientCall) -> Outcome:
-            at, f = here(self.mesh), frame()
-            given = (call.args, call.keywords)
-            leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
-            if repacked(leaves, at.mesh.coordinates(at.rank)):
-                args, keywords = tree.unflatten(treedef, leaves)
-                call = replace(call, args=args, keywords=keywords)
-            runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
-            sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
-            where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
-            # In place of the plain call's: a loss is under one mean of ours.
-            others = [(h, kept) for h, kept in f.runtimes if h is not self]
-            within = replace(
-                f,
-                runtimes=(*others, (self, runtime)),
-                varies=(*f.varies, *where),
-            )
-            with inside(within):
-                kept = {**call.packed, **runtime.keeps}
-                outcome = run(replace(call, packed=kept, parts=runtime.parts))
-            runtime.finish()
-            if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
-                outer.goes_on_from(runtime)
-            return self._ended(call, outcome, runtime)
+        return partial(self._differentiated, run)
 
-        return sharded
+    def _differentiated(self, run: Callable[..., Any], call: GradientCall) -> Outcome:
+        """Runs a gradient call with a runtime of its own."""
+        at, f = here(self.mesh), frame()
+        coordinates = at.mesh.coordinates(at.rank)
+        leaves, treedef = tree.flatten((call.args, call.keywords), is_leaf=is_sharded)
+        if repacked(leaves, coordinates):
+            args, keywords = tree.unflatten(treedef, leaves)
+            call = replace(call, args=args, keywords=keywords)
+        runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
+        places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
+        # In place of the plain call's: a loss is under one mean of ours.
+        others = [(h, kept) for h, kept in f.runtimes if h is not self]
+        runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
+        with inside(replace(f, runtimes=runtimes, varies=varies)):
+            kept = {**call.packed, **runtime.keeps}
+            outcome = run(replace(call, packed=kept, parts=runtime.parts))
+        runtime.sums.finish()
+        runtime.gathers.close()
+        if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
+            outer.first, outer.count = runtime.passed, {}
+        return self._ended(call, outcome, runtime)
 
     def _begun(
         self, call: GradientCall, leaves: Sequence[Any], at: Here
     ) -> ShardRuntime:
         """The runtime of a gradient call that is about to run."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
-        plainly = (self.axis, ())
         keeps, plain = {}, 0
         if not (call.composable or f.create_graph):
-            keeps, plain = kept_here(chosen, plainly, self.cut.own)
+            keeps, plain = kept_here(chosen, self.cut)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
         feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
@@ -282,7 +268,7 @@ class Sharding(Interpretation):
         )
         key = at.rank, plain, call.argnums
         if plain and at.link.moves and key not in self.compared_whole:
-            check_whole(runtime, group(runtime.mean_axes, at))
+            check_whole(runtime, group(self.axes, at))
             self.compared_whole |= {key}
         return runtime
 
@@ -318,14 +304,14 @@ class Sharding(Interpretation):
         """The steps that are made while the backward runs, if any."""
         f = frame()
         found = [h for h in f.handlers if isinstance(h, GradientSteps)]
-        steps = found[-1].begin(keeps, parts) if found and not f.in_loss else None
-        if found and not f.in_loss:
-            if self.zero == 1:
-                raise ValueError(_LATE)
-            within = [h for h in f.handlers if isinstance(h, Sharding)]
-            if f.micro or len(within) > 1:
-                raise ValueError(_AROUND)
-        return steps
+        if not found or f.in_loss:
+            return None
+        if self.zero == 1:
+            raise ValueError(_LATE)
+        within = [h for h in f.handlers if isinstance(h, Sharding)]
+        if f.micro or len(within) > 1:
+            raise ValueError(_AROUND)
+        return found[-1].for_call(keeps, parts)
 
 
 _LATE = (

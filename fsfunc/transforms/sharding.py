@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.core.frames import transformed
 from fsfunc.tracing.type_check import TypeCheck
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.sharded_calls import Sharding
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["Sharding", "shard"]
 
 
 def shard(

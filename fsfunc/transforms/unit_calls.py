@@ -14,19 +14,17 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import here
-from fsfunc.comm.shard_linear_maps import ENTER, LawError
+from fsfunc.comm.typed_maps import ENTER, LawError
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import by_buffer, joined, packed_of
 from fsfunc.transforms.boundary import enter, leave, spread
-from fsfunc.transforms.gathered_calls import GatheredCall
+from fsfunc.transforms.gathers import GatheredCall
 from fsfunc.transforms.gradients import check_derivatives, check_mapped
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
-
-__all__ = ["call_unit"]
 
 
 def call_unit(
@@ -35,6 +33,7 @@ def call_unit(
     run: Callable[..., Any],
     call: Call,
     params: Any,
+    /,
     *inputs: Any,
     **named: Any,
 ) -> Any:
@@ -111,10 +110,9 @@ def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list
     """The positions of leaves that this call gathers: ours, and no inner unit's."""
     mine, inner = [], "" if call.unit.whole else call.name + "/"
     for i, x in enumerate(leaves):
-        if is_sharded(x) and (flat := x.layout.flat) is not None:
-            if flat.axes == cut.axis or not flat.axes or cut.own(x.layout):
-                if not (inner and flat.buffer.startswith(inner)):
-                    mine.append(i)
+        if is_sharded(x) and cut.gathers(x.layout):
+            if not (inner and x.layout.flat.buffer.startswith(inner)):
+                mine.append(i)
     return mine
 
 
@@ -172,9 +170,9 @@ def _gathered_calls(
             shard, flat = packed_of(chosen, runtime.coordinates)
             runtime.groups[shard.split_axes]  # here: a backward has no context
         keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
-        views, at = [], shard.views
+        views = []
         for i in positions:
-            views.append(at[id(leaves[i].layout)])
+            views.append(leaves[i].layout.view)
         kind = shard.flat.dtype
         if each is not None:
             kind = _one_dtype(kind, [each[i] for i in positions])
@@ -210,7 +208,7 @@ def _compose(
         name = f"{call.name}({layout.name})"
         flat = spread(runtime, flat, layout, name)
         for i, x in zip(positions, chosen, strict=True):
-            start, shape = x.layout.flat.offset, whole_shape(x.layout)
+            start, shape = x.layout.flat.offset, x.layout.unit_shape
             whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
             split = x.layout.in_units
             leaves[i] = whole if split is None else Sharded(whole, split)

@@ -27,8 +27,6 @@ from fsfunc.tree.non_tensor_leaves import (
     slots_of,
 )
 
-__all__ = ["adopt", "learned", "refuse", "register_node"]
-
 _Flatten = Callable[[Any], tuple[Sequence[Any], Hashable]]
 _Unflatten = Callable[[Any, Sequence[Any]], Any]
 

@@ -14,19 +14,6 @@ from typing import Any
 import optree
 import torch
 
-__all__ = [
-    "CONTAINERS",
-    "LEAVES",
-    "NAMESPACE",
-    "SHOWN",
-    "count_as_leaf",
-    "hides",
-    "holds",
-    "is_node",
-    "is_open",
-    "slots_of",
-]
-
 # Of what is learned at first sight: who registers a class with optree later may.
 NAMESPACE = "fsfunc"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 import fsfunc.nn as nn
 from fsfunc import tree
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, refused, simulated
 from tests.probes import LiveBytes
 

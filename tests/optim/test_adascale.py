@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, simulated
 from tests.optim.steps import DATA, WS, X, trained
 from tests.optim.steps import layer as product

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsfunc.pipelining.fused_gradients import _alone
 from fsfunc.pipelining.stages import StageVjp
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory import BufferPool
 from tests.checks import same
 from tests.probes import LiveBytes
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
 from fsfunc.runtime.memory import KINDS
-from fsfunc.transforms.selecting import remat_calls
+from fsfunc.transforms.rematerialization import remat_calls
 from tests.checks import close, same
 
 numbers = st.integers(0, 9)

@@ -14,7 +14,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.descriptions import stated, told
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from tests.checks import simulated
 from tests.optim.optimizers import EVERY
 

@@ -162,3 +162,19 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
         close(got, expected, 1e-9)
     rows = torch.func.grad(tied_loss, argnums=1)(TIED, ROWS)
     close(torch.cat([each for _, each in found]), rows, 1e-9)
+
+
+def test_a_unit_names_its_keywords_as_it_likes():
+    @ff.unit
+    def scaled(w, x, *, run, call, cut):
+        return (w * x * run * call * cut).sum()
+
+    mesh = simulated()
+
+    def main():
+        step = ff.value_and_grad(lambda w, x: scaled(w, x, run=2.0, call=3.0, cut=0.5))
+        step, x = ff.shard(ff.remat(step), mesh, "data"), torch.ones(2)
+        value, grad = step(ff.place(step, torch.ones(2), x), x)
+        return value.item(), ff.unshard(grad).tolist()
+
+    assert ff.spmd(main, mesh)() == [(6.0, [3.0, 3.0])] * 2

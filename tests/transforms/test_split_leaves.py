@@ -12,7 +12,7 @@ from torch.func import grad, jvp
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, refusals, refused, simulated

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.transforms.messages.encodings import dequantized, quantized
 from fsfunc.tree import map as tree_map
 from tests.checks import refusals, same, simulated

@@ -22,14 +22,6 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
 from fsfunc.comm.operations import OPERATIONS, SUM, is_source
 
-__all__ = [
-    "AbstractLink",
-    "EchoLink",
-    "run_abstract",
-    "run_vmapped",
-]
-
-
 _INSTEAD = (
     ", where all tensors are fake: leave out there what reads a value, or run it on a "
     "simulated mesh"

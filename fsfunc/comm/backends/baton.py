@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,6 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
 from fsfunc.comm.linear_maps import combine
 from fsfunc.comm.watch.mailboxes import Board
-
-__all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
 
 
 class Deadlock(RuntimeError):
@@ -38,16 +37,8 @@ class Meeting:
     how: dict[str, Any] = field(default_factory=dict)
     calls: dict[int, CollectiveCall] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    results: list[Tensor] | None = None
+    results: Sequence[Tensor] = ()
     over: bool = False
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that have not come yet."""
-        return [r for r in self.ranks if r not in self.calls]
-
-    def come(self, rank: int, call: CollectiveCall, x: Tensor) -> None:
-        self.calls[rank], self.inputs[rank] = call, x
 
     def mismatch(self) -> str | None:
         """The error text where the members came to different collectives."""
@@ -68,8 +59,6 @@ class Meeting:
 
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """This rank's own copy: what another rank writes must not reach it."""
-        if self.results is None:
-            raise RuntimeError("taken before it was complete")
         result = self.results[self.ranks.index(rank)]
         return result.clone() if out is None else out.copy_(result)
 
@@ -92,6 +81,10 @@ class SendMeeting(Meeting):
         y.copy_(x)
         self.inputs.clear()
         self.over = True
+
+    def take(self, rank: int, out: Tensor | None) -> Tensor:
+        """The memory that the receiver brought; nothing, where this rank sent."""
+        return torch.empty(0) if out is None else out
 
 
 TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]
@@ -125,6 +118,7 @@ class Baton:
         self.wake = [threading.Semaphore(0) for _ in range(n)]
         self.done = threading.Semaphore(0)
         self.state = ["ready"] * n
+        self.results: list[Any] = [None] * n
         self.waits: dict[int, Meeting] = {}
         self.error: BaseException | None = None
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
@@ -166,7 +160,8 @@ class Baton:
                 text = "has returned"
             elif rank in self.waits:
                 meeting = self.waits[rank]
-                text = f"waits in {meeting.calls[rank]}, for ranks {meeting.missing}"
+                missing = [r for r in meeting.ranks if r not in meeting.calls]
+                text = f"waits in {meeting.calls[rank]}, for ranks {missing}"
             else:
                 text = "runs"
             lines.append(f"  rank {rank} {text}")
@@ -197,8 +192,8 @@ class Baton:
         self.counts[rank, *among] = count + 1
         key = (*among, count)
         meeting = self.meetings.setdefault(key, new)
-        meeting.come(rank, call, x)
-        if not meeting.missing:
+        meeting.calls[rank], meeting.inputs[rank] = call, x
+        if len(meeting.calls) == len(meeting.ranks):
             del self.meetings[key]
             if wrong := meeting.mismatch():
                 error = CollectiveMismatch(wrong)

@@ -32,9 +32,6 @@ from fsfunc.comm.backends.link import (
 )
 from fsfunc.comm.watch.flight_recorder import FlightRecord
 
-__all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
-__all__ += ["compare_gathered", "packed", "receive", "send", "settle", "tag"]
-
 # torch 2.13 renamed it; 2.11 only knows the old name.
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None)
 ALL_GATHER = ALL_GATHER or dist.all_gather_into_tensor

@@ -14,20 +14,6 @@ from torch import Tensor
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.watch.mailboxes import Board
 
-__all__ = [
-    "CollectiveCall",
-    "CollectiveMismatch",
-    "Done",
-    "Handle",
-    "Link",
-    "PeerFailed",
-    "Signature",
-    "checks",
-    "digest",
-    "signature",
-    "table",
-]
-
 
 class Handle:
     """A collective or a transfer under way; ``wait`` returns this rank's result."""

@@ -32,8 +32,6 @@ from fsfunc.comm.backends.link import Handle, Signature, digest, signature
 from fsfunc.comm.backends.process_groups import Groups
 from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
 
-__all__ = ["Transfers"]
-
 
 class Transfers:
     """The transfers of one process; the n-th send of a pair meets the n-th receive.

@@ -28,9 +28,7 @@ from fsfunc.comm.backends.exchange import (
 from fsfunc.comm.backends.link import Handle, digest
 from fsfunc.comm.operations import OPERATIONS, SUM, Fold
 from fsfunc.comm.watch.flight_recorder import FlightRecord
-from fsfunc.runtime.buffer_pool import BufferPool
-
-__all__ = ["Pairs", "issue"]
+from fsfunc.runtime.memory import BufferPool
 
 # torch 2.13 renamed it; 2.11 only knows the old name.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)

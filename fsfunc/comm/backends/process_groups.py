@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from fsfunc import _torch
 
-__all__ = ["Groups", "fresh", "hang_up", "is_torn", "meet"]
-
 _LAST = (
     0.5  # seconds in which ranks hear from rank 0, which keeps the store, who is late
 )

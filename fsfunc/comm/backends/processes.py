@@ -52,9 +52,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.comm.watch.watchdog import patience_of, the_watchdog
-from fsfunc.runtime.buffer_pool import BufferPool
-
-__all__ = ["ProcessLink", "connect"]
+from fsfunc.runtime.memory import BufferPool
 
 
 class ProcessLink(Link):

@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,20 +27,17 @@ from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, res
 from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
-__all__ = ["SimulatedLink", "run_simulated"]
-
 
 class _Pending(Handle):
-    """A rank's part in a meeting; ``result`` is asked for once it is over."""
+    """A rank's part in a meeting, of which it takes the result once it is over."""
 
-    def __init__(
-        self, link: SimulatedLink, meeting: Meeting, result: Callable[[], Tensor]
-    ):
-        self.link, self.meeting, self.result = link, meeting, result
+    def __init__(self, link: SimulatedLink, meeting: Meeting, out: Tensor | None):
+        self.link, self.meeting, self.out = link, meeting, out
 
     def wait(self) -> Tensor:
-        self.link.baton.wait(self.link.rank, self.meeting)
-        return self.result()
+        rank = self.link.rank
+        self.link.baton.wait(rank, self.meeting)
+        return self.meeting.take(rank, self.out)
 
     def done(self) -> bool:
         return self.meeting.over
@@ -64,39 +63,71 @@ class SimulatedLink(Link):
     ) -> Handle:
         if self.checks:  # as over processes
             what = what or current_label()[0]
-        meeting = Meeting(where.ranks, how)
-        meeting = self._come(meeting, op, x.detach(), where, what)
-        return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
+        new = Meeting(where.ranks, how)
+        return self._come(new, op, x.detach(), where, what, out)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        meeting = SendMeeting((where.rank, where.ranks[to]))
-        meeting = self._come(meeting, "send", x, where, what)
-        return _Pending(self, meeting, lambda: torch.empty(0))
+        new = SendMeeting((where.rank, where.ranks[to]))
+        return self._come(new, "send", x, where, what)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        meeting = SendMeeting((where.ranks[source], where.rank))
-        meeting = self._come(meeting, "receive", like, where, what)
-        return _Pending(self, meeting, lambda: like)
+        new = SendMeeting((where.ranks[source], where.rank))
+        return self._come(new, "receive", like, where, what, like)
 
     def close(self, what: Any, error: BaseException) -> None:
         if self.baton.error is None:
             error.add_note(f"on simulated rank {self.rank}, in {what}")
         self.baton.fail(error)
 
-    def _come(self, new: Meeting, op: str, x: Tensor, where: Any, what: str) -> Meeting:
+    def _come(
+        self,
+        new: Meeting,
+        op: str,
+        x: Tensor,
+        where: Any,
+        what: str,
+        out: Tensor | None = None,
+    ) -> Handle:
         call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
-        return self.baton.come(self.rank, new, where.ranks, call, x)
+        meeting = self.baton.come(self.rank, new, where.ranks, call, x)
+        return _Pending(self, meeting, out)
 
 
-def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
+def run_simulated(
+    mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]
+) -> list[Any]:
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
 
     Every rank starts from the caller's default generator, and the caller goes on from
     rank 0's.
     """
-    enter = carry()
-    with _alone(Baton(mesh.size)) as baton:
-        return _run(mesh, fn, args, baton, enter)
+    enter, baton = carry(), Baton(mesh.size)
+    with _alone(baton):
+        threads = []
+        for rank in range(mesh.size):
+            context, call = contextvars.copy_context(), partial(fn, *args[rank])
+            given = (_on_rank, baton, rank, mesh, enter, call)
+            threads.append(Thread(target=context.run, args=given, daemon=True))
+            threads[-1].start()
+        with _torch.shared_forward_ad():
+            baton.wake[0].release()
+            try:
+                baton.done.acquire()
+            except BaseException as error:  # Ctrl-C comes to the thread that waits here
+                baton.fail(error)
+                baton.done.acquire()
+        for thread in threads:
+            thread.join()
+        restore(baton.states[0])
+        error, baton.error = baton.error, None
+        results, baton.results = baton.results, []
+        try:
+            if error is not None:
+                raise error
+            return results
+        finally:
+            # Its traceback holds this frame: no circle, in which tensors wait.
+            del error
 
 
 _RUNS: list[Baton] = []  # under way, one within the other
@@ -123,60 +154,34 @@ def _alone(baton: Baton) -> Iterator[Baton]:
         _RUNS.remove(baton)
 
 
-def _run(
-    mesh: Mesh,
-    fn: Callable[..., Any],
-    args: Sequence[Sequence[Any]],
+def _on_rank(
     baton: Baton,
+    rank: int,
+    mesh: Mesh,
     enter: Callable[[], ExitStack],
-) -> list[Any]:
-    results: list[Any] = [None] * mesh.size
-
-    def body(rank: int) -> None:
-        baton.threads.add(threading.get_ident())
-        baton.wake[rank].acquire()
-        restore(baton.states[rank])
-        try:
-            if baton.error is None:
-                link = SimulatedLink(baton, rank)
-                with enter(), place_here(Here(mesh, rank, link)):
-                    results[rank] = fn(*args[rank])
-        except Aborted:
-            pass  # the error that stopped this rank is kept with the baton
-        except BaseException as error:
-            if baton.process != os.getpid():
-                _end(error)
-            if baton.error is None:
-                error.add_note(f"on simulated rank {rank} of {mesh}")
-            baton.fail(error)
-        if baton.process != os.getpid():
-            _end(None)
-        baton.state[rank] = "done"
-        baton.hand_over(rank, last=True)
-
-    threads = []
-    for rank in range(mesh.size):
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(body, rank), daemon=True)
-        thread.start()
-        threads.append(thread)
-    with _torch.shared_forward_ad():
-        baton.wake[0].release()
-        try:
-            baton.done.acquire()
-        except BaseException as error:  # Ctrl-C comes to the thread that waits here
-            baton.fail(error)
-            baton.done.acquire()
-    for thread in threads:
-        thread.join()
-    restore(baton.states[0])
-    error, baton.error = baton.error, None
+    call: Callable[[], Any],
+) -> None:
+    """A rank's thread: waits for the baton, runs, and hands it over for good."""
+    baton.threads.add(threading.get_ident())
+    baton.wake[rank].acquire()
+    restore(baton.states[rank])
     try:
-        if error is not None:
-            raise error
-        return results
-    finally:
-        del error  # its traceback holds this frame: no circle, in which tensors wait
+        if baton.error is None:
+            link = SimulatedLink(baton, rank)
+            with enter(), place_here(Here(mesh, rank, link)):
+                baton.results[rank] = call()
+    except Aborted:
+        pass  # the error that stopped this rank is kept with the baton
+    except BaseException as error:
+        if baton.process != os.getpid():
+            _end(error)
+        if baton.error is None:
+            error.add_note(f"on simulated rank {rank} of {mesh}")
+        baton.fail(error)
+    if baton.process != os.getpid():
+        _end(None)
+    baton.state[rank] = "done"
+    baton.hand_over(rank, last=True)
 
 
 def _end(error: BaseException | None) -> None:

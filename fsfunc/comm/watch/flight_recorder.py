@@ -22,8 +22,6 @@ from typing import Any
 from fsfunc.comm.attribution import called_by_user, current_label
 from fsfunc.comm.backends.link import CollectiveCall, Signature
 
-__all__ = ["FlightRecorder", "FlightRecord"]
-
 _KEPT = 100
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["GONE", "SILENT", "Board", "Mailbox", "Message", "is_final", "parse"]
-
 GONE = "has ended without a word: its process was killed, or has returned"
 SILENT = "does not answer: its process is stopped, or out of reach"
 _UNKNOWN = "does not answer: its process was killed or is stopped, or has made no mesh"

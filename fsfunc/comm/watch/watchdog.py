@@ -24,8 +24,6 @@ from fsfunc.comm.backends.link import PeerFailed, table
 from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 
-__all__ = ["Watchdog", "patience_of", "the_watchdog"]
-
 _TICK = 0.5  # seconds between two looks
 _GRACE = 1.0  # for a collective to be over, once one of its ranks has ended
 _WHOLE = 32  # ranks of which a table shows all

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh, asks
+from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
 from fsfunc.transforms.local.averaging import (
     LocalState,
@@ -23,9 +24,6 @@ from fsfunc.transforms.local.averaging import (
 )
 from fsfunc.transforms.local.graphs import Graph
 from fsfunc.transforms.local.local_updates import LocalUpdates
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["gossip"]
 
 Moves = Sequence[Sequence[tuple[int, int]]]
 

@@ -12,15 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = [
-    "bipartite_exponential",
-    "bipartite_linear",
-    "directed_exponential",
-    "directed_linear",
-    "n_peer_exponential",
-    "ring",
-]
-
 Pairs = list[tuple[int, int]]
 Graph = list[list[Pairs]]
 

@@ -20,7 +20,7 @@ from fsfunc.comm.comparison import Section, compare, whole_values
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
@@ -32,9 +32,6 @@ from fsfunc.transforms.local.averaging import (
     averages,
     written,
 )
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["LocalUpdates", "local_sgd"]
 
 
 def local_sgd(
@@ -181,16 +178,9 @@ class LocalUpdates(Interpretation):
             held = self.before(state, params, where)
         try:
             with inside(self.around(before, at)):
-                out = f(mine, *args[1:], **keywords)
+                new, *metrics = self._checked(f(mine, *args[1:], **keywords))
         finally:  # a donated step within has used the state up, or spoiled it
             _tell(mine, args[0])
-        if not isinstance(out, tuple) or not out:
-            raise ValueError(
-                f"{self.called} of a function that returns a {type(out).__name__}: a "
-                "step returns (state, metrics)"
-            )
-        new, *metrics = out
-        _check_state(new, f"the step under {self.called} returns", "state")
         if isinstance(args[0], LocalState) and at.link.moves:
             check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
         fields: dict[str, Any] = {}
@@ -202,6 +192,16 @@ class LocalUpdates(Interpretation):
         self.ran(at)
         state = replace(state, copies=copies, count=state.count + 1, **fields)
         return (state, *metrics)
+
+    def _checked(self, out: Any) -> tuple[Any, ...]:
+        """What the step returned, checked: a state, and whatever it adds."""
+        if not isinstance(out, tuple) or not out:
+            raise ValueError(
+                f"{self.called} of a function that returns a {type(out).__name__}: a "
+                "step returns (state, metrics)"
+            )
+        _check_state(out[0], f"the step under {self.called} returns", "state")
+        return out
 
     def around(self, before: Any, at: Here) -> Any:
         """The frame of a call, whose units draw numbers of the rank's own."""

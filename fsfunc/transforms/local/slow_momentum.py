@@ -13,6 +13,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat, split, trainable
 from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
 from fsfunc.sharded.layout import Layout
@@ -20,9 +21,6 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, room
 from fsfunc.transforms.local.averaging import LocalState, assign, averages, written
 from fsfunc.transforms.local.local_updates import LocalUpdates
-from fsfunc.transforms.transforming import transformed
-
-__all__ = ["slowmo"]
 
 
 class SlowMomentum(NamedTuple):

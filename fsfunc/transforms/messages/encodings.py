@@ -9,9 +9,6 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.transforms.messages.wire import Gather, Reduction
 
-__all__ = ["CastGather", "CastReduction", "QuantizedGather", "QuantizedReduction"]
-__all__ += ["dequantized", "quantized"]
-
 
 class CastGather(Gather):
     """Parameters gathered in ``dtype``, and computed with in what they would be.

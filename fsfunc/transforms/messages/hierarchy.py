@@ -13,8 +13,6 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.runtime.memory import count_as
 from fsfunc.transforms.messages.wire import Gather, KeptGather, Reduction
 
-__all__ = ["HierarchicalGather", "HierarchicalReduction"]
-
 
 class HierarchicalGather(Gather):
     """Parameters gathered across nodes first, then within each.

@@ -24,8 +24,6 @@ from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
 from fsfunc.transforms.messages.wire import Reduction
 
-__all__ = ["PowerSGDState", "powersgd"]
-
 
 class PowerSGDState(NamedTuple):
     """Residuals and factors of each buffer, and the state of the optimizer within.
@@ -130,7 +128,7 @@ class _Cut(NamedTuple):
     def of(cls, shard: FlatShard, rank: int, min_rate: float) -> _Cut:
         matrices, beside, at = [], [], 0
         for member in shard.members:  # in the order of their offsets
-            shape, _, start = shard.views[id(member)]
+            shape, _, start = member.view
             rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
             r = min(rank, rows, columns)
             if len(shape) > 1 and (rows + columns) * r * min_rate < rows * columns:

@@ -28,8 +28,6 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.messages.wire import Reduction
 
-__all__ = ["ErrorFeedbackState", "Feedback", "WithFeedback", "error_feedback"]
-
 
 class ErrorFeedbackState(NamedTuple):
     """Residuals of each buffer, and the state of the optimizer within.

@@ -37,8 +37,6 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.sharded.leaf import FlatShard
 
-__all__ = ["Gather", "KeptGather", "Reduction", "check_decoded"]
-
 
 def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> None:
     """Raises where a ``decode`` did not return ``count`` elements in ``dtype``."""
