@@ -3,7 +3,8 @@
 Everything here was written against torch 2.13 and runs on 2.11.
 
 internals.py graph.py   of storages, modules and the like; of the autograd graph
-dispatch.py fake_results.py functorch.py   modes; fake tensors, faster; levels
+dispatch.py functorch.py   modes and operators; levels
+fake_modes.py fake_results.py   fake tensors; results of theirs, faster
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,11 +14,21 @@ from fsfunc._torch.dispatch import (
     CPU_ATTENTION_BACKWARD,
     GROUPED_PRODUCT,
     DispatchMode,
-    abstract_mode,
     active_modes,
     arguments_of,
     beneath_all_modes,
     beneath_modes,
+    is_view,
+    outside_function_modes,
+    outside_modes,
+    plain_tensors,
+    tells_places,
+    tells_value,
+    value_of,
+    written,
+)
+from fsfunc._torch.fake_modes import (
+    abstract_mode,
     check_device,
     device_of,
     device_of_fake,
@@ -27,17 +38,9 @@ from fsfunc._torch.dispatch import (
     fake_of,
     forget_fakes,
     is_data_dependent,
-    is_view,
-    outside_function_modes,
-    outside_modes,
-    plain_tensors,
     quiet_fakes,
     remembering_nothing,
     result_below,
-    tells_places,
-    tells_value,
-    value_of,
-    written,
 )
 from fsfunc._torch.fake_results import (
     fake_result,
