@@ -194,7 +194,7 @@ class LocalUpdates(Interpretation):
         return (state, *metrics)
 
     def _checked(self, out: Any) -> tuple[Any, ...]:
-        """What the step returned, checked: a state, and whatever it adds."""
+        """The state that a step returned, checked, and whatever it adds."""
         if not isinstance(out, tuple) or not out:
             raise ValueError(
                 f"{self.called} of a function that returns a {type(out).__name__}: a "
