@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def outcomes(tmp_path_factory):
     """What became of one fault of each kind."""
     path = tmp_path_factory.mktemp("faults") / "json"
-    options = ["--sample", "--at-once", "4", "--timeout", "3", "--limit", "60"]
+    options = ["--sample", "--at-once", "2", "--timeout", "3", "--limit", "60"]
     options += ["--json", str(path)]
     done = forked(BENCHMARKS / "faults.py", *options, timeout=300)
     assert path.exists(), done.stderr
