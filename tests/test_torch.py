@@ -215,6 +215,28 @@ def test_nodes_are_numbered_in_order():
     assert _torch.next_sequence_number() >= number
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_errors_of_the_compiler_are_told():
+    what = "jit names neither the unit nor the way out where a unit does not compile"
+    branches = torch.compile(
+        lambda x: x if x.sum() > 0 else -x, backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="ranch") as found:
+        branches(torch.ones(2))
+    assert _torch.is_of_compiler(found.value), breaks(what)
+    assert not _torch.is_recompile_limit(found.value)
+    scaled = torch.compile(
+        lambda x, k: x * k, backend="eager", fullgraph=True, dynamic=False
+    )
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with pytest.raises(Exception, match="limit") as found:
+            for k in range(3):
+                scaled(torch.ones(2), k / 3)
+    torch._dynamo.reset()
+    assert _torch.is_recompile_limit(found.value), breaks(what)
+    assert _torch.is_of_compiler(found.value) and not _torch.is_of_compiler(KeyError())
+
+
 def test_a_meta_tensor_is_a_fake_one_of_the_cpu():
     what = "plans of models on meta hold every score of their attention"
     mode = _torch.fake_mode_of(())

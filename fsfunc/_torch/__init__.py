@@ -98,6 +98,7 @@ from fsfunc._torch.internals import (
     hook_tables,
     is_compiled,
     is_of_compiler,
+    is_recompile_limit,
     keep_process_groups,
     set_compiler_stance,
     set_tables,

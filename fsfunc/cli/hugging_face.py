@@ -64,7 +64,7 @@ class HuggingFaceStep:
                     self.config, dtype=torch.float32
                 )
             except Exception as error:  # of fields that contradict each other
-                raise Refused(f"{self.path} is no model: {error}") from None
+                raise Refused(f"{self.path} is no model: {error}") from error
         kinds = set(model._no_split_modules or ())
         split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
         try:
@@ -118,4 +118,4 @@ def _config(path: Path) -> Any:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # of transformers' own checks of each field
         said = str(error).partition("\n")[0]
-        raise Refused(f"{path}: model_type {kind!r} is no model: {said}") from None
+        raise Refused(f"{path}: model_type {kind!r} is no model: {said}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ def compiled_unit(
     attributes = Attributes(module, copied, (), who)
     like = module.state_dict(keep_vars=True)
     kind = type(module), *((k, x.shape, x.dtype) for k, x in like.items())
-    run = compile(_caller_of((*kind, *_hooks(module))))
+    # No guard looks at hooks, and what they hold is not for a cache to keep.
+    make = _caller_of.__wrapped__ if _has_hooks(module) else _caller_of
+    run = compile(make(kind))
 
     def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
         given = {**params, **buffers}
@@ -83,12 +85,14 @@ def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
     return types.FunctionType(code, _called.__globals__)
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    """The hooks of a module and of those in it, whose presence no guard looks at."""
-    for path, m in module.named_modules():
-        for before in (True, False):
-            for table in _torch.hook_tables(m, before=before):
-                yield from ((path, before, hook) for hook in table.values())
+def _has_hooks(module: nn.Module) -> bool:
+    """True if a module, or one in it, has hooks."""
+    return any(
+        table
+        for m in module.modules()
+        for before in (True, False)
+        for table in _torch.hook_tables(m, before=before)
+    )
 
 
 def _called(module: nn.Module, tensors: Any, args: Any, keywords: Any) -> Any:

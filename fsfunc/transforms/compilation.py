@@ -151,9 +151,9 @@ def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _said_of(error: Exception, name: str) -> str:
     """The message of an error of the compiler, of a unit."""
-    first = str(error).strip().partition("\n")[0]
-    if type(error).__name__ == "FailOnRecompileLimitHit":
+    if _torch.is_recompile_limit(error):
         return _TOO_MANY.format(name)
+    first = str(error).strip().partition("\n")[0]
     lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     users = [at for at in lines if not is_inner(at[0])]
     line = ":".join((users or lines)[-1]) if lines else traceback_line(error)

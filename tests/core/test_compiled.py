@@ -137,6 +137,22 @@ def test_a_compiled_unit_is_the_plain_one(stack):
     assert len(RAN) == STEPS * UNITS * ranks * each
 
 
+def watching_gathers(monkeypatch):
+    """(counts, look): each ``look()`` appends how many gathered buffers are alive."""
+    gathered, alive, start = [], [], Gathers.start
+
+    def watched(runtime, shard, dtype):
+        full, work = start(runtime, shard, dtype)
+        gathered.append(weakref.ref(full))
+        return full, work
+
+    def look():
+        alive.append(sum(full() is not None for full in gathered))
+
+    monkeypatch.setattr(Gathers, "start", watched)
+    return alive, look
+
+
 SLOW = pytest.mark.slow  # the real compiler
 
 
@@ -151,17 +167,7 @@ def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend
 ):
     """At the end of the forward one rank's last buffer is alive, and gathered again."""
-    gathered, alive, start = [], [], Gathers.start
-
-    def watched(runtime, shard, dtype):
-        full, work = start(runtime, shard, dtype)
-        gathered.append(weakref.ref(full))
-        return full, work
-
-    def look():
-        alive.append(sum(full() is not None for full in gathered))
-
-    monkeypatch.setattr(Gathers, "start", watched)
+    alive, look = watching_gathers(monkeypatch)
     unit = ff.unit(torch.compile(layer, backend=backend))
     losses, _, sent = trained(loss_of(unit, after=look), *STACKS[stack])
     torch.testing.assert_close(losses, trained(loss_of(plain), *STACKS[stack])[0])

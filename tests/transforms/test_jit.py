@@ -1,13 +1,11 @@
 """jit: the step of compiled units is the plain step, in what it sends and holds too."""
 
 import re
-import weakref
 
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.transforms.gathers import Gathers
 from tests.checks import close, same
 from tests.core.test_compiled import (
     BATCH,
@@ -23,6 +21,7 @@ from tests.core.test_compiled import (
     plain,
     shard,
     trained,
+    watching_gathers,
 )
 from tests.models import floats
 
@@ -178,17 +177,7 @@ def test_what_a_jitted_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend
 ):
     """At the end of the forward a rank's last buffer is alive, and gathered again."""
-    gathered, alive, start = [], [], Gathers.start
-
-    def watched(runtime, shard, dtype):
-        full, work = start(runtime, shard, dtype)
-        gathered.append(weakref.ref(full))
-        return full, work
-
-    def look():
-        alive.append(sum(full() is not None for full in gathered))
-
-    monkeypatch.setattr(Gathers, "start", watched)
+    alive, look = watching_gathers(monkeypatch)
     transform, mesh = STACKS[stack]
     jitted = lambda step: ff.jit(transform(step), backend=backend)  # noqa: E731
     losses, _, sent = trained(loss_of(plain, after=look), jitted, mesh)

@@ -212,6 +212,7 @@ def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> 
 
 
 def layout_of(leaf: Any) -> Layout:
+    """The layout of a leaf; a plain tensor lies whole."""
     if is_sharded(leaf):
         return leaf.layout
     return Layout(tuple(leaf.shape), leaf.dtype)
