@@ -229,7 +229,7 @@ def test_errors_of_the_compiler_are_told():
         lambda x, k: x * k, backend="eager", fullgraph=True, dynamic=False
     )
     with torch._dynamo.config.patch(recompile_limit=1):
-        with pytest.raises(Exception, match="limit") as found:
+        with pytest.raises(Exception, match="fullgraph=True") as found:
             for k in range(3):
                 scaled(torch.ones(2), k / 3)
     torch._dynamo.reset()
