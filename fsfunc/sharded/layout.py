@@ -29,6 +29,7 @@ from fsfunc.sharded.placements import (
 
 Coordinates = Mapping[str, int]
 View = tuple[tuple[int, ...], tuple[int, ...], int]
+Region = tuple[tuple[tuple[int, int], ...] | None, int, int]
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
 
 
@@ -175,23 +176,24 @@ class Layout:
                 box[part.dim] = (start + skip, min(step, n - skip))
         return tuple(box)
 
-    def span(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(start, stop) of the local part in the row-major flattening of `block`."""
+    def region(self, coordinates: Coordinates) -> Region:
+        """`block`, and the (start, stop) of the local part in its flattening."""
         box = self.block(coordinates)
         n = 0 if box is None else math.prod(n for _, n in box)
         if self.flat is None:
-            return 0, n
+            return box, 0, n
         low = self.flat.index(coordinates) * self.flat.chunk - self.flat.offset
-        return min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
+        return box, min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
+
+    def span(self, coordinates: Coordinates) -> tuple[int, int]:
+        """(start, stop) of the local part in the row-major flattening of `block`."""
+        return self.region(coordinates)[1:]
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
         """The shape of the part that the rank at these coordinates holds."""
-        box = self.block(coordinates)
-        if box is None:
-            return (0,)
-        if self.flat is None:
+        box, start, stop = self.region(coordinates)
+        if self.flat is None and box is not None:
             return tuple(n for _, n in box)
-        start, stop = self.span(coordinates)
         return (stop - start,)
 
     def check_part(self, shape: Sequence[int], coordinates: Coordinates) -> None:

@@ -63,7 +63,8 @@ def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
     Raises:
         TypeError: one of these is no plain tensor.
     """
-    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    leaves = tree.leaves(t, is_leaf=is_sharded)
+    paths = tree.paths(t, is_leaf=is_sharded) if own else [""] * len(leaves)
     for path, x in zip(paths, leaves, strict=True):
         how = own.get(path, WHOLE) if own else WHOLE
         if isinstance(x, Tensor):

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
+from fsfunc.sharded.layout import Coordinates, Key, Layout, Region, every_coordinate
 
 Locals = Mapping[Key, Tensor] | Iterable[tuple[Coordinates, Tensor]]
 """Local parts by `layout.key(coordinates)`, or beside their coordinates."""
@@ -80,23 +80,30 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
     full = like.new_empty(layout.shape)
     missing = []
     for coordinates in every_coordinate(layout):
-        start, stop = layout.span(coordinates)
+        region = layout.region(coordinates)
         local = held.get(layout.key(coordinates))
-        if start == stop:
-            continue
-        if local is None:
+        if local is not None:
+            write(full, region, local.reshape(-1))
+        elif region[1] < region[2]:
             missing.append(coordinates)
-            continue
-        block, rest = _narrow(full, layout.block(coordinates) or ()), local.reshape(-1)
-        for piece in _cover(block, start, stop):
-            piece.copy_(rest[: piece.numel()].view(piece.shape))
-            rest = rest[piece.numel() :]
     if missing:
         raise ValueError(
             f"cannot assemble {layout.subject}: the parts at {missing} are missing; "
             "pass those of every point of its axes"
         )
     return full
+
+
+def write(full: Tensor, region: Region, row: Tensor) -> None:
+    """Copies a rank's part, which a row begins with, into the full tensor.
+
+    Args:
+        region: that of the part, by `Layout.region`.
+    """
+    box, start, stop = region
+    for piece in _cover(_narrow(full, box or ()), start, stop):
+        piece.copy_(row[: piece.numel()].view(piece.shape))
+        row = row[piece.numel() :]
 
 
 def _by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:

@@ -292,9 +292,9 @@ def _recorded(
     and its own function names the transforms that the record is of.
     """
 
-    def record() -> tuple[Recorder, list[Applied]]:
+    def record(steady: Recorder | None = None) -> tuple[Recorder, list[Applied]]:
         with noting_applied() as applied:
-            return _record(fn, t, rest, how, splits), applied
+            return _record(fn, t, rest, how, splits, steady), applied
 
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     at = here(mine[0].mesh) if mine else None
@@ -308,7 +308,7 @@ def _recorded(
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == at.mesh.size - 1  # it looks for itself
     if key not in notes or last and at.link.moves:
-        found, applied = record()
+        found, applied = record(notes.get(key, (None,))[0])
         if set(found.handlers) != set(mine) or last:
             return found, applied
         notes[key] = replace(found, handlers=mine), applied

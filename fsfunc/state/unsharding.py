@@ -7,7 +7,6 @@ is the entry of a unit. `laid_like` has the ways back.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.sharded.slices import assemble
+from fsfunc.sharded.slices import write
 
 
 def unshard(
@@ -103,20 +102,18 @@ def _gathered(x: Sharded) -> Tensor:
             local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
-    counts = elements_by_rank(layout, where)
+    regions = [layout.region(at.mesh.coordinates(rank)) for rank in where.ranks]
+    counts = [stop - start for _, start, stop in regions]
     size = max(counts)
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
     every = sent
     if where.size > 1:
         every = where.start("all_gather", sent, what=layout.name).wait()
-    parts = []
-    for k, rank in enumerate(where.ranks):
-        coordinates = at.mesh.coordinates(rank)
-        shape = layout.local_shape(coordinates)
-        part = every[k * size : k * size + counts[k]]
-        parts.append((coordinates, part.view(shape)))
-    return assumed(assemble(parts, layout), "A")
+    full = local.new_empty(layout.shape)
+    for region, row in zip(regions, every.view(len(regions), size), strict=True):
+        write(full, region, row)
+    return assumed(full, "A")
 
 
 def _entered(x: Sharded) -> Tensor:
@@ -144,8 +141,8 @@ def _entered(x: Sharded) -> Tensor:
 def elements_by_rank(layout: Layout, where: RankGroup) -> list[int]:
     """The number of elements of a leaf on each rank of a group."""
     mesh = here().mesh
-    shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
-    return [math.prod(shape) for shape in shapes]
+    spans = [layout.span(mesh.coordinates(rank)) for rank in where.ranks]
+    return [stop - start for start, stop in spans]
 
 
 def _part(x: Sharded, layout: Layout) -> Tensor:

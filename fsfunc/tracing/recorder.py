@@ -46,6 +46,7 @@ def record(
     rest: tuple[Any, ...],
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
+    steady: Recorder | None = None,
 ) -> Recorder:
     """Record one run of ``fn(params, *rest)`` that moves nothing.
 
@@ -53,15 +54,16 @@ def record(
         splits: by path, how leaves are split over axes that no transform gathers.
         how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
             that read a tensor's value.
+        steady: the record of this program on another rank, which ran it twice.
 
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
         Unsteady: it gives torch's functions other numbers when it is run again.
 
     Cost: two runs whose gradients are shapes alone (one for a plan, after which no real
-    step runs). If they raise, one with its backward pass: a hook, or a Function's
-    backward, may leave behind what the step reads, and an error that stays is that of
-    this run.
+    step runs, and one that does as ``steady`` did). If they raise, one with its
+    backward pass: a hook, or a Function's backward, may leave behind what the step
+    reads, and an error that stays is that of this run.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -77,7 +79,8 @@ def record(
     for remembers in (True, False):  # of forward mode fakes may raise for that
         with suppress(Exception):
             found = run(True, remembers)
-            second = [found if planned else run(True, remembers)]
+            once = planned or steady is not None and steady.said == found.said
+            second = [found if once else run(True, remembers)]
             break
     else:
         return run()
@@ -170,7 +173,7 @@ class Recorder(Findings, Tracer, Watcher):
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
-                leaves[i] = Recorded(convert(x.detach()), layout)
+                leaves[i] = Recorded(convert(x).detach(), layout)
                 self.layouts[path] = replace(layout, parts=splits.get(path, ()))
         return leaves, treedef
 

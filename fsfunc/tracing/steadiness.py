@@ -209,9 +209,10 @@ def check_data(out: Any) -> None:
     Raises:
         Unsteady: names the leaf.
     """
-    paths, leaves, _ = tree.flatten_with_paths(out, is_leaf=is_sharded)
-    for path, x in zip(paths, leaves, strict=True):
+    leaves = tree.leaves(out, is_leaf=is_sharded)
+    for i, x in enumerate(leaves):
         if isinstance(x._local if is_sharded(x) else x, _torch.FakeTensor):
+            path = tree.paths(out, is_leaf=is_sharded)[i]
             raise Unsteady(
                 f"the step returns a tensor without data at {path!r}: it has kept one "
                 "in Python's own state (a list, an attribute) as it was recorded, "
