@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ENVIRONMENT, medians, run_workers, slowest
-from models import Size
-from report import duration, number, table
+from compared.measuring import ENVIRONMENT, medians, run_workers, slowest
+from compared.models import Size
+from compared.report import duration, number, table
 
 RANKS = 2
 STATE = 3 * 4  # bytes a parameter: itself and two moments in fp32

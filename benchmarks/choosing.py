@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import alternate
-from models import FULL, QUICK, Size, functional_loss, init_params, whole_batch
-from ours import train_step
+from compared.measuring import alternate
+from compared.models import FULL, QUICK, Size, functional_loss, init_params, whole_batch
+from compared.ours import train_step
 
 import fsfunc as ff
 from fsfunc.planning.calibration import measure_hardware

@@ -1,14 +1,14 @@
 """fsfunc beside torch's parallelism of data, stages and layers, in one run: medians.
 
     python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
-                                 [--json PATH]
+                                 [--ranks N] [--shape NAME] [--bf16] [--json PATH]
 
-Two processes on gloo, one thread each. A byte-level GPT from the same parameters, the
-same batches and the same AdamW on both sides; the losses of the first two steps must
-agree or the run fails. A step's time is that of the slowest rank. Ratios are ours over
-theirs, below one is faster; the floor is the same model's step on one device without
-communication, timed in the same processes and rounds. Ratios are of donated steps
-(`ff.donate`), with the pure step's beside them.
+Two processes (``--ranks``) on gloo, one thread each. A byte-level GPT from the same
+parameters, the same batches and the same AdamW on both sides; the losses of the first
+two steps must agree or the run fails. A step's time is that of the slowest rank. Ratios
+are ours over theirs, below one is faster; the floor is the same model's step on one
+device without communication, timed in the same processes and rounds. Ratios are of
+donated steps (`ff.donate`), with the pure step's beside them.
 
 A pipeline's ranks share one batch, that of all ranks, in microbatches of one sequence;
 both sides are cut at the same units. Its floor is one device's step on the whole batch
@@ -16,6 +16,8 @@ divided by the ranks: what is over it is bubbles, uneven stages and communicatio
 that of layers that are split over the ranks (tensor and sequence parallel).
 
 `--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
+`--shape` takes another model (SHAPES in compared/models.py), `--bf16` casts parameters
+to bfloat16 for what is computed, on one device and at zero=3.
 `--peers` measures the peers alone.
 """
 
@@ -30,11 +32,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ENVIRONMENT, import_seconds, medians, run_workers, slowest
-from models import FULL, QUICK, Size
-from report import render
-from rows import RANKS, ROWS, Row
+from compared.measuring import (
+    ENVIRONMENT,
+    Load,
+    import_seconds,
+    medians,
+    run_workers,
+    slowest,
+)
+from compared.models import FULL, QUICK, SHAPES, Size
+from compared.report import render
+from compared.rows import ROWS, Row
 
+IN_BF16 = ("one_device", "zero3", "zero3_remat")
 CHAINS = (4, 36)  # lengths whose difference is the cost of one more unit call
 
 
@@ -47,10 +57,12 @@ class Plan:
     warmup: int
     imports: int
     peers_only: bool
+    ranks: int = 2
+    bf16: bool = False
 
     def run(self, kind: str, *, ranks: int = 1, **more: Any) -> list[Any]:
         steps = (self.rounds + self.warmup) * len(more.get("competitors", "x"))
-        patience = 30 + 20 * steps if self.size == FULL else 60
+        patience = 30 + 20 * steps if self.size != QUICK else 60
         named = [*more.get("competitors", ()), more.get("competitor", "")]
         patience += 90 * sum("compiled" in n or "jit" in n for n in named)
         task = {
@@ -59,6 +71,7 @@ class Plan:
             "rounds": self.rounds,
             "warmup": self.warmup,
             "ours": not self.peers_only,
+            "bf16": self.bf16,
             "patience": patience,
             **more,
         }
@@ -100,7 +113,7 @@ def _measure(group: str, names: list[str], plan: Plan) -> dict[str, Any]:
     if group == "example":
         (answer,) = plan.run("example", rounds=4 * plan.rounds)
         return _medians(answer["times"])
-    return _steps(names, plan, ranks=1 if group.endswith("one_device") else RANKS)
+    return _steps(names, plan, ranks=1 if group.endswith("one_device") else plan.ranks)
 
 
 def _steps(names: list[str], plan: Plan, *, ranks: int) -> dict[str, Any]:
@@ -136,13 +149,14 @@ def check_losses(losses: dict[str, list[float]], *, alike: list[str]) -> None:
 
 def _memory(name: str, plan: Plan) -> dict[str, Any]:
     """Peak resident bytes over those after the imports; of the larger rank."""
-    answers = plan.run("memory", ranks=RANKS, competitor=name, rounds=3)
+    answers = plan.run("memory", ranks=plan.ranks, competitor=name, rounds=3)
     largest = max(answers, key=lambda a: a["peak"] - a["after_imports"])
     return {"bytes": largest["peak"] - largest["after_imports"], **largest}
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
-    return {name: {"seconds": median} for name, median in medians(times).items()}
+    found = medians(times)
+    return {name: {"seconds": found[name], "times": times[name]} for name in times}
 
 
 def _marginal(seconds: dict[str, float]) -> dict[str, Any]:
@@ -163,16 +177,18 @@ def _marginal(seconds: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def results(rows: list[Row], measured: Measured) -> list[dict[str, Any]]:
+def results(rows: list[Row], measured: Measured, ranks: int) -> list[dict[str, Any]]:
     """One record a row, as printed and as written to JSON."""
-    return [row.result(measured[row.group]) for row in rows]
+    return [row.result(measured[row.group], ranks) for row in rows]
 
 
-def settings(plan: Plan) -> dict[str, Any]:
+def settings(plan: Plan, others: float) -> dict[str, Any]:
     return {
         "size": dataclasses.asdict(plan.size),
         "parameters": plan.size.parameters,
-        "ranks": RANKS,
+        "ranks": plan.ranks,
+        "bf16": plan.bf16,
+        "others": others,
         "backend": "gloo",
         "environment": ENVIRONMENT,
         "rounds": plan.rounds,
@@ -191,6 +207,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="the peers alone")
     parser.add_argument("--only", metavar="KEYS", help="keys of rows, with commas")
     parser.add_argument("--rounds", type=int, help="timed steps of each competitor")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--shape", choices=SHAPES, help="of another model")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)
     keys = [row.key for row in ROWS]
@@ -198,6 +217,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(wanted) - set(keys))
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(keys)}")
+    if chosen.bf16 and (others := [key for key in wanted if key not in IN_BF16]):
+        parser.error(f"--bf16 --only {','.join(IN_BF16)}: not {', '.join(others)}")
     chosen.rows = [row for row in ROWS if row.key in wanted]
     return chosen
 
@@ -206,17 +227,23 @@ def main(argv: list[str] | None = None) -> None:
     chosen = arguments(argv)
     quick = chosen.quick
     plan = Plan(
-        size=QUICK if quick else FULL,
+        size=SHAPES[chosen.shape] if chosen.shape else QUICK if quick else FULL,
         rounds=chosen.rounds or (2 if quick else 9),
         warmup=2,  # the first step records and fills buffers; two losses are compared
         imports=1 if quick else 7,
         peers_only=chosen.peers,
+        ranks=chosen.ranks,
+        bf16=chosen.bf16,
     )
-    measured = measure(chosen.rows, plan)
-    found = results(chosen.rows, measured)
-    print(render(found, measured, settings(plan)))
+    with Load() as load:
+        measured = measure(chosen.rows, plan)
+    found, given = (
+        results(chosen.rows, measured, plan.ranks),
+        settings(plan, load.others),
+    )
+    print(render(found, measured, given))
     if chosen.json:
-        record = {"settings": settings(plan), "rows": found, "measured": measured}
+        record = {"settings": given, "rows": found, "measured": measured}
         chosen.json.write_text(json.dumps(record, indent=1))
 
 

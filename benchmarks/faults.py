@@ -1,8 +1,8 @@
 """Runs that go wrong, over real processes: does every rank hear of it, and in time?
 
 Each case is a training of 2 to 4 ranks in which one rank does one thing wrong (see
-KINDS and OURS in faulty.py). Its survivors are the other ranks, and where nothing is to
-be told that rank too. A survivor is
+KINDS and OURS in faulty/kinds.py). Its survivors are the other ranks, and where nothing
+is to be told that rank too. A survivor is
 
     told    it raises, before the time is up;
     right   it ends with the losses of one device, as is due where a rank is only late
@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # noqa: F401  what is imported here no rank imports again
-from faulty import KINDS, OURS, Fault, plain, work
+from faulty.kinds import KINDS, OURS, Fault, plain, work
 
 torch.set_num_threads(1)
 ALL = KINDS | OURS

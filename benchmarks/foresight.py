@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measuring import run_workers
+from compared.measuring import run_workers
 
 SCHEMES = [
     {"zero": 0, "remat": False},
@@ -32,7 +32,7 @@ def name_of(scheme: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Prints the table; returns its rows."""
-    from models import FULL, QUICK
+    from compared.models import FULL, QUICK
     from rich.console import Console
     from rich.table import Table
 

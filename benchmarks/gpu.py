@@ -28,13 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ours
-import peers
 import torch
 import torch.distributed as dist
-from measuring import alternate, medians
-from models import QUICK, Size
-from report import number, table
+from compared import ours, peers
+from compared.measuring import alternate, medians
+from compared.models import QUICK, Size
+from compared.report import number, table
 
 COMPETITORS = [
     "plain",

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import alternate
+from compared.measuring import alternate
 
 import fsfunc as ff
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import published_runs
 import torch
-from mingpt import init_params, loss_of, make_batch, parameters
-from models import Size
+from compared.models import Size
+from literature import published_runs
+from literature.mingpt import init_params, loss_of, make_batch, parameters
 
 import fsfunc as ff
 from fsfunc.planning.estimation import estimate

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import peak_resident, resident
+from compared.measuring import peak_resident, resident
 
 import fsfunc as ff
 

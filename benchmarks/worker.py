@@ -18,9 +18,9 @@ PR_SET_PDEATHSIG = 1  # Linux prctl: die with the parent, however it ends
 
 def steps(task: dict[str, Any]) -> dict[str, Any]:
     """Times of alternating steps, losses of the first step and after the warm-up."""
-    import peers
     import torch.distributed as dist
-    from measuring import alternate
+    from compared import peers
+    from compared.measuring import alternate
 
     names = task["competitors"]
     made = {name: _build(name, task) for name in names}
@@ -37,7 +37,7 @@ def steps(task: dict[str, Any]) -> dict[str, Any]:
 
 def memory(task: dict[str, Any]) -> dict[str, Any]:
     """Peak resident bytes of one competitor's steady steps, and those after imports."""
-    from measuring import peak_resident, resident
+    from compared.measuring import peak_resident, resident
 
     _import_everything(task)
     after_imports, modules = resident(), set(sys.modules)
@@ -60,9 +60,9 @@ def memory(task: dict[str, Any]) -> dict[str, Any]:
 def adam(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of one AdamW update of the model's tensors."""
     import torch
-    from measuring import alternate
-    from models import Size, init_params
-    from peers import adamw
+    from compared.measuring import alternate
+    from compared.models import Size, init_params
+    from compared.peers import adamw
     from torch.utils import _pytree as pytree
 
     size = Size(**task["size"])
@@ -75,7 +75,7 @@ def adam(task: dict[str, Any]) -> dict[str, Any]:
     optimizer = adamw(mine)
     calls: dict[str, Callable[[], Any]] = {"AdamW": optimizer.step}
     if task["ours"]:
-        import ours
+        from compared import ours
 
         calls["sharded_adam"] = ours.optimizer_step(params, grads)
     alternate(calls, rounds=task["warmup"])
@@ -93,7 +93,7 @@ def hooks(task: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
-    from measuring import alternate
+    from compared.measuring import alternate
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +130,7 @@ def hooks(task: dict[str, Any]) -> dict[str, Any]:
         calls[f"modules {units}"] = modules(units, sharded=False)
         calls[f"fully_shard {units}"] = modules(units, sharded=True)
         if task["ours"]:
-            import ours
+            from compared import ours
 
             calls[f"units {units}"] = ours.chain(units, width, ranks=None)
             calls[f"shard {units}"] = ours.chain(units, width, ranks=2)
@@ -140,8 +140,8 @@ def hooks(task: dict[str, Any]) -> dict[str, Any]:
 
 def example(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of one property test's example on simulated ranks."""
-    import ours
-    from measuring import alternate
+    from compared import ours
+    from compared.measuring import alternate
 
     calls = {"example": ours.simulated_example()}
     alternate(calls, rounds=task["warmup"])
@@ -150,30 +150,32 @@ def example(task: dict[str, Any]) -> dict[str, Any]:
 
 def foresee(task: dict[str, Any]) -> dict[str, Any]:
     """Estimated and measured seconds of steps, on the hardware as measured here."""
-    from foreseen import foresee
+    from compared.foreseen import foresee
 
     return foresee(task)
 
 
 def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
     """Times of saving and loading one state, beside the disk and torch's own."""
-    from stored import measure
+    from compared.stored import measure
 
     return measure(task)
 
 
 def _build(name: str, task: dict[str, Any]) -> Any:
-    import peers
-    import peers_pipelined
-    import peers_split
-    from models import Size
+    import torch
+    from compared import peers, peers_pipelined, peers_split
+    from compared.models import Size
 
-    setting = peers.Setting(Size(**task["size"]), task["rank"], task["ranks"])
+    setting = peers.Setting(
+        Size(**task["size"]),
+        task["rank"],
+        task["ranks"],
+        compute=torch.bfloat16 if task.get("bf16") else None,
+    )
     builders = peers.BUILDERS | peers_pipelined.BUILDERS | peers_split.BUILDERS
     if name not in builders:
-        import ours
-        import ours_pipelined
-        import ours_split
+        from compared import ours, ours_pipelined, ours_split
 
         builders = ours.BUILDERS | ours_pipelined.BUILDERS | ours_split.BUILDERS
     return builders[name](setting)
@@ -182,20 +184,24 @@ def _build(name: str, task: dict[str, Any]) -> Any:
 def _sent(name: str, competitor: Any) -> float:
     if competitor.sent is not None:
         return competitor.sent
-    import ours
+    from compared import ours
 
     return ours.sent_bytes(competitor)
 
 
 def _import_everything(task: dict[str, Any]) -> None:
     """Also what torch.optim imports at its first step: no side's peak holds modules."""
-    import peers_pipelined  # noqa: F401
-    import peers_split  # noqa: F401
     import torch._dynamo  # noqa: F401
+    from compared import (
+        peers_pipelined,  # noqa: F401
+        peers_split,  # noqa: F401
+    )
 
     if task["ours"]:
-        import ours_pipelined  # noqa: F401
-        import ours_split  # noqa: F401
+        from compared import (
+            ours_pipelined,  # noqa: F401
+            ours_split,  # noqa: F401
+        )
 
 
 def _start_group(task: dict[str, Any]) -> None:
@@ -218,14 +224,15 @@ def main() -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # torch's own, about names that it has renamed
-    if task["ranks"] > 1:
+    grouped = task["ranks"] > 1 or task["kind"] in ("steps", "memory")
+    if grouped:
         _start_group(task)
     every = (steps, memory, adam, hooks, example, foresee, checkpoints)
     kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"
     path.write_text(json.dumps(answer))
-    if task["ranks"] > 1:
+    if grouped:
         torch.distributed.barrier()  # nobody leaves while another still sends
     sys.stdout.flush()
     # The answer is written. An orderly exit would tear down gloo's threads in an order

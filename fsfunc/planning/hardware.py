@@ -84,8 +84,8 @@ def _plain(name: str) -> str:
 
 
 # What an estimate knows of GPUs. Fitted, on the runs of
-# benchmarks/published_training.csv (`python benchmarks/published.py --fit`): the
-# share of the peak that large products reach, one for each family, which is what a
+# benchmarks/literature/published_training.csv (`python benchmarks/published.py --fit`):
+# the share of the peak that large products reach, one for each family, which is what a
 # card under load keeps of its clock. The others were fitted to nothing: they are taken
 # over from the literature that is named, and none was measured again on a card here.
 

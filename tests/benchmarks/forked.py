@@ -20,10 +20,10 @@ class Worker:
     """What the benchmark asks of a `subprocess.Popen`."""
 
     def __init__(self, task: dict[str, Any]):
-        import measuring
+        from compared import measuring
 
         log = str(Path(task["folder"]) / f"log{task['rank']}")
-        args = [str(measuring.HERE / "worker.py"), json.dumps(task)]
+        args = [str(measuring.BENCHMARKS / "worker.py"), json.dumps(task)]
         program = Program(args, measuring.environment(), log, log)
         self.code: int | None = None
         self.pid = os.fork()
@@ -62,7 +62,7 @@ def works_and_ends(program: Program) -> None:
 def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    import measuring
+    from compared import measuring
 
     measuring._start = Worker
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def pr():
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        import published_runs  # type: ignore[import-not-found]
+        from literature import published_runs  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(BENCHMARKS))
     return published_runs

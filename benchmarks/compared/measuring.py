@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+BENCHMARKS = Path(__file__).resolve().parents[1]
 
 # glibc raises its own mmap threshold as it runs; pinned, freed tensors go back to the
 # system and peaks can be compared. The same for every competitor.
@@ -38,7 +38,7 @@ class WorkerFailed(RuntimeError):
 
 def environment() -> dict[str, str]:
     """This process's environment with what every worker is given."""
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     given = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     # A package whose bytecode may not be kept would be compiled at each import.
     given.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -69,7 +69,7 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
     log = Path(task["folder"]) / f"log{task['rank']}"
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), json.dumps(task)],
+            [sys.executable, str(BENCHMARKS / "worker.py"), json.dumps(task)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -98,6 +98,33 @@ def _collect(
     return [json.loads(path.read_text()) for path in answers]
 
 
+class Load:
+    """The share of the machine's processors that other programs used meanwhile.
+
+    Of what ran inside it counts this process, and its children that have ended.
+    """
+
+    def __enter__(self) -> Load:
+        self.before = _jiffies(), os.times()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        (busy, total), times = _jiffies(), os.times()
+        (busy_then, total_then), then = self.before
+        # user, system, children's user, children's system
+        own = (sum(times[:4]) - sum(then[:4])) * os.sysconf("SC_CLK_TCK")
+        past = max(total - total_then, 1)
+        self.others = max(0.0, (busy - busy_then - own) / past)
+
+
+def _jiffies() -> tuple[int, int]:
+    """Those that the machine was busy, and all, since it started (Linux)."""
+    first = Path("/proc/stat").read_text().split("\n", 1)[0]
+    user, nice, system, idle, waiting, *more = map(int, first.split()[1:9])
+    busy = user + nice + system + sum(more)
+    return busy, busy + idle + waiting
+
+
 def alternate(
     steps: dict[str, Callable[[], Any]],
     *,
@@ -121,6 +148,15 @@ def slowest(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]
         name: [max(ts) for ts in zip(*(t[name] for t in per_rank), strict=True)]
         for name in per_rank[0]
     }
+
+
+def spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The quartiles of the ratios of paired times."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    if len(ratios) < 2:
+        return ratios[0], ratios[0]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, high
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rows import floor_seconds
+from compared.rows import floor_seconds
+
+QUIET = 0.05  # of the processors: more, and others move the figures
 
 
 def render(
@@ -25,26 +27,54 @@ def render(
         "for pipelines and split layers, one device's step on the batch of all ranks,\n"
         "over the ranks.\n"
         "memory: peak RSS of steady steps over the RSS after the imports.",
+        busy(settings["others"]),
         "",
         ratios(rows),
         "",
-        competitors(measured),
+        competitors(measured, settings["ranks"]),
         f"sent a step and rank: the peers' by {settings['peers_sent']}.",
     ]
     return "\n".join(parts)
 
 
+def busy(others: float) -> str:
+    """What to think of figures, by the share of processors that others used."""
+    said = f"other programs used {others:.1%} of the processors meanwhile"
+    return f"{said}: no figure here is good" if others > QUIET else said
+
+
+def markdown(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of README's table; a row's memory stands beside its time."""
+    by_key, lines = {row["key"]: row for row in rows}, []
+    for row in rows:
+        if row["key"].endswith("_memory") and row["key"][:-7] in by_key:
+            continue
+        what, ratio = row["what"], short(row)
+        if memory := by_key.get(f"{row['key']}_memory"):
+            what, ratio = f"{what}; peak memory", f"{ratio}; {short(memory)}"
+        ends = [row["spread"], row["ours_to_floor"], row["theirs_to_floor"]]
+        cells = [between(ends[0]), *("" if x is None else f"{x:.2f}" for x in ends[1:])]
+        lines.append("| " + " | ".join([what, row["against"], ratio, *cells]) + " |")
+    return lines
+
+
+def short(row: dict[str, Any]) -> str:
+    if row["ratio"] is not None:
+        return f"{row['ratio']:.2f}"
+    return quantity(row["ours"], row["unit"])
+
+
 def ratios(rows: list[dict[str, Any]]) -> str:
-    """One line a row: ours, theirs, ratios, bar and aim."""
+    """One line a row: ours, theirs, their ratio and its bar."""
     head = [
         "what",
         "against",
         "ours",
         "theirs",
         "ratio",
+        "quartiles",
         "pure",
         "bar",
-        "aim",
         "within",
         "ours/floor",
         "theirs/floor",
@@ -56,10 +86,10 @@ def ratios(rows: list[dict[str, Any]]) -> str:
             quantity(row["ours"], row["unit"]),
             quantity(row["theirs"], row["unit"]),
             number(row["ratio"]),
+            between(row["spread"]),
             number(row["pure_ratio"]),
-            wanted(row, "bar"),
-            wanted(row, "aim"),
-            row["verdict"],
+            wanted(row),
+            {True: "yes", False: "no", None: ""}[row["within"]],
             number(row["ours_to_floor"]),
             number(row["theirs_to_floor"]),
         ]
@@ -68,12 +98,12 @@ def ratios(rows: list[dict[str, Any]]) -> str:
     return table(head, body)
 
 
-def competitors(measured: dict[str, dict[str, Any]]) -> str:
+def competitors(measured: dict[str, dict[str, Any]], ranks: int) -> str:
     """Every competitor's own figures, group by group."""
     head = ["group", "competitor", "median", "to floor", "sent MB", "peak MiB"]
     body = []
     for group, names in measured.items():
-        floor = floor_seconds(group, names)
+        floor = floor_seconds(group, names, ranks)
         for name, found in names.items():
             seconds = found.get("seconds")
             sent, peak = found.get("sent_bytes"), found.get("bytes")
@@ -114,8 +144,12 @@ def quantity(value: float | None, unit: str) -> str:
     return "" if value is None else f"{value:.4g} {unit}"
 
 
-def wanted(row: dict[str, Any], which: str) -> str:
-    value = row[which]
+def between(found: Sequence[float] | None) -> str:
+    return "" if found is None else "{:.2f}-{:.2f}".format(*found)
+
+
+def wanted(row: dict[str, Any]) -> str:
+    value = row["bar"]
     if value is None:
         return ""
     return f"{value:.2f}" if row["against"] else quantity(value, row["unit"])

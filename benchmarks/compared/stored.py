@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Size, functional_loss, init_params
+from compared import peers
+from compared.models import Size, functional_loss, init_params
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,7 +136,7 @@ def dd(*arguments: str) -> None:
 
 def ours(setting: peers.Setting) -> Any:
     """A state of which every page is in memory."""
-    from ours import train_step
+    from compared.ours import train_step
 
     train = train_step(functional_loss(setting.size, ff.unit, lambda f: f))
     mesh = ff.make_mesh({"data": setting.ranks}, backend="processes")

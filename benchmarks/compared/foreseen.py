@@ -6,10 +6,10 @@ import statistics
 from typing import Any
 
 import torch.distributed as dist
-from measuring import alternate
-from models import Size
-from ours import build
-from peers import Setting
+from compared.measuring import alternate
+from compared.models import Size
+from compared.ours import build
+from compared.peers import Setting
 
 import fsfunc as ff
 from fsfunc.planning.calibration import measure_hardware

@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
-from closed_forms import Run, plan_of, read
+from literature.closed_forms import Run, plan_of, read
 
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.hardware import Level, named, replace

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from models import Size
-from ours import advancing, train_step
-from peers import Competitor, Setting
-from peers_split import mixed, split_params
+from compared.models import Size
+from compared.ours import advancing, train_step
+from compared.peers import Competitor, Setting
+from compared.peers_split import mixed, split_params
 from torch import Tensor
 
 import fsfunc as ff

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import Size
+from compared.models import Size
 from torch import Tensor
 
 import fsfunc as ff

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import functional_loss, init_params
-from peers import ADAMW, Competitor, Setting
+from compared.models import functional_loss, init_params
+from compared.peers import ADAMW, Competitor, Setting
 from torch import Tensor
 
 import fsfunc as ff

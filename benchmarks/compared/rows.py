@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-RANKS = 2
+from compared.measuring import spread
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Row:
         ours: fsfunc's competitor in that group.
         theirs: the peer's.
         bar: the ratio (or the absolute figure) to stay under; None: for information.
-        aim: the one to reach.
         unit: of the absolute figures: s, ms, us or MiB.
     """
 
@@ -32,7 +31,6 @@ class Row:
     ours: str
     theirs: str | None = None
     bar: float | None = None
-    aim: float | None = None
     unit: str = "s"
 
     @property
@@ -51,7 +49,7 @@ class Row:
                 names.append(f"{self.ours}_pure")
         return names
 
-    def result(self, group: dict[str, Any]) -> dict[str, Any]:
+    def result(self, group: dict[str, Any], ranks: int) -> dict[str, Any]:
         """The row's figures out of its group's measurements (None: not measured)."""
 
         def value(name: str | None) -> float | None:
@@ -62,8 +60,9 @@ class Row:
             return measured[of] / _UNITS[self.unit]
 
         ours, theirs = value(self.ours), value(self.theirs)
-        floor = floor_seconds(self.group, group)
+        floor = floor_seconds(self.group, group, ranks)
         ratio = over(ours, theirs)
+        pairs = [group.get(name, {}).get("times") for name in (self.ours, self.theirs)]
         judged = ratio if self.theirs is not None else ours
         return {
             "key": self.key,
@@ -73,20 +72,15 @@ class Row:
             "ours": ours,
             "theirs": theirs,
             "ratio": ratio,
+            "spread": spread(*pairs) if all(pairs) else None,
             "pure_ratio": over(value(f"{self.ours}_pure"), theirs),
             "ours_to_floor": over(ours, floor),
             "theirs_to_floor": over(theirs, floor),
             "bar": self.bar,
-            "aim": self.aim,
-            "verdict": self.verdict(judged),
+            "within": None
+            if judged is None or self.bar is None
+            else judged <= self.bar,
         }
-
-    def verdict(self, judged: float | None) -> str:
-        if judged is None or self.bar is None:
-            return ""
-        if self.aim is not None and judged <= self.aim:
-            return "aim"
-        return "bar" if judged <= self.bar else "over"
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -110,7 +104,9 @@ def floor_of(group: str) -> str | None:
     return None
 
 
-def floor_seconds(group: str, measured: dict[str, dict[str, Any]]) -> float | None:
+def floor_seconds(
+    group: str, measured: dict[str, dict[str, Any]], ranks: int
+) -> float | None:
     """What a step of `group` would take if nothing were lost.
 
     That of `plain`; of `plain_whole` its part of a rank, as if the ranks shared its
@@ -119,7 +115,7 @@ def floor_seconds(group: str, measured: dict[str, dict[str, Any]]) -> float | No
     floor = floor_of(group)
     if floor is None or floor not in measured:
         return None
-    return measured[floor]["seconds"] / (RANKS if floor == "plain_whole" else 1)
+    return measured[floor]["seconds"] / (ranks if floor == "plain_whole" else 1)
 
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "MiB": 2.0**20}
@@ -140,7 +136,6 @@ ROWS = [
         ours="ours",
         theirs="plain",
         bar=1.02,
-        aim=1.00,
     ),
     Row(
         "remat",
@@ -150,7 +145,6 @@ ROWS = [
         ours="ours_remat",
         theirs="checkpoint",
         bar=1.00,
-        aim=0.97,
     ),
     Row(
         "zero0",
@@ -159,8 +153,7 @@ ROWS = [
         "zero0",
         ours="zero0",
         theirs="ddp",
-        bar=0.95,
-        aim=0.90,
+        bar=1.00,
     ),
     Row(
         "zero1",
@@ -170,7 +163,6 @@ ROWS = [
         ours="zero1",
         theirs="zero_redundancy",
         bar=0.95,
-        aim=0.90,
     ),
     Row(
         "zero2",
@@ -180,7 +172,6 @@ ROWS = [
         ours="zero2",
         theirs="zero_redundancy",
         bar=0.95,
-        aim=0.90,
     ),
     Row(
         "zero3",
@@ -189,8 +180,7 @@ ROWS = [
         "zero3",
         ours="zero3",
         theirs="fsdp2",
-        bar=0.85,
-        aim=0.78,
+        bar=0.80,
     ),
     Row(
         "zero3_remat",
@@ -199,8 +189,7 @@ ROWS = [
         "zero3 and remat",
         ours="zero3_remat",
         theirs="fsdp2_checkpoint",
-        bar=0.90,
-        aim=0.83,
+        bar=0.88,
     ),
     Row(
         "zero3_memory",
@@ -210,7 +199,6 @@ ROWS = [
         ours="zero3",
         theirs="fsdp2",
         bar=1.00,
-        aim=0.85,
         unit="MiB",
     ),
     Row(
@@ -220,6 +208,7 @@ ROWS = [
         "memory",
         ours="zero3_remat",
         theirs="fsdp2_checkpoint",
+        bar=1.00,
         unit="MiB",
     ),
     Row(
@@ -229,6 +218,7 @@ ROWS = [
         "memory",
         ours="zero0",
         theirs="ddp",
+        bar=0.95,
         unit="MiB",
     ),
     Row(
@@ -238,6 +228,7 @@ ROWS = [
         "memory",
         ours="zero1",
         theirs="zero_redundancy",
+        bar=0.95,
         unit="MiB",
     ),
     Row(
@@ -247,6 +238,7 @@ ROWS = [
         "memory",
         ours="zero2",
         theirs="zero_redundancy",
+        bar=0.95,
         unit="MiB",
     ),
     Row(
@@ -302,8 +294,7 @@ ROWS = [
         "pipeline 1F1B",
         ours="one_f_one_b",
         theirs="torch_1f1b",
-        bar=0.95,
-        aim=0.90,
+        bar=0.94,
     ),
     Row(
         "pipeline_zb_v",
@@ -312,8 +303,7 @@ ROWS = [
         "pipeline ZB-V",
         ours="zb_v",
         theirs="torch_zbv",
-        bar=0.95,
-        aim=0.90,
+        bar=0.94,
     ),
     Row(
         "pipeline_gpipe",
@@ -339,7 +329,6 @@ ROWS = [
         ours="one_f_one_b",
         theirs="torch_1f1b",
         bar=1.00,
-        aim=0.85,
         unit="MiB",
     ),
     Row(
@@ -398,7 +387,6 @@ ROWS = [
         ours="sharded_adam",
         theirs="AdamW",
         bar=1.00,
-        aim=0.95,
         unit="ms",
     ),
     Row(
@@ -409,7 +397,6 @@ ROWS = [
         ours="shard",
         theirs="fully_shard",
         bar=0.5,
-        aim=0.25,
         unit="us",
     ),
     Row(
@@ -418,8 +405,7 @@ ROWS = [
         "",
         "import",
         ours="import",
-        bar=0.15,
-        aim=0.08,
+        bar=0.10,
         unit="s",
     ),
     Row(
@@ -428,8 +414,7 @@ ROWS = [
         "",
         "example",
         ours="example",
-        bar=50.0,
-        aim=10.0,
+        bar=30.0,
         unit="ms",
     ),
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from models import cut, functional_loss, init_params
-from ours import advancing, train_step
-from peers import Competitor, Setting
+from compared.models import cut, functional_loss, init_params
+from compared.ours import advancing, train_step
+from compared.peers import Competitor, Setting
 
 import fsfunc as ff
 

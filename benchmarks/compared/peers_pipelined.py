@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable
 
 import torch
-from models import cross_entropy, cut, layers
-from peers import FLOAT, Competitor, Setting, adamw, loop
+from compared.models import cross_entropy, cut, layers
+from compared.peers import FLOAT, Competitor, Setting, adamw, loop
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Gpt, Size, init_params, load, make_batch, whole_batch
+from compared.models import Gpt, Size, init_params, load, make_batch, whole_batch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,

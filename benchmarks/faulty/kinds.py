@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from faulty_beside import BESIDE
-from faulty_saves import SAVES
+from faulty.beside import BESIDE
+from faulty.saves import SAVES
 from torch import Tensor, nn
 
 import fsfunc as ff

@@ -14,8 +14,8 @@ import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from models import Size, cross_entropy, init_params
-from peers import FLOAT, Competitor, Setting, adamw
+from compared.models import Size, cross_entropy, init_params
+from compared.peers import FLOAT, Competitor, Setting, adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -1,0 +1,166 @@
+"""Every benchmark by one command: beside torch's own, in the same runs.
+
+    python -m benchmarks                     all that README's figures are of
+    python -m benchmarks --quick             a rehearsal
+    python -m benchmarks shapes vocabulary   some of them
+    python -m benchmarks --readme            the lines of README's table
+
+Each is a program of this folder, which can be run by itself and says more (`--help`,
+or its first lines). What they print, and the JSON that they write, goes to
+benchmarks/results/, with the share of the processors that other programs used
+meanwhile; where that was more than 5 %, no figure is good.
+
+compared/     the models, fsfunc's steps and the peers', and how they are timed
+literature/   runs that others have published, and plans of them in closed form
+faulty/       what goes wrong in runs that go wrong
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from compared.measuring import Load, environment  # noqa: E402
+from compared.models import SHAPES  # noqa: E402
+from compared.report import busy, markdown  # noqa: E402
+
+STEPS = "zero0,zero1,zero2,zero3,zero3_remat"
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Runs of one program.
+
+    Args:
+        what: that is measured.
+        runs: by name, the arguments of Python.
+        quick: those of the rehearsal; empty where there is none.
+    """
+
+    what: str
+    runs: dict[str, list[str]]
+    quick: list[str]
+
+
+def _compare(name: str, *more: str) -> list[str]:
+    return ["compare.py", "--json", f"results/{name}.json", *more]
+
+
+def _shapes() -> dict[str, list[str]]:
+    found = {}
+    for shape in SHAPES:
+        found[shape] = _compare(shape, "--only", STEPS, "--shape", shape)
+    for n in ("1", "4"):
+        name = f"{n} processes"
+        found[name] = _compare(name, "--only", STEPS, "--ranks", n)
+    bf16 = ("--only", "one_device,zero3,zero3_remat", "--bf16")
+    return found | {"bf16": _compare("bf16", *bf16)}
+
+
+BENCHMARKS = {
+    "compare": Benchmark(
+        "steps, memory and costs beside DDP, FSDP2, pipelining, AdamW",
+        {"compare": _compare("compare")},
+        _compare("quick", "--quick"),
+    ),
+    "shapes": Benchmark(
+        "zero 0 to 3 on other models, on 1 and 4 processes, in bfloat16",
+        _shapes(),
+        _compare("quick shapes", "--quick", "--only", "zero0,zero3", "--ranks", "1"),
+    ),
+    "checkpoints": Benchmark(
+        "saving and loading beside DCP and dd",
+        {"checkpoints": ["checkpoints.py", "--rounds", "7"]},
+        ["checkpoints.py", "--quick"],
+    ),
+    "setting_up": Benchmark(
+        "the first state of 1B parameters beside FSDP2's",
+        {"setting_up": [*TWO, "setting_up.py", "--params", "1e9", "--rounds", "6"]},
+        [*TWO, "setting_up.py", "--params", "1e5", "--rounds", "1"],
+    ),
+    "vocabulary": Benchmark(
+        "linear_cross_entropy beside torch's two functions",
+        {"vocabulary": ["vocabulary.py"]},
+        ["vocabulary.py", "--tokens", "64", "--classes", "512", "--rounds", "1"],
+    ),
+    "muon": Benchmark(
+        "Muon over 2 processes beside torch's on one",
+        {"muon": [*TWO, "muon.py"]},
+        [*TWO, "muon.py", "--blocks", "1", "--width", "32", "--rounds", "2"],
+    ),
+    "foresight": Benchmark(
+        "estimated steps beside measured ones",
+        {"foresight": ["foresight.py"]},
+        ["foresight.py", "--quick", "--rounds", "2", "--seconds", "2"],
+    ),
+    "published": Benchmark(
+        "predictions beside published runs, and 6ND",
+        {"published": ["published.py"]},
+        ["published.py", "--quick"],
+    ),
+    "faults": Benchmark(
+        "300 random faults: who hears of them, and when",
+        {"faults": ["faults.py"]},
+        [],
+    ),
+}
+
+
+def run(name: str, given: list[str]) -> int:
+    """Runs one, prints and keeps what it says; the status that it ends with."""
+    print(f"\n== {name}: python {' '.join(given)}", flush=True)
+    with Load() as load, (HERE / "results" / f"{name}.txt").open("w") as kept:
+        running = subprocess.Popen(
+            [sys.executable, *given],
+            cwd=HERE,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with running:
+            for line in running.stdout or ():
+                print(line, end="", flush=True)
+                kept.write(line)
+    print(busy(load.others))
+    return running.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    named = "\n".join(f"  {name:12} {b.what}" for name, b in BENCHMARKS.items())
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of those listed")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal")
+    parser.add_argument("--readme", action="store_true", help="print README's lines")
+    parser.epilog = f"the benchmarks:\n{named}"
+    chosen = parser.parse_args()
+    if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):
+        parser.error(f"no benchmark {', '.join(unknown)}; there are:\n{named}")
+    if chosen.readme:
+        found = json.loads((HERE / "results" / "compare.json").read_text())
+        print("\n".join(markdown(found["rows"])))
+        return 0
+    (HERE / "results").mkdir(exist_ok=True)
+    failed = []
+    for name in chosen.names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        quick = {f"quick {name}": benchmark.quick} if benchmark.quick else {}
+        for each, given in (quick if chosen.quick else benchmark.runs).items():
+            if run(each, given):
+                failed.append(each)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
