@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,7 +177,8 @@ class Nodes:
     def __init__(self) -> None:
         self._counted = _torch.next_sequence_number()
         self._origins: dict[int, Origin] = {}
-        self._bodies: list[tuple[int, int]] = []
+        self._starts: list[int] = []  # of bodies, in order; and their ends
+        self._ends: list[int] = []
         self._within: set[int] = set()  # of derivatives of bodies
 
     def new(self) -> range:
@@ -186,7 +188,11 @@ class Nodes:
 
     def body(self, start: int) -> None:
         """All since ``start`` are of a unit's body."""
-        self._bodies.append((start, _torch.next_sequence_number()))
+        while self._starts and self._starts[-1] >= start:  # those of units within it
+            self._starts.pop()
+            self._ends.pop()
+        self._starts.append(start)
+        self._ends.append(_torch.next_sequence_number())
 
     def came_from(self, numbers: range, origin: Origin) -> None:
         self._origins.update(dict.fromkeys(numbers, origin))
@@ -194,8 +200,8 @@ class Nodes:
     def in_a_body(self, node: Any, numbers: range) -> bool:
         """True if a node is of a unit's body; so are ``numbers``, which it makes."""
         number = _torch.sequence_number(node)
-        inside = any(start <= number < end for start, end in self._bodies)
-        if inside or number in self._within:
+        i = bisect_right(self._starts, number)
+        if i and number < self._ends[i - 1] or number in self._within:
             self._within.update(numbers)
             return True
         return False

@@ -202,11 +202,13 @@ def shown(x: Tensor) -> Any:
 
 def flat(values: Any) -> list[Any]:
     """The elements of nested lists, as one list."""
-    if isinstance(values, (tuple, list)):
-        return [y for x in values for y in flat(x)]
-    if isinstance(values, dict):
-        return [y for x in values.values() for y in flat(x)]
-    return [values]
+    found: list[Any] = []
+    for x in values.values() if isinstance(values, dict) else values:
+        if isinstance(x, (tuple, list, dict)):
+            found += flat(x)
+        else:
+            found.append(x)
+    return found
 
 
 # FLOPs
