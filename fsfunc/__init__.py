@@ -69,46 +69,17 @@ from fsfunc.core.frames import Interpretation, recording, transformed
 from fsfunc.core.losses import Summed, Weighted
 from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.core.units import unit
-from fsfunc.optim import (
-    Optimizer,
-    adafactor,
-    adascale,
+from fsfunc.optim.adam import sharded_adam
+from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
+from fsfunc.optim.optimizer import Optimizer
+from fsfunc.optim.reductions import tree_scale, tree_sum
+from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
+from fsfunc.optim.transformations import (
     add_decayed_weights,
-    all_finite,
-    apply_if_finite,
     chain,
     clip_by_global_norm,
     clip_by_value,
-    constant,
-    cosine_decay,
-    ema,
-    eval_params,
-    from_torch,
-    global_norm,
-    join,
-    lamb,
-    lars,
-    layerwise_loss_scale,
-    leaf_norms,
-    linear,
-    lion,
-    loss_scale,
-    masked,
-    master_weights,
-    muon,
-    partition,
     scale,
-    scale_by_trust_ratio,
-    schedule_free,
-    sgd,
-    shampoo,
-    sharded_adam,
-    step_in_backward,
-    stochastic_rounding,
-    swa,
-    tree_scale,
-    tree_sum,
-    warmup_cosine,
 )
 from fsfunc.runtime.memory_spaces import Store
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
@@ -146,6 +117,20 @@ if TYPE_CHECKING:
         commit_statistics,
         init_statistics,
     )
+    from fsfunc.optim.adaptive_scale import adascale
+    from fsfunc.optim.averaging import ema, eval_params, swa
+    from fsfunc.optim.backward_steps import step_in_backward
+    from fsfunc.optim.descent import lion, sgd
+    from fsfunc.optim.factored import adafactor
+    from fsfunc.optim.iterates import schedule_free
+    from fsfunc.optim.layerwise import lamb, lars, scale_by_trust_ratio
+    from fsfunc.optim.layerwise_scaling import layerwise_loss_scale
+    from fsfunc.optim.loss_scaling import apply_if_finite, loss_scale
+    from fsfunc.optim.masking import masked, partition
+    from fsfunc.optim.matrix.orthogonal_momentum import muon
+    from fsfunc.optim.matrix.preconditioning import shampoo
+    from fsfunc.optim.torch_optimizers import from_torch
+    from fsfunc.optim.widening import master_weights, stochastic_rounding
     from fsfunc.pipelining import schedules
     from fsfunc.pipelining.balanced_cuts import balance, profile
     from fsfunc.pipelining.pipelines import momentum_prediction, pipeline
@@ -196,6 +181,20 @@ _LATER = {
         "fsfunc.nn": "nn",
         "fsfunc.nn.statistics": "RunningStatistics batch_norm commit_statistics "
         "init_statistics",
+        "fsfunc.optim.adaptive_scale": "adascale",
+        "fsfunc.optim.averaging": "ema eval_params swa",
+        "fsfunc.optim.backward_steps": "step_in_backward",
+        "fsfunc.optim.descent": "lion sgd",
+        "fsfunc.optim.factored": "adafactor",
+        "fsfunc.optim.iterates": "schedule_free",
+        "fsfunc.optim.layerwise": "lamb lars scale_by_trust_ratio",
+        "fsfunc.optim.layerwise_scaling": "layerwise_loss_scale",
+        "fsfunc.optim.loss_scaling": "apply_if_finite loss_scale",
+        "fsfunc.optim.masking": "masked partition",
+        "fsfunc.optim.matrix.orthogonal_momentum": "muon",
+        "fsfunc.optim.matrix.preconditioning": "shampoo",
+        "fsfunc.optim.torch_optimizers": "from_torch",
+        "fsfunc.optim.widening": "master_weights stochastic_rounding",
         "fsfunc.pipelining.balanced_cuts": "balance profile",
         "fsfunc.pipelining.pipelines": "momentum_prediction pipeline",
         "fsfunc.pipelining.schedules": "schedules",

@@ -199,7 +199,9 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     Cost: no communication; at most a copy of the rank's parameters.
 
     >>> import torch
-    >>> from fsfunc.optim import chain, clip_by_value, ema, sgd
+    >>> from fsfunc.optim.averaging import ema
+    >>> from fsfunc.optim.descent import sgd
+    >>> from fsfunc.optim.transformations import chain, clip_by_value
     >>> optimizer = chain(clip_by_value(1.0), ema(sgd(0.5), 0.5))
     >>> w, state = torch.zeros(1), optimizer.init(torch.zeros(1))
     >>> for _ in range(2):

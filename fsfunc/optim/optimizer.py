@@ -144,7 +144,7 @@ class Optimizer(_Functions):
         ...     def apply_gradients(self, grads, optimizer):
         ...         params, _ = optimizer.apply(grads, (), self.params)
         ...         return State(params=params)
-        >>> from fsfunc.optim import scale
+        >>> from fsfunc.optim.transformations import scale
         >>> step = scale(-0.5)(lambda w, x: ((w * x).sum(), x))
         >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
         (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})

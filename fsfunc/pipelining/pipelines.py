@@ -14,9 +14,11 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
-from fsfunc.optim import AdamState, Optimizer, SgdState
+from fsfunc.optim.adam import AdamState
+from fsfunc.optim.descent import SgdState
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.schedules import Schedule as Rates
 from fsfunc.optim.schedules import check_not_negative, rate_at
 from fsfunc.pipelining.actions import (

@@ -19,7 +19,7 @@ from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
-from fsfunc.optim import Optimizer
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhere

@@ -203,7 +203,11 @@ def shown(x: Tensor) -> Any:
 def flat(values: Any) -> list[Any]:
     """The elements of nested lists, as one list."""
     found: list[Any] = []
-    for x in values.values() if isinstance(values, dict) else values:
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return [values]
+    for x in values:
         if isinstance(x, (tuple, list, dict)):
             found += flat(x)
         else:

@@ -13,16 +13,10 @@ from torch.optim import lr_scheduler
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import (
-    clip_by_global_norm,
-    constant,
-    cosine_decay,
-    global_norm,
-    join,
-    linear,
-    tree_sum,
-    warmup_cosine,
-)
+from fsfunc.optim.norms import global_norm
+from fsfunc.optim.reductions import tree_sum
+from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
+from fsfunc.optim.transformations import clip_by_global_norm
 from tests.optim.trees import (
     SEEDS,
     SHAPES,

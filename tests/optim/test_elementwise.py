@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.optim import from_torch, sgd, sharded_adam
+from fsfunc.optim.adam import sharded_adam
+from fsfunc.optim.descent import sgd
+from fsfunc.optim.torch_optimizers import from_torch
 from tests.optim.optimizers import OWN, adamw, descent
 from tests.optim.trees import (
     SEEDS,

@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import from_torch
+from fsfunc.optim.torch_optimizers import from_torch
 from tests.models import chain, layers
 from tests.optim.optimizers import CLASSES, ours, theirs
 from tests.optim.trees import (

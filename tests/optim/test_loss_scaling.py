@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import all_finite
+from fsfunc.optim.norms import all_finite
 from tests.checks import close, on_ranks, refusals, refused, same, simulated
 from tests.optim.steps import DATA, STACKS, WS, X, layer, loss, trained
 

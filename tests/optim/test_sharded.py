@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import sgd, sharded_adam
+from fsfunc.optim.adam import sharded_adam
+from fsfunc.optim.descent import sgd
 from fsfunc.sharded.layout import Layout, pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packing import split_buffers
