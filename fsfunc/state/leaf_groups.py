@@ -69,6 +69,9 @@ def lay_groups(
     if recorder.handlers:  # else no unit is called, and all stay whole
         least = 0 if sharding is None else sharding.min_bytes
         groups = recorder.groups(least, sharding is not None)
+        if sharding is not None:
+            units = ["/".join(t.path) for t in recorder.taken]
+            sharding.cut.check_names({*units, *(p for g in groups for p in g.paths)})
     order = [] if sharding is None else recorder.order(groups, coordinates)
 
     def lay(part: PlacedGroup) -> None:

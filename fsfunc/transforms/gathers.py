@@ -43,12 +43,13 @@ class GatheredCall:
         full: the whole buffer in ``dtype``, until it is dropped.
         lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
         shared: whether the call before it held the same one: neighbours share it.
+        held: whether ``full`` is kept from forward to backward.
         forgets: whether saved views of ``full`` were dropped: backward gathers again.
         grad: the gradient so far, of the calls after it that share the buffer.
     """
 
     full: Tensor | None = None
-    lasts = shared = forgets = False
+    lasts = shared = held = forgets = False
     grad: Tensor | None = None
 
     def __init__(
@@ -82,7 +83,7 @@ class GatheredCall:
         """Holds what ``other`` does, if that is what this one was given."""
         same = self._shard() is other._shard() and self.dtype == other.dtype
         if self.full is None and same and self._version == other._version:
-            self.full, self.lasts = other.full, other.lasts
+            self.full, self.lasts, self.held = other.full, other.lasts, other.held
 
     def check(self, shard: FlatShard) -> None:
         """Raises where the weights were written over since they were gathered."""
