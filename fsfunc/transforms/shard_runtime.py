@@ -160,9 +160,10 @@ class ShardRuntime:
 
         Microbatch by microbatch: a pipeline has several under way.
         """
-        self.calls.setdefault(calls[0].micro, []).append(calls)
+        every = self.calls.setdefault(calls[0].micro, [])
         if self.sums.observed is not None:
-            self.sums.observed.expect(calls)
+            self.sums.observed.expect(calls, every[-1] if every else [])
+        every.append(calls)
 
     # Backward
 
