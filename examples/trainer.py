@@ -163,11 +163,6 @@ def settle(config: Config) -> FSDPConfig | None:
             "move_grads_to_cpu without move_params_to_cpu: gradients are needed where "
             "parameters are; set both, or leave it out"
         )
-    if fsdp and fsdp.move_params_to_cpu and not fsdp.reshard_after_forward:
-        raise ValueError(
-            "move_params_to_cpu with reshard_after_forward=False, which keeps whole "
-            "parameters on the device: leave one of them out"
-        )
     return fsdp
 
 

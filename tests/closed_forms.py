@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -57,6 +57,7 @@ def sharded_step(
     zero: int = 3,
     replicas: int = 1,
     reshard_after_forward: bool = True,
+    kept: Collection[str] = (),
     remat: bool = False,
     microbatches: int = 1,
     reduce_each: bool = False,
@@ -70,6 +71,7 @@ def sharded_step(
 
     Args:
         calls: the unit calls of one forward pass, in order.
+        kept: the names of buffers that are kept from the forward to the backward.
         size, replicas: ranks that share, and that repeat, the parameters.
         microbatches: forward passes in one gradient call.
         reduce_each: ``accumulate(shard(f))``: reduce each microbatch, and average each
@@ -94,7 +96,9 @@ def sharded_step(
         gathers = microbatches * every
         if reshard_after_forward:
             again = [c for c in calls[:-1] if c.reads or remat]
-            gathers += microbatches * [b for c in again for b in c.buffers]
+            gathers += microbatches * [
+                b for c in again for b in c.buffers if b.name not in kept
+            ]
     times = microbatches if reduce_each else 1
     reductions = times * [b for b in every if b.reduced]
     gathered = sum(b.padded(size) * b.gathered for b in gathers)

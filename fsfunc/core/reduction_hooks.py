@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,33 +84,36 @@ def observe_gradients(
 ) -> Callable[..., Any]:
     """``grad_fn``, and what its gradients measure before anybody sums them.
 
-    A gradient call over n ranks in c microbatches is a mean over n c gradients, each a
-    sample of the same one. Of this rank's c samples, ``measure`` is given each piece
-    (the flat buffer of a unit's parameters, or a whole leaf) once, when it is complete
-    and before it is reduced; nothing more is held for that, but for parameters that
-    several unit calls of one sample share. So gradient noise scales, AdaScale and
-    statistics of gradients are written.
+    A gradient call over n ranks in c microbatches, of ``accumulate`` or ``pipeline``,
+    is a mean over n c gradients, each a sample of the same one. Of this rank's c
+    samples, ``measure`` is given each piece (the flat buffer of a unit's parameters, or
+    a whole leaf) once, when it is complete and before it is reduced; nothing more is
+    held for that, but for parameters that several unit calls of one sample share. So
+    gradient noise scales, AdaScale and statistics of gradients are written.
 
     Args:
         grad_fn: ``value_and_grad(loss)``, or what calls it.
         measure: piece to tensor, of one shape whatever the piece, such as
             ``lambda g: g.float().square().sum()``. A piece may have zeros at its end
-            that belong to no parameter; it must not be kept or written into.
+            that belong to no parameter (a pipeline asks for the shape by one zero); it
+            must not be kept or written into.
 
     Returns:
         a function that returns ``(what grad_fn does, total, samples)``: the sum of the
-        measures over this rank's samples (over axes that split the work of one loss it
-        is summed too; over data it is each rank's own: ``psum`` gives that of all), and
-        how many samples this rank had.
+        measures over this rank's samples (over axes that split the work of one loss,
+        that of stages too, it is summed; over data it is each rank's own: ``psum``
+        gives that of all), and how many samples this rank had.
 
     Raises:
-        LawError: where a rank's own gradient does not exist as such: in a pipeline,
-            under ``torch.func`` or of arguments that require grad, of ``Weighted``
-            losses, of parameters that a loss reads outside units under ``shard``, or of
-            leaves that ranks of the data own.
+        LawError: where a rank's own gradient does not exist as such: under
+            ``torch.func`` or of arguments that require grad, of ``Weighted`` losses, of
+            parameters that a loss reads outside units under ``shard``, or of leaves
+            that ranks of the data own; in a pipeline, of leaves that stages on several
+            ranks use, and of microbatches of unlike numbers of rows.
 
     Cost: what ``measure`` costs; a psum of its result over each set of axes that leaves
-    are split over.
+    are split over, and over a pipeline's. There, without ``shard``, the gradients of a
+    stage's microbatch beside their sum.
 
     Source: the per-replica gradients of Johnson et al., AdaScale SGD, 2020, section 3.
 
@@ -143,14 +146,14 @@ class Observation(Interpretation):
     def __init__(self, measure: Callable[[Tensor], Tensor]):
         self.measure, self.samples, self.scale = measure, 0, 1.0
         self.found: dict[tuple[str, ...], Tensor] = {}
+        # Where leaves are on ranks of a pipeline: its axes, and a zero of their sum.
+        self.along: tuple[tuple[str, ...], Tensor] | None = None
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def seen(call: GradientCall) -> Outcome:
             f = frame()
             if f.in_loss:  # a derivative that the loss itself takes
                 return run(call)
-            if any(h.same_batch for h in f.handlers):
-                raise LawError(UNSEEN.format("a pipeline sums over its microbatches"))
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
             return run(call)
@@ -159,6 +162,17 @@ class Observation(Interpretation):
 
     def begins(self, call: GradientCall) -> None:
         self.scale = call.cotangent
+
+    def lies_along(self, axes: tuple[str, ...], leaves: Sequence[Tensor]) -> None:
+        """Hears that each rank of these axes sees some of the leaves.
+
+        Args:
+            leaves: like all of them, of which this rank may have none.
+        """
+        with internal(), torch.no_grad():
+            each = {x.dtype: self.measure(x.detach().new_zeros(1)) for x in leaves}
+        zeros = map(torch.zeros_like, each.values())
+        self.along = axes, functools.reduce(torch.add, zeros, torch.zeros(()))
 
     def ends(self, outcome: Outcome) -> None:
         if outcome.weight is not None:
@@ -181,20 +195,24 @@ class Observation(Interpretation):
         """Takes in a piece, a part over ``axes`` that split the work of one loss."""
         with internal(), torch.no_grad():
             piece = gradient.detach()
-            piece = piece if self.scale == 1 else piece.float() / self.scale
+            if self.scale != 1:
+                wide = torch.promote_types(piece.dtype, torch.float32)
+                piece = piece.to(wide) / self.scale
             found = self.measure(piece)
             before = self.found.get(axes)
             self.found[axes] = found if before is None else before + found
 
     def total(self) -> Tensor:
         """The measures of all pieces, those of other blocks of split leaves too."""
-        if not self.found:
-            return torch.zeros(())
         parts = [psum(x, a) if a else x for a, x in sorted(self.found.items())]
-        return functools.reduce(torch.add, parts)
+        if self.along is None:
+            return functools.reduce(torch.add, parts) if parts else torch.zeros(())
+        axes, zero = self.along
+        found = functools.reduce(torch.add, parts, zero)
+        return psum(found.to(zero.dtype), axes)
 
 
 UNSEEN = (
     "observe_gradients has no rank's own gradient to show here: {}. Take the gradients "
-    "by ff.value_and_grad of a mean, in units, under shard and accumulate alone"
+    "by ff.value_and_grad of a mean, in units, under shard, accumulate and pipeline"
 )

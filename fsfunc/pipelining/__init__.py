@@ -22,6 +22,6 @@ transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter
 stages.py           the user's own loss, of which one stage's unit calls run
 backward_split.py fused_gradients.py   its backward, or halves
-microbatches.py     a batch in parts, and what they returned as one
+microbatches.py sample_gradients.py   a batch in parts; results as one, gradients apart
 stage_updates.py    stages that update in between
 """

@@ -33,6 +33,7 @@ from fsfunc.pipelining.microbatches import (
     sum_shared,
 )
 from fsfunc.pipelining.runtime import Worker
+from fsfunc.pipelining.sample_gradients import sampled
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
@@ -186,6 +187,8 @@ class Pipelining(Interpretation):
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
         batches, count = folded(self._batches(replace(call, args=args), number))
+        where = self._where()
+        samples = sampled(f, call, leaves, picked, batches, self.owners, where)
         if not batches[0].cut.stages:
             return differentiate(call)
         for _, runtime in f.runtimes:
@@ -196,17 +199,19 @@ class Pipelining(Interpretation):
             return total, *tree.map(_detached, (weight, aux))
 
         worker = Worker(
-            read, batches, self.owners, self._where(), f, depth, values,
-            self.pools[here(self.mesh).rank], call.seed,
+            read, batches, self.owners, where, f, depth, values,
+            self.pools[here(self.mesh).rank], call.seed, samples,
         )  # fmt: skip
         results = self._run(worker)
         for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
             runtime.end_backward(f.micro[:depth])
         summed = combined(results, [b.share for b in batches])
-        total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
+        total, weight, aux = _own(everywhere(summed, where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])
-        due = (functools.partial(sum_shared, where=worker.where),)
+        due = (functools.partial(sum_shared, where=where),)
         scale = call.cotangent
+        if samples is not None:
+            samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, own=grads, scale=scale)
 
     def _cut(self, call: GradientCall) -> list[Microbatch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Microbatch
+from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.generators import States, generators_kept, mix
@@ -43,6 +45,7 @@ class Worker:
         values: the differentiated leaves; none where only the forward is run.
         pool: memory for their gradients.
         seed: what a backward starts from, by the total of a loss.
+        samples: is shown what each backward adds, if anybody is.
 
     After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
     of the last stage, and ``values`` hold their gradients.
@@ -57,6 +60,7 @@ class Worker:
     values: Sequence[Tensor]
     pool: BufferPool = field(default_factory=BufferPool)
     seed: Callable[[Tensor], Tensor] = torch.ones_like
+    samples: SampleGradients | None = None
 
     def __post_init__(self) -> None:
         self.results: dict[int, Any] = {}
@@ -211,7 +215,8 @@ class Worker:
             self.owners[p] != own for p, _ in cut.producers_of(a.stage)
         )
         cotangents = self._cotangents(a, kept)
-        found = kept.vjp.backward(cotangents, give if waits else None)
+        with self._sample(a):
+            found = kept.vjp.backward(cotangents, give if waits else None)
         if not waits:
             self._hand_back(a, kept, found)
 
@@ -221,7 +226,13 @@ class Worker:
         self._hand_back(a, kept, grads)
 
     def _W(self, a: Action) -> None:
-        self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
+        with self._sample(a):
+            self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
+
+    def _sample(self, a: Action) -> AbstractContextManager[None]:
+        if self.samples is None:
+            return nullcontext()
+        return self.samples.of(a.stage, a.microbatch)
 
     def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
         """Those of the loss, of outputs that other stages use, and of thread ends."""

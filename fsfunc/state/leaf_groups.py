@@ -69,6 +69,9 @@ def lay_groups(
     if recorder.handlers:  # else no unit is called, and all stay whole
         least = 0 if sharding is None else sharding.min_bytes
         groups = recorder.groups(least, sharding is not None)
+        if sharding is not None:
+            units = ["/".join(t.path) for t in recorder.taken]
+            sharding.cut.check_names({*units, *(p for g in groups for p in g.paths)})
     order = [] if sharding is None else recorder.order(groups, coordinates)
 
     def lay(part: PlacedGroup) -> None:
@@ -238,12 +241,14 @@ def _packed(
     full = [leaves[p] for p in placed.paths.values()]
     own = {a: coordinates[a] for a in layouts[0].axes}
     chunk = chunk_here(layouts[0], own)
-    if handler.zero in (1, 2) and g.compute is None and not placed.copies:
+    store = stores.moments if placed.copies else stores.params
+    cached = handler.zero in (1, 2) and g.compute is None and not placed.copies
+    if cached and store is None:
         whole = source.zeros(math.prod(sizes) * chunk, placed.dtype, full[0])
         index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
-        whole, store = None, stores.moments if placed.copies else stores.params
+        whole = None
         flat = source.empty(chunk if store is None else 0, placed.dtype, full[0])
         if store is not None:
             flat = store.empty(chunk, placed.dtype, flat.device)

@@ -207,18 +207,11 @@ def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
     """Raises where parameters are to lie beside the device, and would not."""
     if stores.params is None:
         return
-    said = f"offload(params={str(stores.params)!r})"
     if not shardings:
         raise ValueError(
-            f"{said} without shard, which brings parameters unit by unit: on one "
-            'device, ff.shard(step, ff.make_mesh({"data": 1}), "data"), within the '
-            "offload or around it"
-        )
-    if (zero := shardings[0].zero) in (1, 2):
-        raise ValueError(
-            f"{said} at zero={zero}, which keeps whole parameters on the device: at "
-            "zero=3 each rank keeps its part beside it; offload(moments=...) goes with "
-            "any zero"
+            f"offload(params={str(stores.params)!r}) without shard, which brings "
+            "parameters unit by unit: on one device, ff.shard(step, "
+            'ff.make_mesh({"data": 1}), "data"), within the offload or around it'
         )
 
 

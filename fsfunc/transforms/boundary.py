@@ -81,9 +81,13 @@ def leave(
         inputs: the leaves of what the unit was given beside parameters.
         recompute: whether a backward pass runs the call a second time.
     """
-    keys, at = [], 0
-    for call in calls:
+    keys, forgotten, at = [], [], 0
+    for call, shard in zip(calls, shards, strict=True):
         keys.append(_torch.storage_key(views[at]))
+        if not (recompute or call.lasts or call.held):
+            # By the view: an inner unit's call may have dropped the buffer meanwhile.
+            start = int(views[at].storage_offset()) - call.views[0][2]
+            forgotten.append((call, shard, keys[-1], start))
         at += len(call.views)
     tracked, roots = [], []
     for i, y in enumerate(outs):
@@ -95,21 +99,16 @@ def leave(
                 roots.append(y.grad_fn)
     if not tracked and token is None or not torch.is_grad_enabled():
         return token  # a token made without grad would cut the thread of units
-    if not (recompute or runtime.holds):
+    if forgotten:
         stop = set()
         for x in (*views, *inputs):
             x = x._part if isinstance(x, Sharded) else x
             if isinstance(x, Tensor):
                 stop.add(x.grad_fn)
-        nodes, at, count = _torch.graph_nodes(roots, stop), 0, 0
-        for call, shard, key in zip(calls, shards, keys, strict=True):
-            # By the view: an inner unit's call may have dropped the buffer meanwhile.
-            first = views[at]
-            if not call.lasts:
-                start = int(first.storage_offset()) - call.views[0][2]
-                pack, unpack = _forgetting(runtime, call, shard, start)
-                count += _torch.hook_saved(nodes, key, pack, unpack)
-            at += len(call.views)
+        nodes, count = _torch.graph_nodes(roots, stop), 0
+        for call, shard, key, start in forgotten:
+            pack, unpack = _forgetting(runtime, call, shard, start)
+            count += _torch.hook_saved(nodes, key, pack, unpack)
         if count:
             calls[0].forgets = True
     if not recompute:

@@ -43,12 +43,13 @@ class GatheredCall:
         full: the whole buffer in ``dtype``, until it is dropped.
         lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
         shared: whether the call before it held the same one: neighbours share it.
+        held: whether ``full`` is kept from forward to backward.
         forgets: whether saved views of ``full`` were dropped: backward gathers again.
         grad: the gradient so far, of the calls after it that share the buffer.
     """
 
     full: Tensor | None = None
-    lasts = shared = forgets = False
+    lasts = shared = held = forgets = False
     grad: Tensor | None = None
 
     def __init__(
@@ -82,7 +83,7 @@ class GatheredCall:
         """Holds what ``other`` does, if that is what this one was given."""
         same = self._shard() is other._shard() and self.dtype == other.dtype
         if self.full is None and same and self._version == other._version:
-            self.full, self.lasts = other.full, other.lasts
+            self.full, self.lasts, self.held = other.full, other.lasts, other.held
 
     def check(self, shard: FlatShard) -> None:
         """Raises where the weights were written over since they were gathered."""
@@ -180,8 +181,8 @@ class Gathers:
     def whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            away = self.offloads and space_of(shard.flat).offloaded
-            return None if away else shard.flat.detach()
+            if not (self.offloads and space_of(shard.flat).offloaded):
+                return shard.flat.detach()
         if shard.whole is None or not shard.shows(dtype):
             return None
         return shard.whole
@@ -189,7 +190,7 @@ class Gathers:
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight; returns where it will arrive."""
         if shard.place.size == 1:  # cut over no axis: a cast is all that is needed
-            source = self._fetched(shard, dtype)
+            source = self._fetched(shard, dtype, full=shard.whole)
             return source, Done(source)
         near = self.near.get(id(shard)) if self.near else None
         if near is not None and near.shows == (shard.version, dtype):
@@ -233,12 +234,12 @@ class Gathers:
         flat = shard.flat.detach()
         if not self.offloads or not (home := space_of(flat)).offloaded:
             return flat.to(dtype)
-        if where is not None and full is not None:
-            room = full.tensor_split(where.size)[where.index]
-        else:
-            room = self.pool.get(len(flat), dtype, home.on_device(flat))
-            count_as("gathered", [room])
-        return home.fetch(flat, dtype, room)
+        if full is None or full.dtype != dtype:
+            full = self.pool.get(len(flat), dtype, home.on_device(flat))
+            count_as("gathered", [full])
+        elif where is not None:
+            full = full.tensor_split(where.size)[where.index]
+        return home.fetch(flat, dtype, full)
 
     def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """The range as a gather that rounds sends it."""
@@ -306,14 +307,12 @@ class Gathers:
         its gradients there is no room for it.
         """
         name = shard.buffer
-        if name in self.flights:
+        if name in self.flights or self.whole(shard, dtype) is not None:
             return
         if self.size == 1 or back and self.offloads:
             space_of(shard.flat).read_ahead(shard.flat)
             return
-        if shard.is_shared and any(c.shows(shard, c.dtype) for c in now):
-            return
-        if self.whole(shard, dtype) is None:
+        if not (shard.is_shared and any(c.shows(shard, c.dtype) for c in now)):
             call = GatheredCall("", (), (), shard, [], dtype)
             call.full, work = self.start(shard, dtype)
             # What is sent is held to the end, on all ranks alike: no donated step

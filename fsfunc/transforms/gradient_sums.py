@@ -295,12 +295,16 @@ class _Observed:
         self.observers = observers
         # By buffer and microbatch: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
+        self.shown: set[Any] = set()
 
-    def expect(self, calls: Calls) -> None:
-        """Notes a unit call whose gradients will come."""
+    def expect(self, calls: Calls, before: Calls) -> None:
+        """Notes a unit call whose gradients will come, and the one before it."""
         for call in calls:
-            if call.keeps and not call.shared:  # else a neighbour gives it
+            near = call.shared and any(c.shard is call.shard for c in before)
+            if call.keeps and not near:  # else the neighbour gives it
                 key = id(call.shard), call.micro
+                if key in self.shown:
+                    raise RuntimeError(f"{call.name}: its gradient was observed before")
                 self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
@@ -312,6 +316,7 @@ class _Observed:
         if count > 1:
             self.unseen[key] = count - 1, buffer.clone() if held is None else held
             return
+        self.shown.add(key)
         for observer in self.observers:
             observer.see(buffer, shard.split_axes)
 

@@ -57,31 +57,34 @@ def offload(
     room: the next one is only read ahead, and gradients of offloaded parameters are
     reduced and go where the parameters are before it comes. An optimizer updates in
     place what lies beside the device with all that it reads, and brings what does not,
-    unit by unit.
+    unit by unit. At zero 1 and 2 it is the part that a rank updates that lies there:
+    the whole, in the dtype of the arithmetic, is brought once after an update and stays
+    (with ``precision`` and ``moments`` this is ZeRO-Offload).
 
     ``offload(remat(accumulate(step, n)), params="host", activations="host")`` is what
     FairScale calls OffloadModel.
 
     Args:
         f: a train step, a loss, or a unit.
-        params: where parameters lie; they are those that units take under ``shard``, at
-            zero=3 or zero=0 (on one device: over a mesh of one rank).
+        params: where parameters lie; they are those that units take under ``shard`` (on
+            one device: over a mesh of one rank).
         moments: where the optimizer's state lies, and averages of weights beside it.
         activations: where residuals wait that units save for their backward.
 
     Raises:
         TypeError: a place that is neither "host" nor a path nor a store.
-        ValueError: nothing to offload, or the same twice; parameters without ``shard``,
-            or at zero 1 or 2 (when the state is laid out); a state that lies elsewhere.
+        ValueError: nothing to offload, or the same twice; parameters without ``shard``
+            (when the state is laid out); a state that lies elsewhere.
         OSError: a folder that cannot be made or written, or whose disk is full: at
             once, or in a step, which then leaves the state as it was.
 
     Cost: of what is offloaded, on the device, two units' parameters at most, or one's
-    and its gradients, on any number of ranks; for that, on the way back, transfers run
-    beside nothing. A step reads parameters twice and writes gradients once; an update
-    reads and writes each moment once. On disk, blocks are taken when memory is made:
-    under ``donate`` in the first step alone. Files have no names: two runs may share a
-    folder, and a run that is killed leaves nothing there.
+    and its gradients, on any number of ranks, beside the whole ones of zero 1 and 2;
+    for that, on the way back, transfers run beside nothing. A step reads parameters
+    twice (at zero 1 and 2 once) and writes gradients once; an update reads and writes
+    each moment once. On disk, blocks are taken when memory is made: under ``donate`` in
+    the first step alone. Files have no names: two runs may share a folder, and a run
+    that is killed leaves nothing there.
 
     Source: FairScale's OffloadModel and FSDP's cpu_offload and ssd_offload; ZeRO-
     Offload (Ren et al., 2021).

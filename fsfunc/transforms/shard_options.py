@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh
 from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.messages.wire import Gather, Reduction
+from fsfunc.tree.structure import matches
+
+Rules = tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -18,14 +24,14 @@ class ShardOptions:
     """The arguments of ``shard``, checked; see there.
 
     ``axis``: the axes over which parameters are cut; ``replicate``: those over which
-    the parts are repeated.
+    the parts are repeated. ``reshard_after_forward``: a mapping as its items.
     """
 
     mesh: Mesh
     axis: tuple[str, ...]
     zero: int = 3
     replicate: tuple[str, ...] = ()
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Rules = True
     min_bytes: int = 0
     reduce_each: bool = False
     gather: Gather = Gather()
@@ -44,6 +50,9 @@ class ShardOptions:
         copies = () if replicate is None else mesh.check(replicate)
         if set(names) & set(copies):
             raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
+        again = others["reshard_after_forward"]
+        if isinstance(again, Mapping):
+            others["reshard_after_forward"] = tuple(again.items())
         found = cls(mesh, names, replicate=copies, **others)
         found.gather.check(names)
         found.reduction.check(names, found.zero)
@@ -52,6 +61,13 @@ class ShardOptions:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r}: it is 0, 1, 2 or 3")
+        again = self.reshard_after_forward
+        rules = again if isinstance(again, tuple) else [("**", again)]
+        if not all(isinstance(k, str) and isinstance(v, bool) for k, v in rules):
+            raise TypeError(
+                f"reshard_after_forward={again!r}: it is True, False, or {{pattern: "
+                "True or False} by names of units or paths of parameters"
+            )
         check_integer(self.min_bytes, "min_bytes", 0)
         if self.reduce_each and self.zero == 1:
             raise ValueError(
@@ -71,6 +87,30 @@ class ShardOptions:
         """All axes over which the loss is a mean."""
         return (*self.replicate, *self.axis)
 
+    def holds(self, name: str, shard: FlatShard) -> bool:
+        """True if a unit call of this name keeps what it gathers for its backward."""
+        again = self.reshard_after_forward
+        if isinstance(again, bool):
+            return not again
+        return not _first_fitting(again, (name, *(x.name for x in shard.members)))
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises where a pattern of ``reshard_after_forward`` fits none of the names.
+
+        Args:
+            names: of the unit calls of a program, and of the leaves that they take.
+        """
+        again = self.reshard_after_forward
+        for pattern, _ in again if isinstance(again, tuple) else ():
+            if not any(matches(pattern, name) for name in names):
+                near = get_close_matches(pattern, names, 3, 0.3) or sorted(names)[:3]
+                raise ValueError(
+                    f"reshard_after_forward: {pattern!r} fits no unit call and no leaf "
+                    f"that one takes; there are {', '.join(map(repr, near))} "
+                    f"({len(names)} in all). '*' stands for one name, '**' for any "
+                    "number"
+                )
+
     def gathers(self, layout: Layout) -> bool:
         """True if this ``shard`` gathers the leaf: its buffer is cut over ``axis``.
 
@@ -85,6 +125,14 @@ class ShardOptions:
     def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
         """``axis`` without ``split_axes``."""
         return tuple(axis for axis in self.axis if axis not in split_axes)
+
+
+@lru_cache(maxsize=4096)
+def _first_fitting(rules: Rules, names: tuple[str, ...]) -> bool:
+    for pattern, value in rules:
+        if any(matches(pattern, name) for name in names):
+            return value
+    return True
 
 
 class BufferGroups(NamedTuple):

@@ -34,7 +34,7 @@ class ShardRuntime:
 
     Args:
         groups: the process groups of each buffer.
-        options: those of ``shard``; ``holds``: whether backwards find buffers whole.
+        options: those of ``shard``.
         pool: memory for gathers and reductions.
         shards: the buffers that the call was given.
         ownership: the kinds of its plain tensors.
@@ -61,10 +61,10 @@ class ShardRuntime:
         **how_summed: Any,
     ):
         self.groups, self.options, self.zero = groups, options, options.zero
-        self.holds = not options.reshard_after_forward
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
-        again = self.zero == 3 and not self.holds and bool(differentiated)
+        again = self.zero == 3 and options.reshard_after_forward is not False
+        again = again and bool(differentiated)
         self.gathers = Gathers(groups, shards, options, pool, again)
         defers = self.gathers.offloads
         self.looks = groups.where.size > 1 or defers  # for what comes next
@@ -114,17 +114,17 @@ class ShardRuntime:
         if recompute:
             return self._take_again(calls, shards)
         old, self.gathers.recent = self.gathers.recent, calls
-        holds = self.holds and torch.is_grad_enabled()
+        goes = [c for c in old if not c.held]
         for call, shard in zip(calls, shards, strict=True):
+            call.held = torch.is_grad_enabled() and self.options.holds(call.name, shard)
             if shard.is_shared:
                 for c in old:
                     call.take_over(c)
                 call.shared = call.full is not None
             if call.shared:
                 continue
-            self.gathers.bring(call, shard, () if holds else old)
-        if not holds:
-            self.gathers.drop(old)
+            self.gathers.bring(call, shard, goes)
+        self.gathers.drop(goes)
         if self.sums.steps is not None:
             self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
@@ -160,9 +160,10 @@ class ShardRuntime:
 
         Microbatch by microbatch: a pipeline has several under way.
         """
-        self.calls.setdefault(calls[0].micro, []).append(calls)
+        every = self.calls.setdefault(calls[0].micro, [])
         if self.sums.observed is not None:
-            self.sums.observed.expect(calls)
+            self.sums.observed.expect(calls, every[-1] if every else [])
+        every.append(calls)
 
     # Backward
 

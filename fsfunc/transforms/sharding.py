@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsfunc.comm.mesh import Axis, Mesh
@@ -20,7 +20,7 @@ def shard(
     *,
     zero: int = 3,
     replicate: Axis | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Mapping[str, bool] = True,
     min_bytes: int = 0,
     reduce_each: bool = False,
     gather: Gather | None = None,
@@ -39,7 +39,10 @@ def shard(
             gradients reduced as they appear. 1: the same, reduced when the backward
             ends. 0: everything whole, gradients all-reduced unit by unit.
         replicate: a further axis over which the parts are repeated (HSDP).
-        reshard_after_forward: at zero=3, False keeps what the forward gathered.
+        reshard_after_forward: at zero=3, False keeps what the forward gathered. Or by
+            unit, pattern to value, as in ``{"head": False, "blocks/[01]/**": False}``:
+            compared with the name of a unit call, as in ``precision``, and the paths of
+            the parameters that it gathers. The first that fits is taken, else True.
         min_bytes: neighbouring units below this size share one buffer.
         reduce_each: of an ``accumulate`` within, reduces each microbatch's gradients
             over ``axis``, and holds parts meanwhile; over ``replicate`` the sum of
@@ -48,16 +51,18 @@ def shard(
             they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
+        TypeError: another value of ``reshard_after_forward``.
         ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice;
-            ``reduce_each`` at zero=1, which reduces when the backward ends; a
+            ``reduce_each`` at zero=1, which reduces when the backward ends; a pattern
+            that fits no unit call and no parameter (when a state is laid out); a
             ``gather`` or ``reduction`` that is not for these.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
-    each unit twice, but for the last one and those whose backward reads no parameter,
-    and reduces each once: at most 3aP. zero 1 and 2: one gather and one reduction a
-    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss. Over
-    r replicas one all-reduce of each part, 2(r-1)/r of its bytes. Reductions and sums
-    over replicas run beside the backward of the units that follow.
+    each unit twice, but for the last one, those whose backward reads no parameter and
+    those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one gather
+    and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum
+    of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its bytes.
+    Reductions and sums over replicas run beside the backward of the units that follow.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 

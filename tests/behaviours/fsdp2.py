@@ -35,6 +35,7 @@ test_fully_shard_training.py
   has     | an axis of one rank | transforms/test_shard_ledger.py::test_an_axis_of_one_rank_sends_nothing
 test_fully_shard_comm.py
   has     | how often is gathered and reduced, by reshard_after_forward | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
+  has     | reshard_after_forward of each module | transforms/test_kept_units.py::test_equals_one_device_and_sends_what_was_promised
   has     | prefetches fly beneath the backward, and in its order | comm/test_splitting.py::test_backward_is_the_forward_order_turned_round
   has     | a divide factor that does not overflow half precision | optim/test_loss_scaling.py::test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little
   has     | a module whose output nobody reads | transforms/test_shard_stock.py::test_merged_units_of_which_the_loss_ignores_one

@@ -82,6 +82,9 @@ KNOBS = {
     "activation_checkpointing": {"checkpoint": True},
     "modules_to_wrap": {"wrap": ["blocks"], "fsdp": SHARDED, "checkpoint": True},
     "move_params_to_cpu": {"fsdp": {"move_params_to_cpu": True}},
+    "whole on the device": {
+        "fsdp": {"move_params_to_cpu": True, "reshard_after_forward": False}
+    },
     "move_grads_to_cpu=False": {
         "fsdp": {"move_params_to_cpu": True, "move_grads_to_cpu": False}
     },
@@ -194,10 +197,6 @@ def test_processes_print_the_losses_of_simulated_ranks(processes, tmp_path) -> N
         ({"amp_use_bfloat16": True}, "nothing is in half: set amp"),
         ({"fsdp": SHARDED, "fsdp_config": {"mixed_precision": True}}, "give it once"),
         ({"fsdp": {"move_grads_to_cpu": True}}, "without move_params_to_cpu"),
-        (
-            {"fsdp": {"move_params_to_cpu": True, "reshard_after_forward": False}},
-            "whole parameters on the device",
-        ),
         ({"max_grad_norm": 0}, "max_norm is 0"),
         ({"optimizer": {"type": "torch::LBFGS"}}, "'torch::LBFGS': it is one of"),
         ({"optimizer": {"type": "torch::SGD"}, "lr_scheduler": LINEAR}, "needs .* lr"),

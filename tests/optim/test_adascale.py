@@ -211,8 +211,6 @@ def shard(g, m):
 
 TOTAL = lambda ws: observing(tied)(ws, X)[1]  # noqa: E731
 REFUSED = {
-    "a pipeline": (stepped(tied, lambda g, m: ff.pipeline(
-        g, m, "data", n_microbatches=2)), LawError, "a pipeline"),
     "Weighted": (stepped(weighted, lambda g, m: g), LawError, "Weighted"),
     "outside units": (stepped(beside, shard), LawError, "outside units"),
     "differentiated": (lambda: torch.func.grad(TOTAL)(WS), LawError,

@@ -121,8 +121,6 @@ def test_any_step_is_the_one_that_offloads_nothing(
     }
     if stack == "alone":
         stores["params"], ranks = None, 1
-    if zero in (1, 2):
-        stores["params"] = None
     stores = {k: w for k, w in stores.items() if w is not None} or {"moments": folder}
     loss = lambda params, batch: spec.loss(params, {}, batch)  # noqa: E731
     given = spec.params(3), rows(4 * ranks, 3), simulated(ranks), STACKS[stack]
@@ -185,11 +183,12 @@ WITHIN = {  # from the inside out
     st.sampled_from(sorted(SENT)),
     st.sampled_from(sorted(WITHIN)),
     st.sampled_from([chain(), tied]),
+    st.integers(2, 3),
     st.sampled_from(["params moments activations", "params", "moments", "activations"]),
     st.booleans(),
 )
 def test_whatever_else_a_step_is_made_of(
-    tmp_path_factory, name, sent, within, loss, kinds, donated
+    tmp_path_factory, name, sent, within, loss, zero, kinds, donated
 ):
     """Messages, optimizers, pipelines: the bits are those of nothing offloaded."""
     folder = str(tmp_path_factory.getbasetemp() / "offloaded")
@@ -206,7 +205,7 @@ def test_whatever_else_a_step_is_made_of(
                 step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
             else:
                 step = stacked(step, (kind,), mesh, 3, {})
-        step = ff.shard(step, mesh, "data", **SENT[sent])
+        step = ff.shard(step, mesh, "data", zero=zero, **SENT[sent])
         step = ff.offload(step, **where) if where else step
         step = ff.donate(step) if donated else step
         mine = ff.local_batch(x, mesh, "data")
@@ -274,33 +273,45 @@ def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds", "names"),
+    ("ranks", "kinds", "names", "zero"),
     [
-        (2, "params moments", ("remat", "shard", "offload", "donate")),
-        (3, "params moments activations", ("accumulate", "shard", "offload")),
-        (2, "params moments", ("shard", "accumulate", "offload")),
-        (1, "params moments", ("accumulate", "remat", "shard", "offload")),
+        (2, "params moments", ("remat", "shard", "offload", "donate"), 3),
+        (3, "params moments activations", ("accumulate", "shard", "offload"), 3),
+        (2, "params moments", ("shard", "accumulate", "offload"), 3),
+        (1, "params moments", ("accumulate", "remat", "shard", "offload"), 3),
+        (2, "params moments", ("precision", "shard", "offload", "donate"), 2),
+        (2, "params moments", ("remat", "shard", "accumulate", "offload"), 1),
+        (1, "params moments", ("accumulate", "shard", "offload", "donate"), 2),
     ],
 )
-def test_a_step_has_the_room_of_two_units_as_planned(tmp_path, ranks, kinds, names):
-    """No third for what is in flight: neither the next unit nor the last reduction."""
+def test_a_step_has_the_room_of_two_units_as_planned(
+    tmp_path, ranks, kinds, names, zero
+):
+    """No third for what is in flight: neither the next unit nor the last reduction.
+
+    At zero 1 and 2 whole parameters beside it, in the dtype of the arithmetic.
+    """
     units, wide, mesh = 6, 64, simulated(ranks)
     x = torch.zeros(4, wide)
     stores = dict.fromkeys(kinds.split(), tmp_path)
-    step = stacked(ADAM(ff.value_and_grad(chain())), names, mesh, 3, stores)
+    step = stacked(ADAM(ff.value_and_grad(chain())), names, mesh, zero, stores)
 
     def main():
         params = [{"w": torch.eye(wide)} for _ in range(units)]
-        state = ff.init_state(step, params, ADAM, x)
+        state, _ = step(ff.init_state(step, params, ADAM, x), x)
         planned = ff.plan(step, state, x)
-        with ff.testing.live_bytes(state, x) as seen:
+        with ff.testing.live_bytes(state, x) as seen, ff.ledger() as log:
             step(state, x)
-        return seen.peak_bytes, planned.peak_bytes
+        sent = log.count("all_gather", rank=mesh.rank)
+        assert sent == planned.count("all_gather")
+        return seen.peak_bytes, planned.peak_bytes, sent
 
     two = 2 * (4 * wide * wide + 4 * ranks)  # padded
-    for peak, planned in ff.spmd(main, mesh)():
+    whole = units // (2 if "precision" in names else 1) * two // 2 if zero < 3 else 0
+    for peak, planned, sent in ff.spmd(main, mesh)():
         assert peak == planned
-        assert peak <= two + (units + 8) * x.nbytes  # and activations
+        assert peak <= whole + two + (units + 8) * x.nbytes  # and activations
+        assert zero == 3 or sent == (units if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize("order", ["remat offload", "offload"])
@@ -432,8 +443,6 @@ FILE = __file__
             ValueError, "say it once",
         ),
         "no shard": (lambda: laid_out(params="host"), ValueError, "ff.shard.step"),
-        "zero=1": (lambda: laid_out(1, params="host"), ValueError, "at zero=3"),
-        "zero=2": (lambda: laid_out(2, params="host"), ValueError, "at zero=3"),
     }
 )  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out):

@@ -107,6 +107,19 @@ MODELS = {
 SCHEMES = {
     **{f"zero={z}": {"zero": z} for z in range(4)},
     "kept": {"reshard_after_forward": False},
+    **{
+        f"some kept, {' in '.join(reversed(order))}": {
+            "reshard_after_forward": {"first/*": False, "**/embed": False},
+            "kept": {"first", "embed"},
+            "order": order,
+        }
+        for order in [
+            ("shard",),
+            ("remat", "shard"),
+            ("shard", "accumulate"),
+            ("accumulate", "remat", "shard"),
+        ]
+    },
     "shard(remat)": {"order": ("remat", "shard")},
     "remat(shard)": {"order": ("shard", "remat")},
     **{
@@ -125,7 +138,9 @@ SCHEMES = {
 MICROBATCHES = 2
 
 
-def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **options):
+def measure(
+    loss, params, *, order=("shard",), axis="data", dtypes=None, kept=(), **options
+):
     """The ledger of a step that follows a step, and who was asked."""
     grid = "replicate" in options or isinstance(axis, tuple)
     mesh = GRID if grid else MESH
@@ -176,6 +191,8 @@ def check(loss, params, calls, **scheme):
     order = options.pop("order", ("shard",))
     options.pop("dtypes", None)
     options.pop("min_bytes", None)
+    if "kept" in options:
+        options.pop("reshard_after_forward")
     axis, replicate = options.pop("axis", "data"), options.pop("replicate", None)
     if replicate:
         over = {("node",): "replicate", ("data",): "shard", ("node", "data"): "all"}
