@@ -162,6 +162,13 @@ def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
     return measure(task)
 
 
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """Steps, losses and bytes of training over a slow link."""
+    import hosts_rank
+
+    return hosts_rank.train(task)
+
+
 def _build(name: str, task: dict[str, Any]) -> Any:
     import peers
     import peers_pipelined
@@ -214,13 +221,17 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "hosts" in task:
+        from hosts_links import join
+
+        join(task["hosts"][task["rank"]])
     import torch
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # torch's own, about names that it has renamed
     if task["ranks"] > 1:
         _start_group(task)
-    every = (steps, memory, adam, hooks, example, foresee, checkpoints)
+    every = (steps, memory, adam, hooks, example, foresee, checkpoints, train)
     kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"

@@ -63,6 +63,7 @@ def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     import measuring
+    import peers_pipelined  # noqa: F401  what workers import, once for all
 
     measuring._start = Worker
     runpy.run_path(sys.argv[0], run_name="__main__")
