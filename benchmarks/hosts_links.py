@@ -18,6 +18,8 @@ from typing import NamedTuple
 LINK = "wire"
 CLONE_NEWNET = 0x40000000  # Linux setns, unshare: of a network namespace
 FRAME = 66  # bytes of headers: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
+# A header has one size: selective acknowledgements would make some of them longer.
+HELD = "echo 0 > /proc/sys/net/ipv4/tcp_sack; echo held; exec cat"
 PATIENCE = 10.0  # seconds for one command of iproute2
 
 
@@ -100,7 +102,7 @@ def counted() -> Counted:
 def _namespace() -> Iterator[int]:
     """Gives the process that holds a new namespace: it ends when its input does."""
     with subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", "echo held; exec cat"],
+        ["unshare", "--net", "sh", "-c", HELD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -138,15 +138,28 @@ def local(setting: Stream, *, slow: bool) -> Competitor:
 
 
 def pipelined(setting: Stream) -> Competitor:
-    """A stage a host, each at zero=3; the rows of two ranks go through both hosts."""
+    """A stage a host, each at zero=2; the rows of two ranks go through both hosts."""
+    n, stages = HOSTS * setting.size.sequences, cut(setting.size, HOSTS)
 
     def around(step: Any, mesh: Any) -> Any:
-        n, stages = HOSTS * setting.size.sequences, cut(setting.size, HOSTS)
         step = ff.pipeline(step, mesh, "node", n_microbatches=n, stages=stages)
-        return ff.shard(step, mesh, "data", zero=3)
+        return ff.shard(step, mesh, "data", zero=2)
 
     first = HOSTS * (setting.rank % NEAR)
     return _trained(setting, around, batch=setting.of(slice(first, first + HOSTS)))
+
+
+def four_stages(setting: Stream) -> Competitor:
+    """As torch_1f1b; which rank a message goes to is in no ledger."""
+    n, stages = setting.microbatches, cut(setting.size, setting.ranks)
+
+    def around(step: Any, mesh: Any) -> Any:
+        return ff.pipeline(step, mesh, "pipe", n_microbatches=n, stages=stages)
+
+    made = _trained(
+        setting, around, batch=setting.whole_batch(), axes={"pipe": setting.ranks}
+    )
+    return dataclasses.replace(made, sent=_between_stages(setting))
 
 
 def _same(x: Any) -> Any:
@@ -158,6 +171,7 @@ def _trained(
     around: Callable[[Any, Any], Any],
     optimizing: Callable[[Any], Any] = _same,
     batch: dict[str, Tensor] | None = None,
+    axes: dict[str, int] = AXES,
 ) -> Competitor:
     """The competitor of a step with transforms `around` it.
 
@@ -168,7 +182,7 @@ def _trained(
     batch = setting.batch() if batch is None else batch
     init = functools.partial(init_params, setting.size)
 
-    mesh = ff.make_mesh(AXES, "processes")
+    mesh = ff.make_mesh(axes, "processes")
     step = around(optimizer(ff.value_and_grad(loss_fn)), mesh)
     plan = lambda: [ff.plan(step, init, optimizer, batch, mesh=mesh)]  # noqa: E731
     held = [ff.init_state(step, init(), optimizer, batch)]
@@ -224,8 +238,12 @@ def ddp_powersgd(setting: Stream) -> Competitor:
 def torch_1f1b(setting: Stream) -> Competitor:
     """Four stages: of three borders one is between the hosts."""
     made = peers_pipelined.BUILDERS["torch_1f1b"](setting)
-    sent = 2 * setting.microbatches * peers_pipelined.message_bytes(setting)
-    return dataclasses.replace(made, sent=sent)
+    return dataclasses.replace(made, sent=_between_stages(setting))
+
+
+def _between_stages(setting: Stream) -> float:
+    """What crosses one border: activations on, gradients back."""
+    return 2 * setting.microbatches * peers_pipelined.message_bytes(setting)
 
 
 COMPETITORS: dict[str, Callable[[Stream], Competitor]] = {
@@ -235,6 +253,9 @@ COMPETITORS: dict[str, Callable[[Stream], Competitor]] = {
     "hsdp": hsdp,
     "torch_1f1b": torch_1f1b,
     "zero0": functools.partial(sharded, zero=0),
+    "zero0_levels": functools.partial(
+        sharded, zero=0, reduction=ff.HierarchicalReduction("node")
+    ),
     "powersgd": powersgd,
     "zero3": functools.partial(sharded, zero=3),
     "hybrid": hybrid,
@@ -243,5 +264,6 @@ COMPETITORS: dict[str, Callable[[Stream], Competitor]] = {
     "coded_levels": functools.partial(levels, coded=True),
     "local_sgd": functools.partial(local, slow=False),
     "slowmo": functools.partial(local, slow=True),
+    "four_stages": four_stages,
     "pipeline": pipelined,
 }
