@@ -17,7 +17,9 @@ some bytes is marked, and the run fails.
 
 `link`: the seconds that those bytes take at the link's rate, under which no step comes.
 `estimate`: `ff.estimate` of the step's plan, on this machine as measured, with two
-levels. Steps run one after another, not in turn: see the load beside.
+levels. It counts on rings; fsfunc on gloo sends pair by pair, of which over all ranks
+without levels a third more crosses. Steps run one after another, not in turn: see the
+load beside.
 `--quick` is a rehearsal: one link, a second a step, no meaning in the times.
 `--bytes` counts bytes alone.
 """
