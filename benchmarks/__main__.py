@@ -13,6 +13,7 @@ meanwhile; where that was more than 5 %, no figure is good.
 compared/     the models, fsfunc's steps and the peers', and how they are timed
 literature/   runs that others have published, and plans of them in closed form
 faulty/       what goes wrong in runs that go wrong
+slow_link/    two hosts made of network namespaces, and what crosses between them
 """
 
 from __future__ import annotations
@@ -100,6 +101,11 @@ BENCHMARKS = {
         "estimated steps beside measured ones",
         {"foresight": ["foresight.py"]},
         ["foresight.py", "--quick", "--rounds", "2", "--seconds", "2"],
+    ),
+    "hosts": Benchmark(
+        "steps over slow links, and bytes that the kernel counted (root)",
+        {"hosts": ["hosts.py"]},
+        ["hosts.py", "--bytes", "--only", "zero3"],
     ),
     "published": Benchmark(
         "predictions beside published runs, and 6ND",

@@ -162,6 +162,13 @@ def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
     return measure(task)
 
 
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """Steps, losses and bytes of training over a slow link."""
+    from slow_link import rank
+
+    return rank.train(task)
+
+
 def _build(name: str, task: dict[str, Any]) -> Any:
     import torch
     from compared import peers, peers_pipelined, peers_split
@@ -220,6 +227,10 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "hosts" in task:
+        from slow_link.links import join
+
+        join(task["hosts"][task["rank"]])
     import torch
 
     torch.set_num_threads(1)
@@ -227,7 +238,7 @@ def main() -> None:
     grouped = task["ranks"] > 1 or task["kind"] in ("steps", "memory")
     if grouped:
         _start_group(task)
-    every = (steps, memory, adam, hooks, example, foresee, checkpoints)
+    every = (steps, memory, adam, hooks, example, foresee, checkpoints, train)
     kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"

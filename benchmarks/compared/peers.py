@@ -3,7 +3,8 @@
 A competitor is built by a function of `Setting` and is then called once a step; its
 `sent` is what one rank sends in a step. A peer does not count its own traffic, so for
 these `sent` is the closed form of the scheme, with ring collectives (a gather or a
-reduce-scatter of S bytes sends αS, an all-reduce 2αS; α = (W-1)/W).
+reduce-scatter of S bytes sends αS, an all-reduce 2αS; α = (W-1)/W). What gloo sends for
+FSDP2 is more: its reduce-scatter is an all-reduce there (`hosts.py` counts it).
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ def works_and_ends(program: Program) -> None:
 def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    from compared import measuring
+    from compared import (
+        measuring,
+        peers_pipelined,  # noqa: F401  what workers import, once for all
+    )
 
     measuring._start = Worker
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -3,6 +3,10 @@
 torch's own are what is right on NCCL. Pair by pair they are exchanges straight from and
 into the caller's buffers: the same bytes as a ring, without gloo's staging copies. Sums
 run in rank order, so their bits are those of the simulated ranks.
+
+Between hosts more of these bytes go: of a gather of P bytes over N hosts of D ranks
+D (N-1)/N P leave each host, a ring's (ND-1)/(ND) P, and (N-1)/N P in two levels, as
+``HierarchicalGather`` has them (``benchmarks/hosts.py`` counts what the kernel sent).
 """
 
 from __future__ import annotations
