@@ -14,6 +14,6 @@ estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
 calibration.py timed_calls.py   the machine at hand, measured
-stack_search.py stacks.py candidates.py trials.py   search
+stack_search.py stacks.py candidates.py outlines.py trials.py   search
 recomputation.py    what to recompute under a bound
 """
