@@ -81,7 +81,7 @@ class Rounds:
                 again[i] = _moved(event, last.storages, names, by, sent)
             book.events += again
             names = {
-                a: names[b] if b in names else _later(b, last.storages, by)
+                a: names[b] if b is None or b in names else _later(b, last.storages, by)
                 for a, b in old.items()
             }
         book.sizes += sizes * left
