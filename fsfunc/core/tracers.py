@@ -75,6 +75,13 @@ class Tracer:
             of: what the gradient is of, and what its function was given.
         """
 
+    def rounds(self) -> Any:
+        """The observer of a loop's rounds, which may note some of them unrun, or None.
+
+        ``after(carried, how, left)`` hears of each, and returns how many.
+        """
+        return None
+
 
 class FirstCalls:
     """Remembers which calls were checked; this one lets all of them pass.

@@ -9,10 +9,11 @@ machine (`machines`); a search plans and estimates many stacks (`stacks`, `trial
 planner.py          plan: a step run where nothing is sent or computed; the moves
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
+rounds.py           equal microbatches, of which one is run for many
 estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
 calibration.py timed_calls.py   the machine at hand, measured
-stack_search.py stacks.py candidates.py trials.py   search
+stack_search.py stacks.py candidates.py outlines.py trials.py   search
 recomputation.py    what to recompute under a bound
 """

@@ -25,6 +25,7 @@ from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
+from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
@@ -80,6 +81,7 @@ class Observer(Tracer, OperatorMode):
             what other ranks sent.
 
     Attributes:
+        link: that of the rank, where the run is a plan; None where tensors have data.
         calls: how often each unit's body ran, by (unit, phase).
         derived: bytes that a unit keeps for its backward and computed from its
             parameters alone, by unit.
@@ -89,6 +91,7 @@ class Observer(Tracer, OperatorMode):
 
     def __init__(self, strangers: bool = False) -> None:
         super().__init__()
+        self.link: Any = None
         self.strangers = strangers
         self.always = strangers
         self.paused = False
@@ -170,6 +173,14 @@ class Observer(Tracer, OperatorMode):
             if size:
                 self.derived[name] = max(size, self.derived.get(name, 0))
         self._kept.clear()
+
+    @property
+    def keeps_copies(self) -> bool:
+        """True between a body that made copies and the backward that finds them."""
+        return bool(self._kept)
+
+    def rounds(self) -> Rounds | None:
+        return None if self.link is None else Rounds(self, self.link)
 
     # Units and phases
 

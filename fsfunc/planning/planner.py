@@ -262,6 +262,7 @@ class PlannedLink(AbstractLink):
     def __init__(self, rank: int, observer: Observer, log: Ledger):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
+        observer.link = self
 
     def _noted(self, work: Handle, part: str, ranks: Any, x: Tensor) -> Handle:
         record = None if part == "asked for" else self.log.records[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,12 @@ class Search(Printed, Sequence[Choice]):
         """All that fit, fastest first; of equal ones, the smallest."""
         return sorted((c for c in self.tried if c.fits), key=_order)
 
+    @property
+    def ties(self) -> list[Choice]:
+        """Those that fit and are slower than the best by less than its band is wide."""
+        bound = self.best.seconds * math.exp(self.best.width)
+        return [c for c in self.ranked if c != self.best and c.seconds <= bound]
+
     def rows(self) -> list[tuple[str, ...]]:
         """Of the front: step time, of it exposed and bubble, peak, mesh, transforms."""
         found = []
@@ -74,6 +81,13 @@ class Search(Printed, Sequence[Choice]):
             f"{len(self.tried)} stacks planned, of which {fit} fit in "
             f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
         ]
+        if ties := self.ties:
+            apart = max(c.seconds for c in ties) / self.best.seconds - 1
+            lines.append(
+                f"{len(ties)} more tie with the fastest: they are slower by at most "
+                f"{apart:.1%}, and the estimate may be off by "
+                f"{math.expm1(self.best.width):.0%}"
+            )
         whys = Counter(HEAVY if s.least else s.why for s in self.skipped)
         lines += [f"  {n}: {why}" for why, n in whys.most_common()]
         return lines
@@ -120,6 +134,7 @@ def search(
     donate: bool = True,
     layouts: LayoutRules | None = None,
     dims: Mapping[str, int] | None = None,
+    plans: int | None = None,
 ) -> Search:
     """The stacks of transforms that are best in step time and memory, fastest first.
 
@@ -164,6 +179,9 @@ def search(
             the dim that it cuts: ``{"context": 1}`` cuts sequences, ``{"expert": 0}``
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
+        plans: how many stacks are planned at most, those that an outline in closed form
+            finds fastest of those that it finds to fit; for many ranks, whose meshes
+            make thousands of stacks. None: all.
 
     Returns:
         a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
@@ -175,7 +193,8 @@ def search(
         RuntimeError: the loss asks for a tensor's value; names the line.
 
     Cost: a plan and an estimate for each stack: about 0.1 s without, 1 s with a
-    pipeline for ten units, growing with units, microbatches and distinct ranks.
+    pipeline for ten units, growing with units, microbatches and distinct ranks. An
+    outline costs some 0.1 ms.
 
     >>> import torch, fsfunc as ff
     >>> from fsfunc.planning.hardware import CPU
@@ -209,7 +228,12 @@ def search(
     bound = hardware.memory if memory is None else memory
     if not bound > 0:
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
+    if plans is not None and plans < 1:
+        raise ValueError(f"plans={plans!r}: at least one stack is planned")
     at = Trials(loss_fn, optimizer, params, batch, hardware, bound, space)
+    if plans is not None:
+        _promising(at, space, meshes(mesh_sizes, hardware, space.named), plans)
+        return _found(at)
     for axes in meshes(mesh_sizes, hardware, space.named):
         if not at.lies_on(axes):
             continue
@@ -219,6 +243,33 @@ def search(
             for ladder in space.flat(axes, at.rows):
                 _climb(at, ladder)
     return _found(at)
+
+
+def _promising(at: Trials, space: Space, every: Sequence[Axes], plans: int) -> None:
+    """Tries the stacks whose outlines are best, until so many are planned."""
+    stacks: list[Stack] = []
+    for axes in every:
+        if not at.lies_on(axes):
+            continue
+        if dict(axes).get(PIPE, 1) == 1:
+            stacks += [stack for some in space.flat(axes, at.rows) for stack in some]
+            continue
+        for stack in space.pipelined(axes, at.rows):
+            stacks += [stack, *space.other_zeros(stack)]
+    outlines = {stack: at.outlines.of(stack) for stack in stacks}
+
+    def order(stack: Stack) -> tuple[bool, float]:
+        one = outlines[stack]
+        fits = one.bytes <= at.memory
+        return not fits, one.seconds if fits else one.bytes
+
+    for stack in sorted(outlines, key=order):
+        if len(at.tried) < plans:
+            at.try_one(stack)
+        elif outlines[stack].bytes > at.memory:
+            at.skip([stack], "an outline of it does not fit")
+        else:
+            at.skip([stack], "by an outline others are faster, which were planned")
 
 
 def _climb(at: Trials, ladder: Sequence[Stack]) -> None:

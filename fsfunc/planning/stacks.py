@@ -250,6 +250,7 @@ class Choice:
         peak_bytes: the most that a rank holds, as the plan counts it.
         fits: whether what an allocator reserves for that is within the memory asked
             for.
+        width: the natural logarithm of how far ``seconds`` may be off.
     """
 
     stack: Stack
@@ -259,6 +260,7 @@ class Choice:
     compute: float = 0.0
     exposed: float = 0.0
     bubble: float = 0.0
+    width: float = 0.0
 
     @property
     def axes(self) -> dict[str, int]:

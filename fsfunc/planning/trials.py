@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fsfunc.planning.candidates import (
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
+from fsfunc.planning.outlines import Outlines
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
@@ -58,7 +60,6 @@ class Trials:
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
         self.step = _train_step(loss_fn, optimizer)
         self.params, self.moments = self._once(self._sizes)
-        self.units: int | None = None
         # By what decides them: (rows of a part, bytes of activations) of each plan.
         self.activations: dict[Any, list[tuple[int, int]]] = {}
         self.large: list[tuple[int, Stack]] = []  # foreseen bytes of what is skipped
@@ -106,10 +107,8 @@ class Trials:
             anyway: whether it is planned though it is foreseen not to fit.
         """
         stages = stages_of(stack)
-        if stages > 1 and self.units is None:
-            self.units = self._once(self._units)
-        if self.units is not None and stages > self.units:
-            self.skip([stack], f"{stages} stages are more than {self.units} unit calls")
+        if stages > 1 and stages > (units := len(self.outlines.calls)):
+            self.skip([stack], f"{stages} stages are more than {units} unit calls")
             return None
         least = self.least(stack)
         if least > self.memory:
@@ -137,6 +136,7 @@ class Trials:
             compute=timed.compute,
             exposed=timed.exposed,
             bubble=timed.bubble,
+            width=timed.width,
         )
         self.tried.append(choice)
         return choice
@@ -176,8 +176,14 @@ class Trials:
         splits_of(self.space.layouts, found, self.alone, (PIPE,))
         return _bytes(params), _bytes(self.optimizer.init(params))
 
-    def _units(self) -> int:
-        return len(program(self.loss_fn, self.init(), self._local({})()).calls)
+    @cached_property
+    def outlines(self) -> Outlines:
+        """The outlines of stacks, of the loss recorded once."""
+        found = self._once(
+            lambda: program(self.loss_fn, self.init(), self._local({})())
+        )
+        sizes = self.rows, self.params, self.moments
+        return Outlines(found, *sizes, self.hardware)
 
     def _lengths(self, dim: int) -> list[int]:
         """Of the batch's tensors, in that dim."""

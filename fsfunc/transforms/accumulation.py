@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.losses import added, added_weights
 from fsfunc.core.outcomes import (
@@ -20,7 +20,7 @@ from fsfunc.core.outcomes import (
     batch_arguments,
 )
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
-from fsfunc.sharded.packing import split_alike
+from fsfunc.sharded.packing import split_alike, split_buffers
 from fsfunc.transforms.microbatches import Microbatches
 
 
@@ -103,10 +103,20 @@ class _Accumulate(Interpretation):
             if self.once:
                 outcome = cut.apart(run(cut.part(0)), own)
                 return cut.joined(outcome, own * self.n)
-            f, sums = frame(), _Sums()
-            for i in range(self.n):
+            f, sums, i = frame(), _Sums(), 0
+            rounds = None if f.tracer is None else f.tracer.rounds()
+            while i < self.n:
+                handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
+                before = [s.counts() for s in handed]
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
                     sums.add(cut.apart(run(cut.part(i)), own))
+                i += 1
+                if rounds is not None:  # the last is another: it may reduce
+                    n = rounds.after(handed, sums.ours, self.n - 1 - i)
+                    for s, counts in zip(handed, before, strict=True):
+                        s.repeat(counts, n)
+                    own += own[-1:] * n
+                    i += n
             return cut.joined(sums.outcome(), own)
 
         return accumulated
@@ -162,6 +172,21 @@ class _Sums:
         for i, x in zip(at, sums, strict=True):
             out[i] = x
         return ours.rebuild(out)
+
+    def counts(self) -> int:
+        """How many microbatches it is the sum of."""
+        return 0 if self.first is None else self.first.count
+
+    def carried(self) -> list[Tensor]:
+        """All its tensors."""
+        values = self.first.total, self.first.weight, self.first.aux
+        every = [*tree.leaves(values), *split_buffers(self.grads).tensors]
+        return [x for x in every if isinstance(x, Tensor)]
+
+    def repeat(self, before: int, times: int) -> None:
+        """Counts what was added since ``before``, some more times."""
+        count = self.counts()
+        self.first = replace(self.first, count=count + times * (count - before))
 
     def outcome(self) -> Outcome:
         """The sum, and of how many."""

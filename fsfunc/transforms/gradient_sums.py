@@ -243,6 +243,19 @@ class GradientSums:
                 del self.grads[id(shard)]
                 self.steps.step(shard, grad, 1 if mean else by)
 
+    def counts(self) -> dict[Any, int]:
+        """How many microbatches each gradient is the sum of that waits for others."""
+        return {key: one.count for key, one in self.partial.items()}
+
+    def carried(self) -> list[Tensor]:
+        """The tensors that one microbatch hands on to the next."""
+        return [*(one.grad for one in self.partial.values()), *self.grads.values()]
+
+    def repeat(self, before: dict[Any, int], times: int) -> None:
+        """Counts what came since ``before``, some more times."""
+        for key, one in self.partial.items():
+            one.count += times * (one.count - before.get(key, 0))
+
     def finish(self) -> None:
         """Waits for all that is due: then ``grads`` has the sums over the ranks."""
         for key in [key for key, one in self.partial.items() if not one.reduced]:

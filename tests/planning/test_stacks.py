@@ -63,7 +63,8 @@ def stacks(draw):
 def executed(code):
     """The mesh and the step that code makes."""
     make_mesh = lambda axes: ff.make_mesh(axes, "abstract")  # noqa: E731
-    abstract = SimpleNamespace(**{**vars(ff), "make_mesh": make_mesh})
+    every = {name: getattr(ff, name) for name in dir(ff)}  # some come when asked for
+    abstract = SimpleNamespace(**{**every, "make_mesh": make_mesh})
     names = {"ff": abstract, "torch": torch, "train_step": train_step}
     exec(code, names)
     return names["mesh"], names["step"]

@@ -1,0 +1,119 @@
+"""Microbatches that a plan notes without running them are what it would have run."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.core.tracers import Tracer
+from fsfunc.planning.observer import Observer
+from tests.models import chain, floats, layer, layers
+
+pytestmark = pytest.mark.usefixtures("uncollected")
+
+N, WIDTH, LAYERS = 6, 8, 2
+MESH = ff.make_mesh({"data": 2}, "abstract")
+SHARDED = ff.sharded_adam(1e-3)
+
+
+def inside(zero, n=N):
+    return lambda step: ff.shard(ff.accumulate(step, n), MESH, "data", zero=zero)
+
+
+def outside(zero, n=N):
+    return lambda step: ff.accumulate(ff.shard(step, MESH, "data", zero=zero), n)
+
+
+def weighted(params, x):
+    total = chain(layer)(params, x)
+    return ff.Weighted(total * len(x), len(x)), {"n": ff.Summed(x.sum()), "m": x.sum()}
+
+
+def compressed(step):
+    step = ff.precision(ff.remat(step), torch.bfloat16, reduce=torch.float32)
+    return ff.shard(ff.accumulate(step, N), MESH, "data")
+
+
+def sparing(step):
+    return inside(3)(ff.remat(step, policy="except_last"))
+
+
+def nested(step):
+    return outside(2, 3)(ff.accumulate(step, 2))
+
+
+STACKS = {
+    "alone": lambda step: ff.accumulate(step, N),
+    **{f"inside {zero}": inside(zero) for zero in range(4)},
+    **{f"outside {zero}": outside(zero) for zero in range(4)},
+    "compressed": compressed,
+    "sparing": sparing,
+    "nested": nested,
+    "of activations on the host": lambda step: inside(3)(
+        ff.offload(step, activations="host")
+    ),
+}
+
+
+def trained(loss):
+    def step(state, x):
+        grad = ff.value_and_grad(loss, has_aux=loss is weighted)
+        return state.apply_gradients(grad(state.params, x)[1], SHARDED)
+
+    return step
+
+
+def planned(step, monkeypatch, *, every, mesh=MESH):
+    """All that the plans of the ranks say, and how often a unit's body ran."""
+    count = 0
+    plainly = Observer.body
+
+    def body(*args):
+        nonlocal count
+        count += 1
+        return plainly(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Observer, "body", body)
+        if every:
+            patch.setattr(Observer, "rounds", Tracer.rounds)
+        init = lambda: layers(LAYERS, WIDTH, make=floats)  # noqa: E731
+        found = ff.plan(step, init, SHARDED, torch.zeros(4 * N, WIDTH), mesh=mesh)
+    return [getattr(r, fact) for r in found.ranks for fact in FACTS], count
+
+
+FACTS = ("events", "kinds", "records", "calls", "derived", "memory", "peak")
+BOTH = [(name, chain(layer)) for name in STACKS]
+BOTH += [(name, weighted) for name in ("alone", "inside 1", "outside 3", "nested")]
+NAMES = [f"{name}, {getattr(loss, '__name__', '')}" for name, loss in BOTH]
+
+
+@pytest.mark.parametrize(("name", "loss"), BOTH, ids=NAMES)
+def test_a_microbatch_that_is_not_run_is_noted_as_it_would_be(name, loss, monkeypatch):
+    build = STACKS[name]
+    step = trained(loss)
+    plain, every = planned(build(step), monkeypatch, every=True)
+    quick, run = planned(build(step), monkeypatch, every=False)
+    assert all(a == b for a, b in zip(quick, plain, strict=True))
+    assert run < every or name == "nested"
+
+
+def test_what_a_microbatch_leaves_behind_has_every_one_run(monkeypatch):
+    """Memory that grows, as of gradients by the batch, is no equal round."""
+
+    def step(state, x):
+        grad = ff.value_and_grad(chain(layer), (0, 1), batch_argnums=1)
+        _, (grads, by_x) = grad(state.params, x)
+        return state.apply_gradients(grads, SHARDED), by_x
+
+    step = inside(3)(step)
+    plain, every = planned(step, monkeypatch, every=True)
+    assert planned(step, monkeypatch, every=False) == (plain, every)
+
+
+def test_pipelined_microbatches_within_accumulated_ones(monkeypatch):
+    mesh, found = ff.make_mesh({"pipe": 2}, "abstract"), []
+    for every in (True, False):
+        step = ff.pipeline(trained(chain(layer)), mesh, "pipe", n_microbatches=2)
+        step = ff.accumulate(step, N)
+        found.append(planned(step, monkeypatch, every=every, mesh=mesh))
+    assert found[0] == found[1]
