@@ -15,7 +15,7 @@ so that keys are never copied g times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,29 +63,19 @@ def settled(x: Attended) -> Attended:
     return Attended(*(y.masked_fill(nothing, 0) for y in x))
 
 
-# Without a graph: kernels of torch's that give both, or rows of scores at a time.
+# Without a graph: a kernel of torch's that gives both, or products; by tiles.
 
 
 def attend_in_place(
     q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float
 ) -> Attended:
     """:func:`attend` without a graph, which never holds all the scores."""
-    if _has_kernel(q, k, v, seen):
-        causal = seen.causal
-        heads, k, v = _for_kernel(q, k, v, causal)
-        out, lse = _torch.CPU_ATTENTION(heads, k, v, 0.0, causal, scale=scale)
-        lse = lse.reshape(*q.shape[:3], 1)
-        return Attended(out.reshape(q.shape).to(wide(q)), lse.to(wide(q)))
-    outs, sums = [], []
-    for here, keys in _tiles(q, k, seen):
-        rows = q[:, :, here]
-        scores = _scores(rows, k[:, :, keys], scale, seen.at(here, keys))
-        top = scores.amax(-1, keepdim=True)
-        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-        out = (scores @ v[:, :, keys].to(scores.dtype)).div_(total)
-        outs.append(_unfold(out, rows))
-        sums.append(_unfold(top.add_(total.log_()), rows))
-    return Attended(torch.cat(outs, 2), torch.cat(sums, 2))
+    attended = _attended_by_kernel if _has_kernel(q, k, v) else _attended
+    found = [
+        attended(q[:, :, rows], k[:, :, keys], v[:, :, keys], of_tile, scale)
+        for rows, keys, of_tile in _tiles(q, k, v, seen)
+    ]
+    return Attended(*(torch.cat(tiles, 2) for tiles in zip(*found, strict=True)))
 
 
 def pull(
@@ -108,70 +98,109 @@ def pull(
 
     Source: Dao et al., 2022, FlashAttention, appendix B.
     """
-    if _has_kernel(q, k, v, seen):
-        return _pull_by_kernel(g, q, k, v, of, seen.causal, scale)
-    dtype = wide(q)
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    dqs = []
-    for here, there in _tiles(q, k, seen):
-        rows = q[:, :, here]
-        keys, values = k[:, :, there].to(dtype), v[:, :, there].to(dtype)
-        gs = _fold(g[:, :, here], k).to(dtype)
-        out, lse = (_fold(x[:, :, here], k).to(dtype) for x in of)
-        p = _scores(rows, keys, scale, seen.at(here, there)).sub_(lse).exp_()
-        dv[:, :, there] += p.transpose(-1, -2) @ gs
-        ds = gs @ values.transpose(-1, -2)
-        ds.sub_((gs * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
-        dk[:, :, there] += ds.transpose(-1, -2) @ _fold(rows, k).to(dtype)
-        dqs.append(_unfold(ds @ keys, rows))
+    pulled = _pulled_by_kernel if _has_kernel(q, k, v) else _pulled
+    if _at_once(q, k, v, seen):
+        return pulled(g, q, k, v, of, seen, scale)
+    dqs, dk, dv = [], *(torch.zeros_like(x, dtype=wide(q)) for x in (k, v))
+    for rows, keys, of_tile in _tiles(q, k, v, seen):
+        mine = (x[:, :, rows] for x in (g, q))
+        some = Attended(*(x[:, :, rows] for x in of))
+        dq, dkeys, dvalues = pulled(
+            *mine, k[:, :, keys], v[:, :, keys], some, of_tile, scale
+        )
+        dqs.append(dq)
+        dk[:, :, keys] += dkeys
+        dv[:, :, keys] += dvalues
     return torch.cat(dqs, 2), dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, seen: Visible) -> Iterator[tuple[slice, slice]]:
-    """Some queries at a time, and the keys between which all lie that they may see."""
+def _tiles(
+    q: Tensor, k: Tensor, v: Tensor, seen: Visible
+) -> Iterator[tuple[slice, slice, Visible]]:
+    """Some queries, the keys between which all lie that they may see, and what of them.
+
+    A kernel takes all at once where it needs no mask.
+    """
     batch, heads, n, _ = q.shape
     m = k.shape[2]
-    rows = max(_ROWS, _SCORES // max(1, batch * heads * m))
-    for start in range(0, max(n, 1), rows):
+    at_once = _at_once(q, k, v, seen)
+    rows = n if at_once else max(_ROWS, _SCORES // max(1, batch * heads * m))
+    for start in range(0, max(n, 1), max(rows, 1)):
         stop, first, last = min(start + rows, n), 0, m
         if seen.most is not None:
             first = min(max(start - seen.most, 0), m - 1)  # one is always computed
         if seen.least is not None:
-            last = min(max(stop - seen.least, first + 1), m)
-        yield slice(start, stop), slice(first, last)
+            last = m if at_once else min(max(stop - seen.least, first + 1), m)
+        here, there = slice(start, stop), slice(first, last)
+        yield here, there, seen.at(here, there)
 
 
 _ROWS = 64  # fewer at once are no work for a product
 _SCORES = 1 << 20  # held at once, unless that is fewer rows
 
 
-def _pull_by_kernel(g, q, k, v, of, causal, scale):
-    heads, keys, values = _for_kernel(q, k, v, causal)
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if torch has one kernel for it that also gives the sums."""
+    some = q.numel() and k.numel()
+    return bool(q.device.type == "cpu" and some and v.shape == k.shape)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> bool:
+    """True where a kernel needs no mask, whatever the length."""
+    return _has_kernel(q, k, v) and (seen.whole or seen.causal)
+
+
+def _attended(q, k, v, seen, scale):
+    scores = _scores(q, k, scale, seen)
+    top = scores.amax(-1, keepdim=True)
+    total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    out = (scores @ v.to(scores.dtype)).div_(total)
+    return Attended(_unfold(out, q), _unfold(top.add_(total.log_()), q))
+
+
+def _pulled(g, q, k, v, of, seen, scale):
+    dtype = wide(q)
+    keys, values, gs = k.to(dtype), v.to(dtype), _fold(g, k).to(dtype)
+    out, lse = (_fold(x, k).to(dtype) for x in of)
+    p = _scores(q, keys, scale, seen).sub_(lse).exp_()
+    dv = p.transpose(-1, -2) @ gs
+    ds = gs @ values.transpose(-1, -2)
+    ds.sub_((gs * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+    dk = ds.transpose(-1, -2) @ _fold(q, k).to(dtype)
+    return _unfold(ds @ keys, q), dk, dv
+
+
+def _attended_by_kernel(q, k, v, seen, scale):
+    heads, k, v, how = _for_kernel(q, k, v, seen, scale)
+    out, lse = _torch.CPU_ATTENTION(heads, k, v, **how)
+    lse = lse.reshape(*q.shape[:3], 1)
+    return Attended(out.reshape(q.shape).to(wide(q)), lse.to(wide(q)))
+
+
+def _pulled_by_kernel(g, q, k, v, of, seen, scale):
+    heads, keys, values, how = _for_kernel(q, k, v, seen, scale)
     gs, out = (x.to(q.dtype).reshape(heads.shape).contiguous() for x in (g, of.out))
     lse = of.lse.reshape(heads.shape[:3]).contiguous()
-    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(
-        gs, heads, keys, values, out, lse, 0.0, causal, scale=scale
-    )
+    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(gs, heads, keys, values, out, lse, **how)
     if keys.shape != k.shape:
         each = (k.shape[1], -1)
         dk, dv = (x.unflatten(1, each).sum(2, dtype=wide(q)) for x in (dk, dv))
     return dq.reshape(q.shape), dk, dv
 
 
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> bool:
-    """True if torch has one kernel for it that also gives the sums."""
-    some = q.numel() and k.numel() and (seen.whole or seen.causal)
-    return bool(q.device.type == "cpu" and some and v.shape == k.shape)
-
-
-def _for_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool):
-    """q, k and v with as many heads each, and dense in the last dim."""
+def _for_kernel(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float):
+    """q, k and v with as many heads each, and dense in the last dim; and the mask."""
     groups = q.shape[1] // k.shape[1]
-    if not causal:
+    how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": seen.causal, "scale": scale}
+    if not seen.whole and not seen.causal:
+        n, m = q.shape[2], k.shape[2]
+        none = torch.zeros(1, 1, 1, n, m, dtype=wide(q), device=q.device)
+        how["attn_mask"] = seen.masked(none).flatten(1, 2)
+    if seen.whole:
         q = _fold(q, k)
     elif groups > 1:  # rows are counted within a head
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), how
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, seen: Visible) -> Tensor:

@@ -57,7 +57,7 @@ class Visible(NamedTuple):
 
     def masked(self, scores: Tensor) -> Tensor:
         """Scores [batch, key heads, queries of one, n, m], less what is not seen."""
-        _, heads, groups, n, m = scores.shape
+        *_, groups, n, m = scores.shape
         if self.least is not None or self.most is not None:
             at = torch.arange(max(n, m), device=scores.device)
             hidden = outside(at[:n, None] - at[:m], self.least, self.most)
@@ -67,8 +67,8 @@ class Visible(NamedTuple):
             scores = scores.masked_fill(hidden, NOTHING)
         if self.mask is None:
             return scores
-        each = (1, 1) if self.mask.shape[1] == 1 else (heads, groups)
-        mask = self.mask.unflatten(1, each)
+        each = 1 if self.mask.shape[1] == 1 else groups
+        mask = self.mask.unflatten(1, (-1, each))
         if mask.dtype == torch.bool:
             return scores.masked_fill(~mask, NOTHING)
         return scores + mask.to(scores.dtype)
