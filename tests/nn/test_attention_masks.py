@@ -135,15 +135,17 @@ def cases(draw):
     return size, order, causal, window, documents, mask, shapes
 
 
-def every(n):
-    """All at once: on four ranks, three documents, a window, a mask of each head."""
-    mask = torch.randn(2, 4, n, n, dtype=torch.float64)
-    mask[..., 3, :] = -torch.inf
-    documents = (torch.arange(n) > n // 3).long() + (torch.arange(n) > n // 2)
-    return 4, "zigzag", True, n // 2, documents[None], mask, ((2, 4, n, 4),) * 3
+DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2])
+PLAIN = ((1, 2, 8, 4),) * 3
+SOME = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+SOME[..., 3, :] = -torch.inf
+ALL = (
+    *(4, "zigzag", True, 5),
+    *(DOCUMENTS.repeat_interleave(2)[None], SOME.double(), ((2, 4, 16, 4),) * 3),
+)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     st.sampled_from(list(FORMS)),
     cases(),
@@ -151,10 +153,14 @@ def every(n):
     st.sampled_from([pulled, transformed]),
     st.booleans(),
 )
-@example("ring", every(16), True, pulled, True)
-@example("ring", every(16), True, transformed, False)
-@example("all_to_all", every(16), True, pulled, False)
-@example("ring", (3, "contiguous", True, 1, *every(12)[4:]), True, pulled, False)
+@example("ring", ALL, True, pulled, True)
+@example("ring", ALL, True, transformed, False)
+@example("all_to_all", ALL, True, pulled, False)
+@example("ring", (*ALL[:1], "contiguous", *ALL[2:]), True, pulled, False)
+@example(
+    "ring", (2, "contiguous", True, None, DOCUMENTS[None], None, PLAIN), 1, pulled, 0
+)
+@example("ring", (2, "zigzag", False, None, DOCUMENTS[None], None, PLAIN), 1, pulled, 0)
 def test_it_is_torchs_attention(form, case, recompute, way, tiled) -> None:
     size, order, causal, window, documents, mask, shapes = case
     assume(shapes[0][1] % size == 0 or form == "ring")
@@ -195,6 +201,33 @@ def test_further_derivatives(order, way) -> None:
     expected = way(torchs(seen, mask))(*whole)
     found = on_ranks(way, size, order, whole, documents, mask, **how)
     close(found, [x.detach() for x in expected], 1e-11)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_of_one_low_number_sees_all_alike(form) -> None:
+    how = {"form": form, "causal": True, "window": 3}
+    whole = [x.float() for x in tensors(0, *PLAIN)]
+    seen = is_seen(8, 8, True, 3, DOCUMENTS[None])[0]
+    low = torch.zeros(1, 8, 8).masked_fill(seen, -1e9)  # what is hidden is higher
+    mine = whole, DOCUMENTS[None]
+    found, expected = (
+        on_ranks(pulled, 2, "zigzag", *mine, m, **how) for m in (low, None)
+    )
+    close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_row_of_a_mask_is_of_all_queries_of_a_rank(form) -> None:
+    whole, rows = tensors(0, *PLAIN), torch.arange(16).view(2, 1, 8) % 3 > 0
+
+    def main():
+        mine = (cut(x, 2, None)[ff.axis_index("context")] for x in whole[:3])
+        how = {"order": "contiguous", "attn_mask": rows[ff.axis_index("context")]}
+        return FORMS[form](*mine, "context", **how)
+
+    found = ff.spmd(main, simulated(context=2))()
+    every = rows[:, 0].repeat_interleave(4, 0)[None, None]
+    close(join(found, None), torchs(every)(*whole[:3]), 1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)

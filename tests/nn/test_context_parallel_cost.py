@@ -147,19 +147,31 @@ def test_memory_is_a_share_of_the_whole(form, order) -> None:
     assert held(form, order, 4, 256)[0] < 25.3 * part // 4 < scores
 
 
-@pytest.mark.parametrize(("form", "order"), [("ring", "zigzag"), ("all_to_all", None)])
-def test_a_plan_knows_bytes_and_memory(form, order) -> None:
+MASKS = {"documents": torch.arange(16)[None] // 7, "attn_mask": torch.zeros(16, 32)}
+
+
+@pytest.mark.parametrize(
+    ("form", "order", "window", "masks"),
+    [
+        ("ring", "zigzag", None, {}),
+        ("all_to_all", None, None, {}),
+        ("ring", "contiguous", 5, MASKS),
+        ("all_to_all", "zigzag", 5, MASKS),
+    ],
+)
+def test_a_plan_knows_bytes_and_memory(form, order, window, masks) -> None:
     mesh, optimizer = simulated(context=2), ff.sgd(0.1)
-    attend = attention(form, order)
 
     @ff.unit
-    def layer(p, x):
+    def layer(p, x, masks):
+        attend = attention(form, order, window=window, **masks)
         heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         return x + torch.tanh(attend(*heads)).transpose(1, 2).flatten(2) @ p["o"]
 
-    def loss(params, x):
+    def loss(params, batch):
+        x, masks = batch
         for p in params:
-            x = layer(p, x)
+            x = layer(p, x, masks)
         return (x**2).mean()
 
     def init():
@@ -167,9 +179,9 @@ def test_a_plan_knows_bytes_and_memory(form, order) -> None:
 
     def main():
         step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
-        x = torch.zeros(2, 16, 8)
-        state = ff.init_state(step, init, optimizer, x)
-        return planned_and_run(step, state, x)
+        batch = torch.zeros(2, 16, 8), masks
+        state = ff.init_state(step, init, optimizer, batch)
+        return planned_and_run(step, state, batch)
 
     for both in ff.spmd(main, mesh)():
         both.check()
