@@ -103,14 +103,12 @@ def pull(
         return pulled(g, q, k, v, of, seen, scale)
     dqs, dk, dv = [], *(torch.zeros_like(x, dtype=wide(q)) for x in (k, v))
     for rows, keys, of_tile in _tiles(q, k, v, seen):
-        mine = (x[:, :, rows] for x in (g, q))
-        some = Attended(*(x[:, :, rows] for x in of))
-        dq, dkeys, dvalues = pulled(
-            *mine, k[:, :, keys], v[:, :, keys], some, of_tile, scale
-        )
+        gs, qs, *some = (x[:, :, rows] for x in (g, q, *of))
+        ks, vs = k[:, :, keys], v[:, :, keys]
+        dq, dks, dvs = pulled(gs, qs, ks, vs, Attended(*some), of_tile, scale)
         dqs.append(dq)
-        dk[:, :, keys] += dkeys
-        dv[:, :, keys] += dvalues
+        dk[:, :, keys] += dks
+        dv[:, :, keys] += dvs
     return torch.cat(dqs, 2), dk, dv
 
 

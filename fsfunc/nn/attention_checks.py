@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fsfunc.comm.groups import RankGroup, axis_size, group
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis
 from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.numerics import autocast
@@ -32,17 +32,17 @@ def checked(
     if order not in ("zigzag", "contiguous", None):
         raise ValueError(f"{name}: order={order!r} is not 'zigzag' or 'contiguous'")
     reach = _reach(name, causal, window)
-    where_counts = {
+    ordered = {
         "causal=True": causal,
         f"window={window}": window is not None,
         "attn_mask": masks.mask is not None,
     }
-    what = next((what for what, given in where_counts.items() if given), None)
-    if what is not None and axis is not None and order is None:
+    if any(ordered.values()) and axis is not None and order is None:
+        what = next(key for key, given in ordered.items() if given)
         raise TypeError(
-            f"{name}: {what} over {axis!r} needs order=, which positions a "
-            'rank has: "zigzag", of sequences cut by ff.nn.zigzag (equal work for all '
-            'ranks), or "contiguous", of sequences cut in a row'
+            f"{name}: {what} over {axis!r} needs order=, which positions a rank has: "
+            '"zigzag", of sequences cut by ff.nn.zigzag (equal work for all ranks), or '
+            '"contiguous", of sequences cut in a row'
         )
     if isinstance(scale, Tensor):
         raise TypeError(
@@ -62,14 +62,14 @@ def checked(
         "q and k differ in batch": q.shape[0] == k.shape[0],
         "q and k differ in head_dim": q.shape[3] == k.shape[3],
         "there are no keys": 0 not in k.shape[1:],
-        f"under {what or 'documents'} there are as many queries as keys": (
+        "causal=True, window= and documents= take as many queries as keys": (
             reach == (None, None) and masks.documents is None
         )
         or q.shape[2] == k.shape[2],
     }
-    for what, fit in fits.items():
+    for condition, fit in fits.items():
         if not fit:
-            raise ValueError(f"{name}: {what}; got {shapes}")
+            raise ValueError(f"{name}: {condition}; got {shapes}")
     heads, read = q.shape[1], k.shape[1]
     if heads % read:
         work = ", ".join(map(str, _divisors(heads)))
@@ -77,12 +77,13 @@ def checked(
             f"{name}: {heads} query heads do not share {read} key heads evenly; "
             f"numbers of key heads that work: {work}; got {shapes}"
         )
-    size = 1 if axis is None else axis_size(axis)
+    where = None if axis is None else group(axis)
+    size = 1 if where is None else where.size
     masks = Masks(
         _documents(name, masks.documents, q), _mask(name, masks.mask, q, k, size)
     )
-    if size > 1 and order == "zigzag" and (reach != (None, None) or what):
-        check_halves(name, q.shape[2], group(axis))
+    if where is not None and size > 1 and order == "zigzag" and any(ordered.values()):
+        check_halves(name, q.shape[2], where)
     q, k, v = autocast(q, k, v)  # what is sent and saved is of the low dtype, too
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     return (q, k, v), scale, masks, reach

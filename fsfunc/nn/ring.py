@@ -35,12 +35,13 @@ from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.numerics import wide, without_autocast
 from fsfunc.nn.ring_schedule import (
     Block,
-    Pairs,
     SequenceCut,
     ring_blocks,
     ring_moves,
     ring_slots,
 )
+
+Flight = Callable[[], Tensor] | None  # None: nothing comes
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,16 @@ class Ring:
 
     def steps(self) -> list[int]:
         """The first, and those before which anything moves."""
-        return [s for s in range(self.cut.size) if not s or any(self._pairs(s))]
+        steps = range(self.cut.size)
+        return [s for s in steps if not s or any(ring_moves(s, self.cut))]
 
     def moves(self, step: int) -> list[LinearMap | None]:
         """For each part, the map that takes it to the ranks that need it, if any do."""
         kind = "M" if self.where is not None and self.where.mean else "V"
         return [
             LinearMap("ppermute", kind, kind, pairs=pairs) if pairs else None
-            for pairs in self._pairs(step)
+            for pairs in ring_moves(step, self.cut)
         ]
-
-    def _pairs(self, step: int) -> tuple[Pairs, ...]:
-        return ring_moves(step, self.cut)
 
     def launch(self, x: Tensor | None, how: LinearMap | None) -> Flight:
         """What waits for a part to come, where one does."""
@@ -92,9 +91,6 @@ class Ring:
             return torch.as_tensor(values[self.index], device=q.device)
         table = torch.tensor(values, device=q.device)
         return table.index_select(0, self.index.reshape(1)).squeeze(0)
-
-
-Flight = Callable[[], Tensor] | None
 
 
 def attention(
@@ -114,10 +110,11 @@ def attention(
         return _composed(q, k, v, masks, ring)
 
 
-def _travelled(
-    k: Tensor, v: Tensor, ring: Ring
-) -> Iterator[tuple[int, list[tuple[Tensor, Tensor] | None]]]:
-    """Each step, with the keys and values that it brings; the next are under way."""
+def _travelled(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, list[Any]]]:
+    """Each step, with the keys and values that it brings; the next are under way.
+
+    A part that goes nowhere in a step is None.
+    """
     mine = list(zip(k.chunk(ring.parts, 2), v.chunk(ring.parts, 2), strict=True))
     steps, waits = ring.steps(), []
     packed = [_pack(*part) for part in mine] if len(steps) > 1 else []
@@ -152,8 +149,9 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, masks: Masks, ring: Ring) -> Tens
         for slot in ring_slots(step, ring.cut):
             block = Block(*(ring.mine(values, q) for values in slot))
             seen = masks.seen(block, step, ring.index, ring.cut)
-            part = _picked(block.part, parts)
-            new = attend(_picked(block.rows, qs), *part, seen, ring.scale)
+            keys, values = _picked(block.part, parts)
+            rows = _picked(block.rows, qs)
+            new = attend(rows, keys, values, seen, ring.scale)
             for a, old in enumerate(found):
                 if isinstance(block.rows, Tensor):
                     here = block.rows == a
@@ -190,9 +188,9 @@ class _Ring(torch.autograd.Function):
         for step, parts in _travelled(k, v, ring):
             for block in ring_blocks(step, ring.index, ring.cut):
                 seen = masks.seen(block, step, ring.index, ring.cut)
-                part = parts[block.part]
-                new = attend_in_place(qs[block.rows], *part, seen, ring.scale)
-                found[block.rows] = joined(found[block.rows], new)
+                (keys, values), a = parts[block.part], block.rows
+                new = attend_in_place(qs[a], keys, values, seen, ring.scale)
+                found[a] = joined(found[a], new)
         if mask is not None:
             found = [settled(x) for x in found]
         outs, sums = zip(*found, strict=True)
@@ -266,7 +264,7 @@ def _pulled(
 def _pulled_at(
     step: int,
     mine: list[tuple[Tensor, ...]],
-    parts: list[tuple[Tensor, Tensor] | None],
+    parts: list[Any],
     dqs: list[Any],
     masks: Masks,
     ring: Ring,
@@ -276,9 +274,10 @@ def _pulled_at(
     for block in ring_blocks(step, ring.index, ring.cut):
         a, b, *_ = block
         g, q, out, lse = mine[a]
+        keys, values = parts[b]
         seen = masks.seen(block, step, ring.index, ring.cut)
         of = Attended(out, lse)
-        dq, dk, dv = pull(g, q, *parts[b], of, seen, ring.scale)
+        dq, dk, dv = pull(g, q, keys, values, of, seen, ring.scale)
         dqs[a] = _added(dqs[a], dq)
         given[b] = _added(given[b], _pack(dk, dv))
     for i, part in enumerate(parts):
