@@ -282,6 +282,19 @@ def test_on_a_mesh_of_vmap_and_on_one_device(order) -> None:
     close(join(found, order), expected, 1e-12)
 
 
+def test_order_alone_asks_for_no_halves() -> None:
+    whole = tensors(0, *[(1, 2, 6, 4)] * 3)
+    found = on_ranks(pulled, 2, None, whole, None, None, form="ring")
+
+    def main():
+        mine = (cut(x, 2, None)[ff.axis_index("context")] for x in whole)
+        attend = lambda *qkv: ring_attention(*qkv, "context", order="zigzag")  # noqa: E731
+        return pulled(attend)(*mine)
+
+    parts = ff.spmd(main, simulated(context=2))()
+    same([join(xs, None) for xs in zip(*parts, strict=True)], found)
+
+
 # What it costs
 
 
