@@ -6,8 +6,10 @@ tiled_cross_entropy.py   the last layer and its loss, tile by tile
 routing.py          capacity, dropped choices, padding; the all-to-alls to experts
 gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
 experts.py   experts spread over ranks, and the all-to-alls to them
-context_parallel.py ring.py   attention over a split sequence; the ring's schedule
-sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
+context_parallel.py attention_checks.py   attention over a split sequence
+ring.py ring_schedule.py   the ring; what goes where, and which blocks are computed
+attention_blocks.py attention_masks.py   a block of keys; what is seen of it
+sequence_order.py   zig-zag order
 statistics.py       batch norms, of one rank's batch or of all; statistics
 normalization.py    norms of split features; mean and variance over ranks
 numerics.py         each rank's own random numbers, dropout; dtypes of sums, autocast

@@ -5,20 +5,23 @@ its scores. Two blocks of the same queries and other keys make one by these alon
 running maximum and sum of the online softmax, as one number.
 
 Sums are held in fp32 at least. On CPU, where values are as wide as keys, torch's fused
-kernel computes a block; elsewhere plain products do, some rows of scores at a time, in
-fp32 at least. Queries are [batch, heads, n, head_dim], keys and values may have
-fewer heads: as torch counts them, query heads g k to g k + g - 1 read head k. They are
-computed as [batch, key heads, g n, head_dim], so that keys are never copied g times.
+kernel computes a block that is seen as a whole, or up to its diagonal; elsewhere plain
+products do, some rows of scores at a time, in fp32 at least. Queries are [batch, heads,
+n, head_dim], keys and values may have fewer heads: as torch counts them, query heads
+g k to g k + g - 1 read head k. They are computed as [batch, key heads, g n, head_dim],
+so that keys are never copied g times.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.nn.attention_masks import NOTHING, Visible
 from fsfunc.nn.numerics import wide
 
 
@@ -34,12 +37,9 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attended:
-    """Attention by plain operators, differentiable in any way.
-
-    With ``causal`` query i sees keys 0 to i.
-    """
-    scores = _scores(q, k, scale, 0 if causal else None)
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> Attended:
+    """Attention by plain operators, differentiable in any way."""
+    scores = _scores(q, k, scale, seen)
     lse = scores.logsumexp(-1, keepdim=True)
     out = scores.softmax(-1) @ v.to(scores.dtype)
     return Attended(_unfold(out, q), _unfold(lse, q))
@@ -49,91 +49,92 @@ def joined(one: Attended | None, other: Attended) -> Attended:
     """The attention of the same queries to the keys of both."""
     if one is None:
         return other
-    share = (other.lse - one.lse).sigmoid()
-    out = torch.lerp(one.out, other.out.to(one.out.dtype), share)
-    return Attended(out, torch.logaddexp(one.lse, other.lse))
+    # Sums may be 1e30 apart, which has no place in an exponential that grows.
+    top = torch.maximum(one.lse, other.lse).detach()
+    new = (other.lse - top).exp()
+    total = (one.lse - top).exp() + new
+    out = torch.lerp(one.out, other.out.to(one.out.dtype), new / total)
+    return Attended(out, top + total.log())
 
 
-# Without a graph: kernels of torch's that give both, or rows of scores at a time.
+def settled(x: Attended) -> Attended:
+    """The same, with zeros where a query has seen nothing at all."""
+    nothing = x.lse < NOTHING / 2
+    return Attended(*(y.masked_fill(nothing, 0) for y in x))
+
+
+# Without a graph: a kernel of torch's that gives both, or products; by tiles.
 
 
 def attend_in_place(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float
 ) -> Attended:
     """:func:`attend` without a graph, which never holds all the scores."""
-    if _has_kernel(q, k, v):
-        heads, k, v = _for_kernel(q, k, v, causal)
-        out, lse = _torch.CPU_ATTENTION(heads, k, v, 0.0, causal, scale=scale)
-        lse = lse.reshape(*q.shape[:3], 1)
-        return Attended(out.reshape(q.shape).to(wide(q)), lse.to(wide(q)))
-    outs, sums = [], []
-    for start, rows, seen in _tiles(q, k, causal):
-        scores = _scores(rows, k[:, :, :seen], scale, start if causal else None)
-        top = scores.amax(-1, keepdim=True)
-        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-        out = (scores @ v[:, :, :seen].to(scores.dtype)).div_(total)
-        outs.append(_unfold(out, rows))
-        sums.append(_unfold(top.add_(total.log_()), rows))
-    return Attended(torch.cat(outs, 2), torch.cat(sums, 2))
+    attended = _attended_by_kernel if _has_kernel(q, k, v) else _attended
+    found = [
+        attended(q[:, :, rows], k[:, :, keys], v[:, :, keys], of_tile, scale)
+        for rows, keys, of_tile in _tiles(q, k, v, seen)
+    ]
+    return Attended(*(torch.cat(tiles, 2) for tiles in zip(*found, strict=True)))
 
 
 def pull(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, of: Attended, causal: bool, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of: Attended,
+    seen: Visible,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's share of the gradients by q, k and v, computing its scores again.
 
     Args:
         g: the cotangent of the whole output.
-        of: the whole output and sum, over the keys of all blocks.
+        of: the whole output and sum, over the keys of all blocks, settled.
 
     Returns:
         Tensors of the shapes of q, k and v, in fp32 at least or as a kernel gives them.
 
     Source: Dao et al., 2022, FlashAttention, appendix B.
     """
-    if _has_kernel(q, k, v):
-        return _pull_by_kernel(g, q, k, v, of, causal, scale)
-    dtype = wide(q)
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    dqs = []
-    for start, rows, seen in _tiles(q, k, causal):
-        here = slice(start, start + rows.shape[2])
-        keys, values = k[:, :, :seen].to(dtype), v[:, :, :seen].to(dtype)
-        gs = _fold(g[:, :, here], k).to(dtype)
-        out, lse = (_fold(x[:, :, here], k).to(dtype) for x in of)
-        p = _scores(rows, keys, scale, start if causal else None).sub_(lse).exp_()
-        dv[:, :, :seen] += p.transpose(-1, -2) @ gs
-        ds = gs @ values.transpose(-1, -2)
-        ds.sub_((gs * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
-        dk[:, :, :seen] += ds.transpose(-1, -2) @ _fold(rows, k).to(dtype)
-        dqs.append(_unfold(ds @ keys, rows))
+    pulled = _pulled_by_kernel if _has_kernel(q, k, v) else _pulled
+    if _at_once(q, k, v, seen):
+        return pulled(g, q, k, v, of, seen, scale)
+    dqs, dk, dv = [], *(torch.zeros_like(x, dtype=wide(q)) for x in (k, v))
+    for rows, keys, of_tile in _tiles(q, k, v, seen):
+        gs, qs, *some = (x[:, :, rows] for x in (g, q, *of))
+        ks, vs = k[:, :, keys], v[:, :, keys]
+        dq, dks, dvs = pulled(gs, qs, ks, vs, Attended(*some), of_tile, scale)
+        dqs.append(dq)
+        dk[:, :, keys] += dks
+        dv[:, :, keys] += dvs
     return torch.cat(dqs, 2), dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, causal: bool):
-    """(first row, the queries from there, how many keys they see), tile by tile."""
+def _tiles(
+    q: Tensor, k: Tensor, v: Tensor, seen: Visible
+) -> Iterator[tuple[slice, slice, Visible]]:
+    """Some queries, the keys between which all lie that they may see, and what of them.
+
+    A kernel takes all at once where it needs no mask.
+    """
     batch, heads, n, _ = q.shape
-    rows = max(_ROWS, _SCORES // max(1, batch * heads * k.shape[2]))
-    for start in range(0, max(n, 1), rows):
-        tile = q[:, :, start : start + rows]
-        yield start, tile, start + tile.shape[2] if causal else k.shape[2]
+    m = k.shape[2]
+    at_once = _at_once(q, k, v, seen)
+    rows = n if at_once else max(_ROWS, _SCORES // max(1, batch * heads * m))
+    for start in range(0, max(n, 1), max(rows, 1)):
+        stop, first, last = min(start + rows, n), 0, m
+        if seen.most is not None:
+            first = min(max(start - seen.most, 0), m - 1)  # one is always computed
+        if seen.least is not None:
+            last = m if at_once else min(max(stop - seen.least, first + 1), m)
+        here, there = slice(start, stop), slice(first, last)
+        yield here, there, seen.at(here, there)
 
 
 _ROWS = 64  # fewer at once are no work for a product
 _SCORES = 1 << 20  # held at once, unless that is fewer rows
-
-
-def _pull_by_kernel(g, q, k, v, of, causal, scale):
-    heads, keys, values = _for_kernel(q, k, v, causal)
-    gs, out = (x.to(q.dtype).reshape(heads.shape).contiguous() for x in (g, of.out))
-    lse = of.lse.reshape(heads.shape[:3]).contiguous()
-    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(
-        gs, heads, keys, values, out, lse, 0.0, causal, scale=scale
-    )
-    if keys.shape != k.shape:
-        each = (k.shape[1], -1)
-        dk, dv = (x.unflatten(1, each).sum(2, dtype=wide(q)) for x in (dk, dv))
-    return dq.reshape(q.shape), dk, dv
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -142,25 +143,71 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(q.device.type == "cpu" and some and v.shape == k.shape)
 
 
-def _for_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool):
-    """q, k and v with as many heads each, and dense in the last dim."""
+def _at_once(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> bool:
+    """True where a kernel needs no mask, whatever the length."""
+    return _has_kernel(q, k, v) and (seen.whole or seen.causal)
+
+
+def _attended(q, k, v, seen, scale):
+    scores = _scores(q, k, scale, seen)
+    top = scores.amax(-1, keepdim=True)
+    total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    out = (scores @ v.to(scores.dtype)).div_(total)
+    return Attended(_unfold(out, q), _unfold(top.add_(total.log_()), q))
+
+
+def _pulled(g, q, k, v, of, seen, scale):
+    dtype = wide(q)
+    keys, values, gs = k.to(dtype), v.to(dtype), _fold(g, k).to(dtype)
+    out, lse = (_fold(x, k).to(dtype) for x in of)
+    p = _scores(q, keys, scale, seen).sub_(lse).exp_()
+    dv = p.transpose(-1, -2) @ gs
+    ds = gs @ values.transpose(-1, -2)
+    ds.sub_((gs * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+    dk = ds.transpose(-1, -2) @ _fold(q, k).to(dtype)
+    return _unfold(ds @ keys, q), dk, dv
+
+
+def _attended_by_kernel(q, k, v, seen, scale):
+    heads, k, v, how = _for_kernel(q, k, v, seen, scale)
+    out, lse = _torch.CPU_ATTENTION(heads, k, v, **how)
+    lse = lse.reshape(*q.shape[:3], 1)
+    return Attended(out.reshape(q.shape).to(wide(q)), lse.to(wide(q)))
+
+
+def _pulled_by_kernel(g, q, k, v, of, seen, scale):
+    heads, keys, values, how = _for_kernel(q, k, v, seen, scale)
+    gs, out = (x.to(q.dtype).reshape(heads.shape).contiguous() for x in (g, of.out))
+    lse = of.lse.reshape(heads.shape[:3]).contiguous()
+    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(gs, heads, keys, values, out, lse, **how)
+    if keys.shape != k.shape:
+        each = (k.shape[1], -1)
+        dk, dv = (x.unflatten(1, each).sum(2, dtype=wide(q)) for x in (dk, dv))
+    return dq.reshape(q.shape), dk, dv
+
+
+def _for_kernel(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float):
+    """q, k and v with as many heads each, and dense in the last dim; and the mask."""
     groups = q.shape[1] // k.shape[1]
-    if not causal:
+    how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": seen.causal, "scale": scale}
+    if not seen.whole and not seen.causal:
+        n, m = q.shape[2], k.shape[2]
+        none = torch.zeros(1, 1, 1, n, m, dtype=wide(q), device=q.device)
+        how["attn_mask"] = seen.masked(none).flatten(1, 2)
+    if seen.whole:
         q = _fold(q, k)
     elif groups > 1:  # rows are counted within a head
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), how
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, start: int | None) -> Tensor:
-    """[batch, key heads, g n, m]; query i sees keys 0 to start + i, or all (None)."""
+def _scores(q: Tensor, k: Tensor, scale: float, seen: Visible) -> Tensor:
+    """[batch, key heads, g n, m]: NOTHING for keys that a query does not see."""
     scores = (_fold(q, k).to(wide(q)) * scale) @ k.to(wide(q)).transpose(-1, -2)
-    if start is None:
+    if seen.whole:
         return scores
-    rows = torch.arange(start, start + q.shape[2], device=q.device)
-    masked = torch.arange(k.shape[2], device=q.device) > rows[:, None]
     of_heads = scores.unflatten(2, (q.shape[1] // k.shape[1], q.shape[2]))
-    return of_heads.masked_fill(masked, -torch.inf).flatten(2, 3)
+    return seen.masked(of_heads).flatten(2, 3)
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:

@@ -5,22 +5,29 @@ stay where they are; in :func:`all_to_all_attention` the ranks exchange position
 heads, and each attends to the whole sequence with some of the heads. They take and give
 the same tensors, so that one stands for the other.
 
-``order`` says which positions the parts hold where that counts, under ``causal``:
-``"zigzag"`` (see :func:`fsfunc.nn.zigzag`) or ``"contiguous"``. Nobody can see from a
-part which it is, so it is taken from nobody but the caller.
+``order`` says which positions the parts hold where that counts, under ``causal``,
+``window`` and ``attn_mask``: ``"zigzag"`` (see :func:`fsfunc.nn.zigzag`) or
+``"contiguous"``. Nobody can see from a part which it is, so it is taken from nobody but
+the caller.
 """
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from fsfunc.comm.collectives import all_to_all
-from fsfunc.comm.groups import RankGroup, axis_index, group
+from fsfunc.comm.collectives import all_gather, all_to_all
+from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.mesh import Axis
-from fsfunc.nn.numerics import autocast
+from fsfunc.nn.attention_checks import (
+    Reach,
+    Window,
+    check_halves,
+    check_heads,
+    checked,
+)
+from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.ring import Ring, attention
+from fsfunc.nn.ring_schedule import SequenceCut
 from fsfunc.nn.sequence_order import (
     contiguous_parts,
     unzigzag,
@@ -37,6 +44,9 @@ def ring_attention(
     *,
     causal: bool = False,
     order: str | None = None,
+    attn_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: Window = None,
     scale: float | None = None,
     recompute: bool = True,
 ) -> Tensor:
@@ -47,9 +57,14 @@ def ring_attention(
     Under plain autograd the backward has keys and values sent again and computes each
     block's probabilities again.
 
+    ``causal``, ``window``, ``documents`` and ``attn_mask`` may all be given: a query
+    sees what all of them let it see, and where that is nothing its output is 0, as are
+    the gradients.
+
     All derivatives hold. Those other than the first of plain autograd
-    (``create_graph``, ``torch.func``, forward mode) keep all blocks' probabilities, as
-    does ``recompute=False``: a W-th of the whole, but quadratic in the sequence.
+    (``create_graph``, ``torch.func``, forward mode, that of a mask) keep all blocks'
+    probabilities, as does ``recompute=False``: a W-th of the whole, but quadratic in
+    the sequence.
 
     Args:
         q: [batch, heads, n, head_dim], floating: n positions of the sequence, as many
@@ -58,11 +73,24 @@ def ring_attention(
             key heads divide the heads: query heads in a row read one.
         axis: that over which the sequence is cut; None: it is whole, and nothing moves.
         causal: whether a query sees the positions up to its own alone. Then n = m.
-        order: under ``causal`` over an axis, which positions these are: "zigzag", as
-            :func:`fsfunc.nn.zigzag` cuts them, so that each step is two blocks of
-            n/2 x n/2 for every rank; or "contiguous": then parts are exchanged for such
-            in zig-zag order first, and the output back. Parts that are cut otherwise
-            than is said give numbers that are wrong. n is even.
+        order: under ``causal``, ``window`` or ``attn_mask`` over an axis, which
+            positions these are: "zigzag", as :func:`fsfunc.nn.zigzag` cuts them, so
+            that under ``causal`` each step is two blocks of n/2 x n/2 for every rank,
+            and n is even; or "contiguous". Under ``causal`` alone or with ``documents``
+            contiguous parts are exchanged for such in zig-zag order first, and the
+            output back. Parts that are cut otherwise than is said give numbers that are
+            wrong.
+        attn_mask: [batch, heads, n, S] or what broadcasts to it, of this rank's queries
+            and the S = W m keys of all, in the order of the sequence: True where a
+            query sees a key, or numbers that are added to the scores, which may be
+            learnt. It is the whole mask, cut along dim -2 as ``q`` is.
+        documents: [batch or 1, n] integers, the documents of this rank's positions, cut
+            as ``q`` is: a query sees the keys of its own. Then n = m. Of ``cu_seqlens``
+            the whole is ``torch.bucketize(torch.arange(S), cu_seqlens, right=True)``.
+        window: a query sees that many positions before and as many after its own, or a
+            pair (before, after), as flash-attn's ``window_size``; None is all of them.
+            Under ``causal`` none after. A Mistral's ``sliding_window`` is one more,
+            since it counts the query's own. Then n = m.
         scale: 1 / sqrt(head_dim) by default.
         recompute: whether to forget the probabilities.
 
@@ -70,9 +98,9 @@ def ring_attention(
         [batch, heads, n, value_dim], of the dtype of ``q``.
 
     Raises:
-        ValueError: shapes that do not fit, an odd n under ``causal``, no such order.
-        TypeError: dtypes that are not floating, or not one; ``causal`` over an axis,
-            and no order; a scale that is a tensor.
+        ValueError: shapes that do not fit, an odd n in halves, no such order.
+        TypeError: dtypes that are not floating, or not one; documents or masks of other
+            kinds; no order over an axis, where it counts; a scale that is a tensor.
 
     Cost: b being the bytes of this rank's k and v, W ranks, i this rank's index:
 
@@ -83,12 +111,18 @@ def ring_attention(
         causal, zigzag      (W-1+i) b/2    (4 (W-1) + i) b/2  3 (W-1) b/2
         ==================  =============  =================  ===============
 
-        in W-1 steps, each under way while the one before it is computed; "contiguous"
-        order sends q, k, v and the output once more each way, less the halves that
-        stay. Kept for the backward: q, k, v, the output and one number a query; while
-        it runs, some ten parts like k and v, and rows of scores: a W-th of the whole.
-        Nothing is computed for a block that is masked as a whole, and a part is sent
-        only where some query sees it.
+        in W-1 steps, each under way while the one before it is computed. A part is sent
+        only where some query sees it by ``causal`` and ``window``, and its gradient
+        back from there: with a window of up to n contiguous positions b forward, to the
+        next rank, and 3 b with the backward. Where "contiguous" parts are exchanged, q,
+        k, v and the output go once more each way, less the halves that stay.
+        ``documents`` are gathered once, (W-1) times their bytes, and nothing is skipped
+        by them. A mask stays where it is.
+
+        Kept for the backward: q, k, v, the output and one number a query; the documents
+        of all ranks, and the mask, in fp32 if it has numbers. While it runs, some ten
+        parts like k and v, and rows of scores: a W-th of the whole. What is masked by
+        distance is computed at the edges of what is not alone.
 
     Source: Liu, Zaharia and Abbeel, 2023, Ring attention; Dao et al., 2022.
 
@@ -103,17 +137,29 @@ def ring_attention(
     >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, dim=2), whole)
     True
     """
-    q, k, v, scale = _checked("ring_attention", q, k, v, axis, causal, order, scale)
+    name, masks = "ring_attention", Masks(documents, attn_mask)
+    (q, k, v), scale, masks, (left, right) = checked(
+        name, q, k, v, axis, causal, order, scale, masks, window
+    )
     if axis is None or group(axis).size == 1:
-        return _alone(q, k, v, causal, scale, recompute)
-    where, index = group(axis), 0
-    if causal:
-        _check_halves("ring_attention", q.shape[2], where)
-        index = axis_index(axis)
-    turns = causal and order == "contiguous"
+        return _alone(q, k, v, masks, (left, right), scale, recompute)
+    where, n = group(axis), q.shape[2]
+    limited = left is not None or right is not None
+    zigzagged = limited and order == "zigzag"
+    turns = causal and left is None and attn_mask is None and order == "contiguous"
     if turns:
+        check_halves(name, n, where)
         q, k, v = (zigzag_parts(x, axis, 2) for x in (q, k, v))
-    out = attention(q, k, v, Ring(where, index, causal, scale), recompute)
+    ids, mask = masks
+    if ids is not None:
+        ids = all_gather(ids, axis, dim=1)
+        ids = zigzag(ids, where.size, 1) if turns else ids
+    if mask is not None and order == "zigzag":  # its columns, as the ranks hold keys
+        mask = zigzag(mask, where.size, 3)
+    masks, halves = Masks(ids, mask), zigzagged or turns
+    cut = SequenceCut(where.size, halves, n // 2 if halves else n, left, right)
+    index = axis_index(axis) if limited or any(x is not None for x in masks) else 0
+    out = attention(q, k, v, masks, Ring(where, index, cut, scale), recompute)
     return contiguous_parts(out, axis, 2) if turns else out
 
 
@@ -125,6 +171,9 @@ def all_to_all_attention(
     *,
     causal: bool = False,
     order: str | None = None,
+    attn_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: Window = None,
     scale: float | None = None,
     recompute: bool = True,
 ) -> Tensor:
@@ -135,7 +184,8 @@ def all_to_all_attention(
 
     Args:
         q, k, v: as for :func:`ring_attention`; ``axis`` divides both numbers of heads.
-        axis, causal, scale, recompute: as there.
+        axis, causal, documents, window, scale, recompute: as there.
+        attn_mask: as there; each rank gets all rows of it, of its heads.
         order: as there; in "zigzag" order q, k, v and the output are copied once more,
             to put them in a row and back.
 
@@ -147,8 +197,9 @@ def all_to_all_attention(
         TypeError: as :func:`ring_attention`.
 
     Cost: four all-to-alls forward and four backward, (W-1)/W of the bytes of q, k, v
-    and the output each way. Kept for the backward: those of q, k, v and the output once
-    more, of some heads.
+    and the output each way. ``documents`` are gathered, W-1 times their bytes, and so
+    is a mask; of several heads (W-1)/W of its bytes go by an all-to-all. Kept for the
+    backward: those of q, k, v and the output once more, of some heads.
 
     Source: Jacobs et al., 2023, DeepSpeed Ulysses.
 
@@ -161,108 +212,43 @@ def all_to_all_attention(
     >>> torch.allclose(torch.cat(ff.spmd(main, mesh)(), 2), whole, atol=1e-6)
     True
     """
-    name = "all_to_all_attention"
-    q, k, v, scale = _checked(name, q, k, v, axis, causal, order, scale)
+    name, masks = "all_to_all_attention", Masks(documents, attn_mask)
+    (q, k, v), scale, masks, reach = checked(
+        name, q, k, v, axis, causal, order, scale, masks, window
+    )
     if axis is None or group(axis).size == 1:
-        return _alone(q, k, v, causal, scale, recompute)
-    where = group(axis)
-    _check_heads(name, q.shape[1], k.shape[1], where)
-    turns = causal and order == "zigzag"
-    if turns:
-        _check_halves(name, q.shape[2], where)
+        return _alone(q, k, v, masks, reach, scale, recompute)
+    where, (ids, mask), n = group(axis), masks, q.shape[2]
+    check_heads(name, q.shape[1], k.shape[1], where)
+    limited = reach != (None, None) or mask is not None
     q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
+    ids = ids if ids is None else all_gather(ids, axis, dim=1)
+    if mask is not None and mask.shape[1] > 1:
+        mask = all_to_all(mask, axis, split_dim=1, concat_dim=2)
+    elif mask is not None:
+        mask = all_gather(mask, axis, dim=2)
+    if mask is not None and mask.shape[2] == where.size:  # one row of each rank
+        mask = mask.repeat_interleave(n, 2)
+    turns = limited and order == "zigzag"
     if turns:
         q, k, v = (unzigzag(x, where.size, 2) for x in (q, k, v))
-    out = _alone(q, k, v, causal, scale, recompute)
+        ids = ids if ids is None else unzigzag(ids, where.size, 1)
+        mask = mask if mask is None else unzigzag(mask, where.size, 2)
+    out = _alone(q, k, v, Masks(ids, mask), reach, scale, recompute)
     if turns:
         out = zigzag(out, where.size, 2)
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
 
 def _alone(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, recompute: bool
-) -> Tensor:
-    """Attention to what this rank has."""
-    return attention(q, k, v, Ring(None, 0, causal, scale), recompute)
-
-
-def _checked(
-    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: Axis | None,
-    causal: bool,
-    order: str | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q, k, v as autocast has them, and the scale."""
-    if order not in ("zigzag", "contiguous", None):
-        raise ValueError(f"{name}: order={order!r} is not 'zigzag' or 'contiguous'")
-    if causal and axis is not None and order is None:
-        raise TypeError(
-            f"{name}: causal=True over {axis!r} needs order=, which positions a "
-            'rank has: "zigzag", of sequences cut by ff.nn.zigzag (equal work for all '
-            'ranks), or "contiguous", of sequences cut in a row'
-        )
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            f"{name}: scale is a tensor, and a number has no gradient: multiply q by "
-            "it, and give scale=1"
-        )
-    given = {"q": q, "k": k, "v": v}
-    shapes = ", ".join(f"{key} {tuple(x.shape)}" for key, x in given.items())
-    if any(x.ndim != 4 for x in given.values()):
-        raise ValueError(f"{name} takes [batch, heads, n, head_dim], got {shapes}")
-    dtypes = {x.dtype for x in given.values()}
-    if len(dtypes) > 1 or not q.is_floating_point():
-        said = ", ".join(f"{key} {x.dtype}" for key, x in given.items())
-        raise TypeError(f"{name} takes q, k and v of one floating dtype, got {said}")
-    fits = {
-        "k and v differ in batch, heads or length": k.shape[:3] == v.shape[:3],
-        "q and k differ in batch": q.shape[0] == k.shape[0],
-        "q and k differ in head_dim": q.shape[3] == k.shape[3],
-        "there are no keys": 0 not in k.shape[1:],
-        "under causal=True there are as many queries as keys": not causal
-        or q.shape[2] == k.shape[2],
-    }
-    for what, fit in fits.items():
-        if not fit:
-            raise ValueError(f"{name}: {what}; got {shapes}")
-    heads, read = q.shape[1], k.shape[1]
-    if heads % read:
-        work = ", ".join(map(str, _divisors(heads)))
-        raise ValueError(
-            f"{name}: {heads} query heads do not share {read} key heads evenly; "
-            f"numbers of key heads that work: {work}; got {shapes}"
-        )
-    q, k, v = autocast(q, k, v)  # what is sent and saved is of the low dtype, too
-    return q, k, v, 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-
-
-def _check_halves(name: str, n: int, where: RankGroup) -> None:
-    if n % 2:
-        length, step = n * where.size, 2 * where.size
-        near = [x for x in (length - where.size, length + where.size) if x]
-        raise ValueError(
-            f"{name}: {n} positions a rank are not two half-blocks. In zig-zag order "
-            f"over {where.name} of size {where.size} the length of a sequence is a "
-            f"multiple of {step}, such as {' or '.join(map(str, near))}, not {length}"
-        )
-
-
-def _check_heads(name: str, heads: int, read: int, where: RankGroup) -> None:
-    if heads % where.size or read % where.size:
-        work = ", ".join(map(str, _divisors(math.gcd(heads, read))))
-        below = read // where.size * where.size
-        near = [str(x) for x in (below, below + where.size) if x]
-        raise ValueError(
-            f"{name}: {heads} query heads and {read} key heads are not cut into "
-            f"{where.size} by {where.name}. Axis sizes that work: {work}; or "
-            f"{' or '.join(near)} key heads, and a multiple of that of query heads; or "
-            "ring_attention, which cuts no heads"
-        )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    masks: Masks,
+    reach: Reach,
+    scale: float,
+    recompute: bool,
+) -> Tensor:
+    """Attention to what this rank has."""
+    ring = Ring(None, 0, SequenceCut(1, False, q.shape[2], *reach), scale)
+    return attention(q, k, v, masks, ring, recompute)

@@ -36,10 +36,11 @@ def shifted_sums(
     """(x - c, c, sum x, sum x^2) over ``dims``, kept at size 1: sums in fp64.
 
     ``x - c`` is in fp32 at least; without ``keep`` its memory is that of the squares.
+    Of no values the sums are 0, and so is c.
     """
     x = x.to(wide(x))
     n = math.prod(x.shape[d] for d in dims)
-    c = x.detach().mean(dims, keepdim=True)
+    c = x.detach().sum(dims, keepdim=True) / max(n, 1)
     off = x - c
     first = off.sum(dims, keepdim=True).double()
     second = (off.square() if keep else off.square_()).sum(dims, keepdim=True).double()

@@ -1,8 +1,7 @@
-"""Ring attention: which keys go to which rank, and what each rank computes.
+"""Ring attention, as its schedule says: keys travel, and blocks become a whole.
 
-That is data: moves and blocks. At step s each rank has the keys and values of the rank
-s before it, sent by that rank itself, and their gradients go straight home; so nothing
-that is still added to is sent, and half dtypes travel as they are.
+Gradients of keys and values go straight home from where they were used; so nothing that
+is still added to is sent, and half dtypes travel as they are.
 
 Under plain autograd a ring is one Function, whose backward has keys and values sent
 again and computes each block's probabilities again from the sum of the exponentials.
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,47 +29,19 @@ from fsfunc.nn.attention_blocks import (
     attend_in_place,
     joined,
     pull,
+    settled,
 )
+from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.numerics import wide, without_autocast
+from fsfunc.nn.ring_schedule import (
+    Block,
+    SequenceCut,
+    ring_blocks,
+    ring_moves,
+    ring_slots,
+)
 
-Pairs = tuple[tuple[int, int], ...]
-
-
-class Block(NamedTuple):
-    """Queries of part ``rows`` meet keys of part ``part`` of those received."""
-
-    rows: int
-    part: int
-    diagonal: bool  # the same positions: query i sees keys 0 to i
-
-
-@lru_cache(maxsize=1 << 10)
-def ring_moves(step: int, size: int, zigzag: bool) -> tuple[Pairs, ...]:
-    """For each part of keys, who sends it to whom before this step.
-
-    In zig-zag order all see a rank's first half, and those before it the second.
-
-    >>> ring_moves(2, 3, True)
-    (((0, 2), (1, 0), (2, 1)), ((1, 0), (2, 1)))
-    """
-    hops = tuple((j, (j + step) % size) for j in range(size))
-    back = tuple((j, t) for j, t in hops if t < j)
-    return (hops, back) if zigzag else (hops,)
-
-
-def ring_blocks(step: int, index: int, causal: bool, parts: int) -> list[Block]:
-    """Blocks of the rank at ``index``: as many as any other's in this step.
-
-    >>> [len(ring_blocks(1, index, True, 2)) for index in range(4)]
-    [2, 2, 2, 2]
-    """
-    if parts == 1:
-        return [Block(0, 0, causal)]
-    if step == 0:
-        return [Block(0, 0, True), Block(1, 0, False), Block(1, 1, True)]
-    if index >= step:  # they come from a rank before
-        return [Block(0, 0, False), Block(1, 0, False)]
-    return [Block(1, 0, False), Block(1, 1, False)]
+Flight = Callable[[], Tensor] | None  # None: nothing comes
 
 
 @dataclass(frozen=True)
@@ -80,55 +50,79 @@ class Ring:
 
     Args:
         where: None is one device; ``index``: on a vmap mesh, a tensor.
-        causal: in zig-zag order, where there are several ranks.
+        cut: how the sequence lies on them, and how far a query sees.
     """
 
     where: RankGroup | None
     index: Any
-    causal: bool
+    cut: SequenceCut
     scale: float
 
     @property
     def parts(self) -> int:
         """Into how many parts a rank's positions are cut."""
-        return 2 if self.causal and self.where is not None else 1
+        return self.cut.parts
 
-    @property
-    def steps(self) -> int:
-        return 1 if self.where is None else self.where.size
+    def steps(self) -> list[int]:
+        """The first, and those before which anything moves."""
+        steps = range(self.cut.size)
+        return [s for s in steps if not s or any(ring_moves(s, self.cut))]
 
-    def moves(self, step: int) -> list[LinearMap]:
-        """For each part, the map that takes it to the ranks that need it."""
+    def moves(self, step: int) -> list[LinearMap | None]:
+        """For each part, the map that takes it to the ranks that need it, if any do."""
         kind = "M" if self.where is not None and self.where.mean else "V"
-        each = ring_moves(step, self.steps, self.causal)
-        return [LinearMap("ppermute", kind, kind, pairs=pairs) for pairs in each]
+        return [
+            LinearMap("ppermute", kind, kind, pairs=pairs) if pairs else None
+            for pairs in ring_moves(step, self.cut)
+        ]
 
-    def launch(self, x: Tensor, how: LinearMap) -> Callable[[], Tensor]:
+    def launch(self, x: Tensor | None, how: LinearMap | None) -> Flight:
+        """What waits for a part to come, where one does."""
+        if x is None or how is None:
+            return None
         assert self.where is not None, "one device has no second step"
         return launch(x, how, self.where)
 
+    def mine(self, values: tuple[Any, ...], q: Tensor) -> Any:
+        """This rank's of a value for each: a tensor, unless it is one for all."""
+        if len(set(values)) == 1:
+            return values[0]
+        if isinstance(self.index, int):
+            return torch.as_tensor(values[self.index], device=q.device)
+        table = torch.tensor(values, device=q.device)
+        return table.index_select(0, self.index.reshape(1)).squeeze(0)
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring, recompute: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Masks,
+    ring: Ring,
+    recompute: bool = True,
 ) -> Tensor:
     """This rank's queries' attention to the keys of all ranks, in the dtype of q."""
+    learnt = masks.mask is not None and masks.mask.requires_grad
     with without_autocast(q):
-        if recompute and not composable():
-            return _Ring.apply(q, k, v, ring)[0]
-        return _composed(q, k, v, ring)
+        masks = masks.ready(ring.index, ring.cut)
+        if recompute and not composable() and not learnt:
+            return _Ring.apply(q, k, v, *masks, ring)[0]
+        return _composed(q, k, v, masks, ring)
 
 
-def _travelled(
-    k: Tensor, v: Tensor, ring: Ring
-) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
-    """Each step, with the keys and values that it brings; the next are under way."""
+def _travelled(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, list[Any]]]:
+    """Each step, with the keys and values that it brings; the next are under way.
+
+    A part that goes nowhere in a step is None.
+    """
     mine = list(zip(k.chunk(ring.parts, 2), v.chunk(ring.parts, 2), strict=True))
-    packed = [_pack(*part) for part in mine] if ring.steps > 1 else []
-    waits: list[Callable[[], Tensor]] = []
-    for step in range(ring.steps):
-        after = ring.moves(step + 1) if step + 1 < ring.steps else []
-        now, waits = waits, list(map(ring.launch, packed, after))
-        yield step, [_unpack(wait(), *mine[0]) for wait in now] if step else mine
+    steps, waits = ring.steps(), []
+    packed = [_pack(*part) for part in mine] if len(steps) > 1 else []
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        moves = [] if after is None else ring.moves(after)
+        now, waits = waits, list(map(ring.launch, packed, moves))
+        come = [None if wait is None else _unpack(wait(), *mine[0]) for wait in now]
+        yield step, come if step else mine
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -143,35 +137,41 @@ def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(k.shape), values.view(v.shape)
 
 
-def _composed(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+def _composed(q: Tensor, k: Tensor, v: Tensor, masks: Masks, ring: Ring) -> Tensor:
     """Plain operators and collectives: it has all derivatives, and keeps all blocks.
 
     It is one graph for all ranks, of whatever order: so they meet in every collective
     of every derivative. Where their work differs, they pick what they work on.
     """
     found: list[Any] = [None] * ring.parts
-    qs, scale = q.chunk(ring.parts, 2), ring.scale
+    qs = q.chunk(ring.parts, 2)
     for step, parts in _travelled(k, v, ring):
-        if ring.parts == 1 or step == 0:
-            for a, b, diagonal in ring_blocks(step, 0, ring.causal, ring.parts):
-                found[a] = joined(found[a], attend(qs[a], *parts[b], diagonal, scale))
-            continue
-        earlier = torch.as_tensor(ring.index >= step, device=q.device)
-        low, high = found
-        high = joined(high, attend(qs[1], *parts[0], False, scale))
-        rows = torch.where(earlier, qs[0], qs[1])
-        keys, values = (torch.where(earlier, *x) for x in zip(*parts, strict=True))
-        other = attend(rows, keys, values, False, scale)
-        found = [
-            _either(earlier, joined(low, other), low),
-            _either(earlier, high, joined(high, other)),
-        ]
+        for slot in ring_slots(step, ring.cut):
+            block = Block(*(ring.mine(values, q) for values in slot))
+            seen = masks.seen(block, step, ring.index, ring.cut)
+            keys, values = _picked(block.part, parts)
+            rows = _picked(block.rows, qs)
+            new = attend(rows, keys, values, seen, ring.scale)
+            for a, old in enumerate(found):
+                if isinstance(block.rows, Tensor):
+                    here = block.rows == a
+                    both = zip(joined(old, new), old, strict=True)
+                    found[a] = Attended(*(torch.where(here, *xs) for xs in both))
+                elif block.rows == a:
+                    found[a] = joined(old, new)
+    if masks.mask is not None:
+        found = [settled(x) for x in found]
     return torch.cat([x.out for x in found], 2).to(q.dtype)
 
 
-def _either(which: Tensor, one: Attended, other: Attended) -> Attended:
-    both = zip(one, other, strict=True)
-    return Attended(*(torch.where(which, a, b) for a, b in both))
+def _picked(which: Any, xs: Sequence[Any]) -> Any:
+    """One of two, by a number that may be a tensor."""
+    if isinstance(which, int):
+        return xs[which]
+    one, other = xs
+    if isinstance(one, Tensor):
+        return torch.where(which == 0, one, other)
+    return [torch.where(which == 0, *both) for both in zip(one, other, strict=True)]
 
 
 # Without a graph
@@ -182,63 +182,76 @@ class _Ring(torch.autograd.Function):
     a query."""
 
     @staticmethod
-    def forward(q, k, v, ring):  # type: ignore[override]
+    def forward(q, k, v, documents, mask, ring):  # type: ignore[override]
         qs, found = q.chunk(ring.parts, 2), [None] * ring.parts
+        masks = Masks(documents, mask)
         for step, parts in _travelled(k, v, ring):
-            for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, len(qs)):
-                new = attend_in_place(qs[a], *parts[b], diagonal, ring.scale)
+            for block in ring_blocks(step, ring.index, ring.cut):
+                seen = masks.seen(block, step, ring.index, ring.cut)
+                (keys, values), a = parts[block.part], block.rows
+                new = attend_in_place(qs[a], keys, values, seen, ring.scale)
                 found[a] = joined(found[a], new)
+        if mask is not None:
+            found = [settled(x) for x in found]
         outs, sums = zip(*found, strict=True)
         return torch.cat(outs, 2).to(q.dtype), torch.cat(sums, 2)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, ctx.ring = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        *xs, ctx.ring = inputs
+        ctx.save_for_backward(*xs, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.unit = current_label()[0]
 
     @staticmethod
     def backward(ctx, g, _):  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, documents, mask, out, lse = ctx.saved_tensors
+        masks, ring = Masks(documents, mask), ctx.ring
         with label(ctx.unit, "backward"), without_autocast(q), internal():
             if torch.is_grad_enabled() or _torch.functorch_active():
-                grads = _pulled_twice(g, (q, k, v), ctx.needs_input_grad, ctx.ring)
+                needs = ctx.needs_input_grad[:3]
+                grads = _pulled_twice(g, (q, k, v), needs, masks, ring)
             else:
-                grads = _pulled(g, q, k, v, Attended(out, lse), ctx.ring)
-        return *grads, None
+                grads = _pulled(g, q, k, v, Attended(out, lse), masks, ring)
+        return *grads, None, None, None
 
 
 def _pulled_twice(
-    g: Tensor, xs: Sequence[Tensor], needs: Sequence[bool], ring: Ring
+    g: Tensor, xs: Sequence[Tensor], needs: Sequence[bool], masks: Masks, ring: Ring
 ) -> list[Tensor | None]:
     """The gradients, as a function that may be differentiated or mapped again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         q, k, v = xs = [x.view_as(x) for x in xs]  # one may be made of another
-        out = _composed(q, k, v, ring)
-    wanted = [x for x, need in zip(xs, needs, strict=False) if need]
+        out = _composed(q, k, v, masks, ring)
+    wanted = [x for x, need in zip(xs, needs, strict=True) if need]
     found = iter(torch.autograd.grad(out, wanted, g, create_graph=create_graph))
-    return [next(found) if need else None for need in needs[:3]]
+    return [next(found) if need else None for need in needs]
 
 
 def _pulled(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Attended, ring: Ring
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whole: Attended,
+    masks: Masks,
+    ring: Ring,
 ) -> list[Tensor]:
     """The gradients: keys and values travel again, and theirs come home."""
     n = ring.parts
     mine = list(zip(*(x.chunk(n, 2) for x in (g, q, *whole)), strict=True))
     dqs: list[Any] = [None] * n
     home: list[Any] = [None] * n  # what this rank's own keys and values get
-    waits: list[Callable[[], Tensor]] = []
+    waits: list[Flight] = []
     for step, parts in _travelled(k, v, ring):
-        given = _pulled_at(step, mine, parts, dqs, ring)
+        given = _pulled_at(step, mine, parts, dqs, masks, ring)
         if step == 0:
             home = given
             continue
-        back = [how.transpose() for how in ring.moves(step)]
-        sent = [x.to(k.dtype) for x in given]
+        back = [how and how.transpose() for how in ring.moves(step)]
+        sent = [x if x is None else x.to(k.dtype) for x in given]
         _land(waits, home)
         waits = list(map(ring.launch, sent, back))
     _land(waits, home)
@@ -251,27 +264,32 @@ def _pulled(
 def _pulled_at(
     step: int,
     mine: list[tuple[Tensor, ...]],
-    parts: list[tuple[Tensor, Tensor]],
+    parts: list[Any],
     dqs: list[Any],
+    masks: Masks,
     ring: Ring,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Gradients of each part of the keys and values in one step; adds those of dqs."""
     given: list[Any] = [None] * len(parts)
-    for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, ring.parts):
+    for block in ring_blocks(step, ring.index, ring.cut):
+        a, b, *_ = block
         g, q, out, lse = mine[a]
+        keys, values = parts[b]
+        seen = masks.seen(block, step, ring.index, ring.cut)
         of = Attended(out, lse)
-        dq, dk, dv = pull(g, q, *parts[b], of, diagonal, ring.scale)
+        dq, dk, dv = pull(g, q, keys, values, of, seen, ring.scale)
         dqs[a] = _added(dqs[a], dq)
         given[b] = _added(given[b], _pack(dk, dv))
-    for i, (keys, values) in enumerate(parts):
-        if given[i] is None:  # nobody here has seen it, so nothing is sent of it
-            given[i] = _pack(torch.zeros_like(keys), torch.zeros_like(values))
+    for i, part in enumerate(parts):
+        if given[i] is None and part is not None:  # nobody here has seen it: not sent
+            given[i] = _pack(*map(torch.zeros_like, part))
     return given
 
 
-def _land(waits: Sequence[Callable[[], Tensor]], home: list[Tensor]) -> None:
+def _land(waits: Sequence[Flight], home: list[Tensor]) -> None:
     for i, wait in enumerate(waits):
-        home[i] = home[i].add_(wait())
+        if wait is not None:
+            home[i] = home[i].add_(wait())
 
 
 def _added(total: Tensor | None, x: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.groups import axis_size, group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.comm.typed_maps import pcast
+from fsfunc.core.frames import recording
 from fsfunc.core.losses import Summed
 from fsfunc.nn.normalization import normalized, normalizer, shifted_sums, summed
 from fsfunc.nn.numerics import wide
@@ -146,9 +147,9 @@ def check_norm(
     params: Mapping[str, Tensor] | None,
     x: Tensor,
     running: RunningStatistics | None,
-    least: int = 2,
+    alone: bool = True,
 ) -> None:
-    """Raises where a batch norm cannot be; ``least`` values a channel are enough."""
+    """Raises where a batch norm cannot be, by ``x`` itself where it is ``alone``."""
     if not x.is_floating_point():
         raise TypeError(f"batch_norm needs a floating tensor, got {x.dtype}")
     if x.ndim < 2:
@@ -163,10 +164,9 @@ def check_norm(
                 f"batch_norm: {name} has shape {tuple(value.shape)}, but x of shape "
                 f"{tuple(x.shape)} has {channels} channels (dim 1)"
             )
-    if running is None and x.numel() < least * channels:
-        values = "two values" if least == 2 else "one value"
+    if alone and running is None and x.numel() < 2 * channels:
         raise ValueError(
-            f"batch_norm takes the statistics of {values} a channel at least, got "
+            "batch_norm takes the statistics of two values a channel at least, got "
             f"shape {tuple(x.shape)}: cut the batch into fewer microbatches, or give "
             "running= to normalise by"
         )
@@ -267,7 +267,7 @@ def sync_batch_norm(
     Args:
         params: ``{"weight": [C], "bias": [C]}``, whole; either may be missing. Over
             axes that split the work of one loss their gradients are summed here.
-        x: [N, C, *], floating; N and * may differ from rank to rank.
+        x: [N, C, *], floating; N and * may differ from rank to rank, and be 0 on some.
         axis: one name or several; None, or of size 1: ``batch_norm``.
         eps: added to the variance, in units of ``x`` squared.
         running: statistics to normalise by, for evaluation.
@@ -277,7 +277,7 @@ def sync_batch_norm(
 
     Raises:
         ValueError, TypeError: what ``batch_norm`` refuses, but that one value a channel
-            is enough.
+            on any rank is enough; none on all of them is seen after the all-reduce.
 
     Cost: one all-reduce of 2 C + 1 numbers of 8 bytes, and one backward (another of the
     parameters' gradients, 2 C numbers of 8 bytes, over axes that split the work of one
@@ -297,7 +297,7 @@ def sync_batch_norm(
     """
     if axis is None or axis_size(axis) == 1:
         return batch_norm(params, x, eps=eps, running=running)
-    check_norm(params, x, running, least=1)
+    check_norm(params, x, running, alone=False)
     names = here().mesh.check(axis)
     means = tuple(name for name in names if group(name).mean)
     others = tuple(name for name in names if name not in means)
@@ -316,6 +316,11 @@ def sync_batch_norm(
     sums = summed(sums, others)
     stats = Moments(*_cut(sums.detach(), x.shape[1]))
     total, squares, count = _cut(summed(sums, means), x.shape[1])
+    if n == 0 and not recording() and not _torch.functorch_active() and count == 0:
+        raise ValueError(
+            f"batch_norm takes the statistics of one value a channel at least over the "
+            f"ranks of {axis!r}: shape {tuple(x.shape)} has none, and no rank has any"
+        )
     factor, move = normalizer(shift.flatten(), total / count, squares / count, eps)
     factor, move = (y * given.get("weight", 1) for y in (factor, move))
     move = move + given.get("bias", 0)

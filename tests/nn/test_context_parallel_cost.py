@@ -6,7 +6,8 @@ import torch
 import fsfunc as ff
 from fsfunc.nn import attention_blocks
 from fsfunc.nn.attention_blocks import attend_in_place, pull
-from fsfunc.nn.ring import ring_blocks, ring_moves
+from fsfunc.nn.attention_masks import Visible
+from fsfunc.nn.ring_schedule import SequenceCut, ring_blocks, ring_moves
 from tests.checks import simulated
 from tests.models import train_step
 from tests.nn.test_context_parallel import attention, cut, pulled, tensors
@@ -77,20 +78,20 @@ def test_all_to_all_is_four_of_them_each_way(size) -> None:
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_every_block_that_is_seen_is_computed_once_and_in_equal_shares(size) -> None:
     places = [(i, 2 * size - 1 - i) for i in range(size)]
-    done = []
+    cut, done = SequenceCut(size, True, 4, None, 0), []
     for step in range(size):
-        work = [ring_blocks(step, i, True, 2) for i in range(size)]
+        work = [ring_blocks(step, i, cut) for i in range(size)]
         assert {len(blocks) for blocks in work} == {2 if step else 3}
         for i, blocks in enumerate(work):
             source = (i - step) % size
             for block in blocks:
                 pair = places[i][block.rows], places[source][block.part]
-                assert block.diagonal == (pair[0] == pair[1])
+                assert (block.least == 0) == (pair[0] == pair[1]) and block.most is None
                 done.append(pair)
                 if step:  # and it was sent
-                    assert (source, i) in ring_moves(step, size, True)[block.part]
+                    assert (source, i) in ring_moves(step, cut)[block.part]
         if step:
-            moved = sum(map(len, ring_moves(step, size, True)))
+            moved = sum(map(len, ring_moves(step, cut)))
             used = {(i, b.part) for i, blocks in enumerate(work) for b in blocks}
             assert moved == len(used)  # nothing else was
     n = 2 * size
@@ -104,8 +105,8 @@ def test_no_tile_is_computed_that_is_masked_as_a_whole(monkeypatch) -> None:
     monkeypatch.setattr(attention_blocks, "_SCORES", 0)
     monkeypatch.setattr(attention_blocks, "_ROWS", 2)
     q, k, v, g = tensors(0, (1, 4, 8, 4), (1, 2, 8, 4), (1, 2, 8, 5))
-    of = attend_in_place(q, k, v, True, 0.5)
-    pull(g, q, k, v, of, True, 0.5)
+    of = attend_in_place(q, k, v, Visible(least=0), 0.5)
+    pull(g, q, k, v, of, Visible(least=0), 0.5)
     # Heads, rows of a tile, and keys that the last of them sees; in both passes.
     assert [x.numel() for x in seen] == [4 * 2 * keys for keys in (2, 4, 6, 8)] * 2
 
@@ -146,19 +147,31 @@ def test_memory_is_a_share_of_the_whole(form, order) -> None:
     assert held(form, order, 4, 256)[0] < 25.3 * part // 4 < scores
 
 
-@pytest.mark.parametrize(("form", "order"), [("ring", "zigzag"), ("all_to_all", None)])
-def test_a_plan_knows_bytes_and_memory(form, order) -> None:
+MASKS = {"documents": torch.arange(16)[None] // 7, "attn_mask": torch.zeros(16, 32)}
+
+
+@pytest.mark.parametrize(
+    ("form", "order", "window", "masks"),
+    [
+        ("ring", "zigzag", None, {}),
+        ("all_to_all", None, None, {}),
+        ("ring", "contiguous", 5, MASKS),
+        ("all_to_all", "zigzag", 5, MASKS),
+    ],
+)
+def test_a_plan_knows_bytes_and_memory(form, order, window, masks) -> None:
     mesh, optimizer = simulated(context=2), ff.sgd(0.1)
-    attend = attention(form, order)
 
     @ff.unit
-    def layer(p, x):
+    def layer(p, x, masks):
+        attend = attention(form, order, window=window, **masks)
         heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         return x + torch.tanh(attend(*heads)).transpose(1, 2).flatten(2) @ p["o"]
 
-    def loss(params, x):
+    def loss(params, batch):
+        x, masks = batch
         for p in params:
-            x = layer(p, x)
+            x = layer(p, x, masks)
         return (x**2).mean()
 
     def init():
@@ -166,9 +179,9 @@ def test_a_plan_knows_bytes_and_memory(form, order) -> None:
 
     def main():
         step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
-        x = torch.zeros(2, 16, 8)
-        state = ff.init_state(step, init, optimizer, x)
-        return planned_and_run(step, state, x)
+        batch = torch.zeros(2, 16, 8), masks
+        state = ff.init_state(step, init, optimizer, batch)
+        return planned_and_run(step, state, batch)
 
     for both in ff.spmd(main, mesh)():
         both.check()

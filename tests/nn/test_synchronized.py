@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -94,11 +94,13 @@ def wrapped(order, axis, mesh):
 
 @settings(max_examples=4)
 @given(
-    st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(lambda n: sum(n) > 1),
     st.integers(2, 5),
     st.sampled_from(["s", "rs", "sr", "0", "2r"]),
 )
-def test_uneven_ranks_are_one_device(sizes, ndim, order) -> None:
+@example([3, 0], 2, "rs")
+@example([0, 2, 0], 4, "2r")
+def test_uneven_ranks_and_empty_ones_are_one_device(sizes, ndim, order) -> None:
     x = batch(sizes, ndim)
     expected = stepped(wrapped("", None, None), PARAMS, x)
     mesh = simulated(len(sizes))
@@ -114,11 +116,17 @@ def test_uneven_ranks_are_one_device(sizes, ndim, order) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "inner"),
-    [("rows", "r"), ("model", ""), ("both", ""), ("both turned", "r")],
+    ("kind", "inner", "sizes"),
+    [
+        ("rows", "r", [1, 3, 2, 2]),
+        ("model", "", [1, 3, 2, 2]),
+        ("model", "", [0, 3, 2, 0]),
+        ("both", "", [1, 3, 2, 2]),
+        ("both turned", "r", [0, 3, 2, 0]),
+    ],
 )
-def test_over_axes_that_split_the_work_of_one_loss(kind, inner) -> None:
-    axes, axis, sizes = {"data": 2, "rows": 2}, ("data", "rows"), [1, 3, 2, 2]
+def test_over_axes_that_split_the_work_of_one_loss(kind, inner, sizes) -> None:
+    axes, axis = {"data": 2, "rows": 2}, ("data", "rows")
     if kind == "model":
         axes, axis = {"rows": 4}, "rows"
     elif kind == "rows":  # every data rank normalises its own
@@ -220,13 +228,19 @@ def test_evaluation_normalises_by_running_statistics_and_sends_nothing() -> None
         close(found, expected, 1e-12)
 
 
+def test_no_rows_on_any_rank_raise_on_all() -> None:
+    def main():
+        with pytest.raises(ValueError, match="'rows'.* and no rank has any"):
+            sync_batch_norm(None, torch.ones(0, C), "rows")
+
+    ff.spmd(main, simulated(rows=2))()
+
+
 def on_two(call):
     return ff.spmd(call, simulated(rows=2))
 
 
 @refusals({
-    "no value": (on_two(lambda: sync_batch_norm(None, torch.ones(0, C), "rows")),
-        ValueError, r"one value a channel at least, got shape \(0, 3\)"),
     "one value on one rank": (lambda: sync_batch_norm(None, torch.ones(1, C), None),
         ValueError, "two values a channel at least"),
     "integers": (on_two(lambda: sync_batch_norm(None, torch.ones(4, C).int(), "rows")),
