@@ -77,6 +77,11 @@ BENCHMARKS = {
         _shapes(),
         _compare("quick shapes", "--quick", "--only", "zero0,zero3", "--ranks", "1"),
     ),
+    "scaling": Benchmark(
+        "how calls grow with units, leaves and ranks",
+        {"scaling": ["scaling.py", "--json", "results/scaling.json"]},
+        ["scaling.py", "--quick"],
+    ),
     "checkpoints": Benchmark(
         "saving and loading beside DCP and dd",
         {"checkpoints": ["checkpoints.py", "--rounds", "7"]},
