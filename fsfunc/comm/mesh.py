@@ -109,10 +109,11 @@ class Mesh:
         names, rank = self.check(axis), self.rank if rank is None else rank
         if (names, rank) not in self._members:
             there, along = self.coordinates(rank), [range(self.axes[n]) for n in names]
-            self._members[names, rank] = tuple(
+            found = tuple(
                 self.rank_at({**there, **dict(zip(names, index, strict=True))})
                 for index in itertools.product(*along)
             )
+            self._members.update(dict.fromkeys([(names, r) for r in found], found))
         return self._members[names, rank]
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
