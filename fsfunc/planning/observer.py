@@ -70,6 +70,9 @@ class Book:
         self.open = False
 
 
+_CONSTANT = torch.ops.aten.lift_fresh.default  # of a number: with data, for a moment
+
+
 class Observer(Tracer, OperatorMode):
     """Records what a rank's thread does into ``book``, while it is entered.
 
@@ -98,6 +101,7 @@ class Observer(Tracer, OperatorMode):
         self.book = Book()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.derived: dict[str, int] = {}
+        self._closed = StorageTable[Tensor]()  # the fake one of each with data
         self._units: list[tuple[str, str]] = []  # (name, phase), the innermost last
         self._params: set[int] = set()  # storages of the running body's parameters
         self._copies: set[int] = set()  # storages computed from those alone
@@ -109,6 +113,8 @@ class Observer(Tracer, OperatorMode):
     # Operators
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not (self.strangers or self.paused or func is _CONSTANT):
+            self._close_over((*args, *kwargs.values()))
         out = _torch.result_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
             if self.strangers or not _torch.is_view(func, args):
@@ -117,10 +123,12 @@ class Observer(Tracer, OperatorMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         read, made = _tensors([args, kwargs]), _tensors(out)
-        known = set(map(_torch.storage_key, read))
         if self.strangers:
             for x in read:
                 self.book.take(x, "", "", "")
+        else:
+            read = [x if (fake := self._closed.get(x)) is None else fake for x in read]
+        known = set(map(_torch.storage_key, read))
         fresh = [x for x in made if _torch.storage_key(x) not in known]
         if not fresh and not func._schema.is_mutable:
             return  # a view
@@ -136,6 +144,17 @@ class Observer(Tracer, OperatorMode):
             key = _torch.storage_key(x)
             self._params.discard(key)  # of a storage that is gone
             (self._copies.add if copy else self._copies.discard)(key)
+
+    def _close_over(self, values: Iterable[Any]) -> None:
+        """Counts tensors with data, which the step closes over, by their fake ones."""
+        mode = _torch.fake_mode()
+        for x in values:
+            if isinstance(x, (list, tuple)):
+                self._close_over(x)
+            elif isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
+                if mode is not None and self._closed.get(x) is None:
+                    self._closed[x] = fake = _torch.fake_of(mode, x)
+                    self.book.take(fake, "", "", "")
 
     # Bodies of units
 

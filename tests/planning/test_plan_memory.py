@@ -291,3 +291,36 @@ def test_a_plan_of_meta_tensors_is_that_of_tensors_with_data():
     assert any("flash_attention" in name for name in expected[3])
     for params, batch in ("meta", "meta"), ("meta", "cpu"), ("cpu", "meta"):
         assert planned(params, batch) == expected
+
+
+@pytest.mark.parametrize(
+    "read",
+    {
+        "as it is": lambda: SCALE[:2].clone(),
+        "a slice of it": lambda: SCALE[:2],
+        "in a list": lambda: torch.cat([SCALE, SCALE])[:2],
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_a_step_closes_over_counts_from_its_first_use(read):
+    @ff.unit
+    def scaled(w, x):
+        return (x @ w) * read[1]()
+
+    def step(params, x):
+        return ff.value_and_grad(lambda p, x: scaled(p, x).sum())(params, x)[1]
+
+    def main():
+        sharded, x = ff.shard(step, mesh, "data"), torch.ones(2, 8)
+        params = ff.place(sharded, torch.ones(8, 8), x)
+        planned = ff.plan(sharded, params, x)
+        with ff.testing.live_bytes(params, x) as seen:
+            sharded(params, x)
+        assert planned.peak_bytes == seen.peak_bytes
+        assert planned.peak_bytes > SCALE.nbytes
+
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    ff.spmd(main, mesh)()
+
+
+SCALE = torch.ones(64, 8)
