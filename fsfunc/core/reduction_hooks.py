@@ -107,9 +107,10 @@ def observe_gradients(
     Raises:
         LawError: where a rank's own gradient does not exist as such: under
             ``torch.func`` or of arguments that require grad, of ``Weighted`` losses, of
-            parameters that a loss reads outside units under ``shard``, or of leaves
-            that ranks of the data own; in a pipeline, of leaves that stages on several
-            ranks use, and of microbatches of unlike numbers of rows.
+            parameters that a loss reads outside units under ``shard``, of leaves that
+            ranks of the data own, or of more than one gradient call; in a pipeline, of
+            leaves that stages on several ranks use, and of microbatches of unlike
+            numbers of rows.
 
     Cost: what ``measure`` costs; a psum of its result over each set of axes that leaves
     are split over, and over a pipeline's. There, without ``shard``, the gradients of a
@@ -146,6 +147,7 @@ class Observation(Interpretation):
     def __init__(self, measure: Callable[[Tensor], Tensor]):
         self.measure, self.samples, self.scale = measure, 0, 1.0
         self.found: dict[tuple[str, ...], Tensor] = {}
+        self.begun: set[Any] = set()  # the microbatches
         # Where leaves are on ranks of a pipeline: its axes, and a zero of their sum.
         self.along: tuple[tuple[str, ...], Tensor] | None = None
 
@@ -161,6 +163,10 @@ class Observation(Interpretation):
         return seen
 
     def begins(self, call: GradientCall) -> None:
+        micro = frame().micro
+        if micro in self.begun:  # the sum of two calls has samples that nobody sees
+            raise LawError(UNSEEN.format("gradients are taken more than once"))
+        self.begun.add(micro)
         self.scale = call.cotangent
 
     def lies_along(self, axes: tuple[str, ...], leaves: Sequence[Tensor]) -> None:

@@ -97,13 +97,14 @@ class _AdaScale:
     """The functions of such an optimizer.
 
     Args:
-        seen: what one step's samples gave: the sum of the squares of all, and how many.
+        seen: what one step's samples gave: the sum of the squares of all, how many, and
+            the square of their mean, before what stands around clips or adds to it.
     """
 
     optimizer: Optimizer
     scale: float | None
     smoothing: float | None
-    seen: tuple[Tensor, int] | None = None
+    seen: tuple[Tensor, int, Tensor] | None = None
 
     def init(self, params: Tree) -> AdaScaleState:
         _, wide = by_axes(params)
@@ -130,8 +131,8 @@ class _AdaScale:
                 "adascale compares the samples of a step, and this step has one: shard "
                 "it over two ranks or more, or accumulate(step, 2)"
             )
-        seen = replace(self, optimizer=inner, seen=(squares, n))
-        return value, grads, Optimizer.of(seen)
+        seen = squares, n, global_norm(grads) ** 2
+        return value, grads, Optimizer.of(replace(self, optimizer=inner, seen=seen))
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):
         if self.seen is None:
@@ -139,10 +140,9 @@ class _AdaScale:
                 "adascale has not seen these gradients before they were reduced: make "
                 "the step by adascale(...)(grad_fn)"
             )
-        squares, n = self.seen
+        squares, n, mean = self.seen
         scale = n if self.scale is None else self.scale
         keep = max(1 - n / 1000, 0.0) if self.smoothing is None else self.smoothing
-        mean = global_norm(grads) ** 2
         variance = (squares - n * mean) * (scale / n / (n - 1))
         square = mean - variance / scale
         # Each is bounded by itself, as FairScale does it. That the averages start at 0

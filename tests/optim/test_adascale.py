@@ -100,6 +100,15 @@ def test_its_gains_are_as_wide_as_the_widest_parameter(stack):
             )
 
 
+def test_what_clips_around_it_changes_no_gain():
+    clip, sgd = ff.clip_by_global_norm(0.05), ff.sgd(0.5)
+    within = ran(ff.adascale(ff.chain(clip, sgd)), 4, "shard", look=counted)
+    around = ff.chain(clip, ff.adascale(sgd))
+    found = ran(around, 4, "shard", look=lambda state: counted(state[1]))
+    assert 1 < found[0].seen[-1][0] < 4
+    assert [run.seen for run in found] == [run.seen for run in within]
+
+
 def test_it_sends_two_numbers_more():
     plain, scaled = (ran(o, 2, "shard", steps=1)[0] for o in (SGD, ff.adascale(SGD)))
     # |g_i|^2 of all, and |mean|^2 of its parts
@@ -201,7 +210,17 @@ def stepped(loss, around):
     return lambda: trained(around, AGAIN, loss, [X], mesh=DATA)
 
 
-def twice():
+def twice(f):
+    """Two losses, whose gradients are summed: its samples nobody sees."""
+
+    def both(ws, x):
+        (a, g), (b, h) = f(ws, x), f(ws, 2 * x)
+        return a + b, ff.tree.map(torch.add, g, h)
+
+    return ff.observe_gradients(both, squares)
+
+
+def one_sample():
     AGAIN(ff.value_and_grad(tied))(ff.TrainState(WS, AGAIN.init(WS)), X)
 
 
@@ -220,7 +239,9 @@ REFUSED = {
     "half a sample": (lambda: ff.adascale(SGD, 0.5), ValueError, "1 or more"),
     "smoothing": (lambda: ff.adascale(SGD, smoothing=1.0), ValueError, "below 1"),
     "update": (lambda: AGAIN.update(WS, AGAIN.init(WS), WS), ValueError, "the step by"),
-    "one sample": (twice, ValueError, "this step has one"),
+    "two calls": (lambda: ff.accumulate(twice(ff.value_and_grad(tied)), 2)(WS, X),
+                  LawError, "more than once"),
+    "one sample": (one_sample, ValueError, "this step has one"),
 }  # fmt: skip
 
 

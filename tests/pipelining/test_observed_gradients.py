@@ -141,13 +141,16 @@ def weighted(ws, x):
     return ff.Weighted(loss(ws, x), 3.0)
 
 
-def penalised():
+def penalty(ws, x):
+    return sum(w.square().sum() for w in ws)
+
+
+def observed(*losses):
     def step(ws, x):
-        ff.value_and_grad(lambda ws: sum(w.square().sum() for w in ws))(ws)
-        return ff.value_and_grad(loss)(ws, x)
+        return [ff.value_and_grad(loss)(ws, x) for loss in losses]
 
     f, x = pipe(ff.observe_gradients(step, squares), LINE, 2, "gpipe"), BATCHES[0]
-    ff.spmd(lambda: f(ff.place(f, WS, x), x), LINE)()
+    return lambda: ff.spmd(lambda: f(ff.place(f, WS, x), x), LINE)()
 
 
 @refusals(
@@ -156,7 +159,8 @@ def penalised():
         "uneven": (stepped(loss, 5), LawError, "unlike numbers of rows"),
         "Weighted": (stepped(weighted), LawError, "Weighted"),
         "one sample": (stepped(loss, 1), ValueError, "this step has one"),
-        "another call": (penalised, LawError, "another gradient call"),
+        "no units": (observed(penalty), LawError, "another gradient call"),
+        "two calls": (observed(penalty, loss), LawError, "more than once"),
     }
 )
 def test_where_no_sample_lies_whole_it_is_refused(call, error, way_out):
