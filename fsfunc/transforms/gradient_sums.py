@@ -310,15 +310,20 @@ class _Observed:
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.shown: set[Any] = set()
 
-    def expect(self, calls: Calls, before: Calls) -> None:
-        """Notes a unit call whose gradients will come, and the one before it."""
+    def expect(self, calls: Calls) -> None:
+        """Notes a unit call whose gradients will come."""
         for call in calls:
-            near = call.shared and any(c.shard is call.shard for c in before)
-            if call.keeps and not near:  # else the neighbour gives it
+            if call.keeps:
                 key = id(call.shard), call.micro
                 if key in self.shown:
                     raise RuntimeError(f"{call.name}: its gradient was observed before")
                 self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
+
+    def joined(self, call: GatheredCall, shard: FlatShard) -> None:
+        """Notes that the call before this one gives the gradient of both."""
+        key = id(shard), call.micro
+        count, held = self.unseen[key]
+        self.unseen[key] = count - 1, held
 
     def show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Shows the gradient of one microbatch, once all calls gave it."""

@@ -160,10 +160,9 @@ class ShardRuntime:
 
         Microbatch by microbatch: a pipeline has several under way.
         """
-        every = self.calls.setdefault(calls[0].micro, [])
+        self.calls.setdefault(calls[0].micro, []).append(calls)
         if self.sums.observed is not None:
-            self.sums.observed.expect(calls, every[-1] if every else [])
-        every.append(calls)
+            self.sums.observed.expect(calls)
 
     # Backward
 
@@ -231,6 +230,8 @@ class ShardRuntime:
             for c in before:
                 if c.shard is shard and c.keeps == call.keeps:
                     c.grad = buffer  # the call before reduces it
+                    if call.keeps and self.sums.observed is not None:
+                        self.sums.observed.joined(call, shard)
                     return None
         if not call.keeps:
             return buffer

@@ -50,6 +50,9 @@ STACKS = {
     "1f1b": (LINE, 4, range(4), lambda s, m: pipe(s, m, 4, "one_f_one_b")),
     "split weight gradients": (
         LINE, 4, TIED, lambda s, m: ff.remat(pipe(s, m, 4, "zb_v", ENDS))),
+    "units of a stage in one buffer": (
+        PIPE, 4, range(4), lambda s, m: data(
+            pipe(s, m, 2, "zb_h1"), m, min_bytes=1 << 20)),
     "in accumulate": (
         LINE, 6, range(4), lambda s, m: ff.accumulate(
             pipe(s, m, 3, "interleaved_1f1b"), 2)),
