@@ -115,7 +115,7 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
         f"{of_seconds(times['seconds'])} a step on A100-80",
         f"fits A100-80: {of_bytes(found['needed_bytes'])} of 83.4 GB",
         "memory of rank 0: at most",
-        "rank 0 data    │",
+        "rank 0 ×16 data    │",
     ):
         assert said in done.stdout, said
     for name in ("memory", "streams"):
@@ -145,8 +145,8 @@ def test_the_example_s_pipeline(tmp_path: Path) -> None:
     assert last["coordinates"]["pipe"] == 1
     assert done.stdout.startswith("rank 3 of data=4, pipe=2 and 3 more")
     assert f"{of_flops(last['flops'])} (forward" in done.stdout
-    assert "rank 1 compute  " in done.stdout  # which runs rank 3's program
-    assert "rank 0 compute  " not in done.stdout
+    assert "rank 1 ×4 compute  " in done.stdout  # which runs rank 3's program
+    assert "rank 0 ×4 compute  " not in done.stdout
     most = max(first, last, key=lambda one: one["peak_bytes"])
     assert most is last  # the head's logits
     size = most["peak_bytes"]
