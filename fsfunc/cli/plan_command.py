@@ -202,7 +202,7 @@ def _show(
         put(estimate_tables(times, plan, machine))
     charts: dict[str, Any] = {}
     if options.memory or options.png:
-        charts["memory"] = show.memory(plan, rank)
+        charts["memory"] = show.memory(plan, rank, estimate=times)
     if times is not None and (options.streams or options.png):
         ranks = None if rank is None else [plan[rank].rank]
         charts["streams"] = show.streams(times, ranks=ranks)

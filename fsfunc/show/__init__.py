@@ -4,7 +4,7 @@ shardings.py        tables of states, of checkpoints
 plans.py estimates.py layouts.py   tables
 lanes.py            charts over time: rows of spans; as text
 timelines.py        schedules and estimates as lanes
-memory_plot.py      memory over a step: the model, and its chart
+memory_curves.py memory_plot.py   memory over a step: the model; its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
 """

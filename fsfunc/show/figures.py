@@ -208,6 +208,23 @@ def sheet(
     return figure, axes
 
 
+def listing(
+    figure: Figure,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    colors: Mapping[str, str],
+) -> None:
+    """Writes parts, each (kind, words), right of a picture."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=colors.get(k, "white"), label=said) for k, said in parts]
+    figure.legend(
+        handles=patches, loc="outside right upper", frameon=False, fontsize=8,
+        labelcolor=INK, title=title, title_fontsize=8, alignment="left",
+        handlelength=1, handleheight=1,
+    )  # fmt: skip
+
+
 def lane_figure(
     title: str,
     rows: Sequence[Row],

@@ -172,7 +172,7 @@ def test_it_prints_what_show_shows(script, capsys) -> None:
     printed = capsys.readouterr().out
     head, units, _ = str(ff.show.plan(found)).split("\n\n", 2)
     assert head in printed and units in printed
-    assert str(ff.show.memory(found)) in printed
+    assert str(ff.show.memory(found, estimate=times)) in printed
     assert str(ff.show.streams(times)) in printed
     assert f"{of_seconds(times.seconds)} a step on H100" in printed
 
