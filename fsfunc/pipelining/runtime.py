@@ -105,7 +105,7 @@ class Worker:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
-                tracer.turn(action.kind, action.microbatch)
+                tracer.turn(action.kind[-1], action.microbatch)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]

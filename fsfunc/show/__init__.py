@@ -7,10 +7,12 @@ timelines.py        schedules and estimates as lanes
 memory_curves.py memory_plot.py   memory over a step: the model; its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
+pages.py            all of a plan as one HTML file
 """
 
 from fsfunc.printing.tables import Report
 from fsfunc.show.memory_plot import MemoryChart, memory
+from fsfunc.show.pages import html
 from fsfunc.show.plans import plan
 from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
 from fsfunc.show.timelines import StreamChart, Timeline, streams, timeline

@@ -225,15 +225,20 @@ def _line(where: str) -> str:
     return f"{here.name}:{line}"
 
 
-def _parameters(own: RankPlan) -> Table:
-    """One row for each parameter, or for all that differ in a layer's number."""
+def parameter_groups(own: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
+    """Paths and leaves of the parameters, those that differ in a number together."""
     keyed = [
         (leaf.path, (leaf.shape, leaf.dtype, _layout_of(leaf)), leaf)
         for leaf in own.leaves
         if leaf.kind == "parameters"
     ]
+    return alike(keyed)
+
+
+def _parameters(own: RankPlan) -> Table:
+    """One row for each parameter, or for all that differ in a layer's number."""
     rows = []
-    for names, leaves in alike(keyed):
+    for names, leaves in parameter_groups(own):
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
         what = describe(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))

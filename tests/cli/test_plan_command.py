@@ -163,12 +163,14 @@ def test_the_example_s_pipeline(tmp_path: Path) -> None:
             assert f"  {shown}  " in row
 
 
-def test_it_prints_what_show_shows(script, capsys) -> None:
+def test_it_prints_what_show_shows(script, tmp_path, capsys) -> None:
     path, mesh = script(SCRIPT), ff.make_mesh({"data": 64}, "abstract")
     found = plan_of(path, mesh)
     times = estimate(found, machines.H100)
     given = ["plan", str(path), "--mesh", "data=64", "--hardware", "h100", "--memory"]
-    assert main([*given, "--streams"]) == 0
+    page = tmp_path / "plan.html"
+    assert main([*given, "--streams", "--html", str(page)]) == 0
+    assert page.read_text() == ff.show.html(found, times, machines.H100)
     printed = capsys.readouterr().out
     head, units, _ = str(ff.show.plan(found)).split("\n\n", 2)
     assert head in printed and units in printed
@@ -253,6 +255,7 @@ def counted(program: dict, what: str) -> dict[str, int]:
             "--mesh data=4 --mesh data=2 --hardware h100 --trace t.json",
             "--trace writes one plan: give one --mesh",
         ),
+        ("--mesh data=4 --mesh data=2 --html p.html", "--html writes one plan"),
         *[
             (f"--mesh={mesh}", "an axis is NAME=SIZE, such as data=1024")
             for mesh in ("data", "data=", "data=0", "=4", "data=x", "data=4,", "")
