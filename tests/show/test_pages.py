@@ -96,13 +96,16 @@ def test_memory_and_layouts_can_be_hovered_over():
 
 
 def test_a_page_loads_nothing_and_escapes_names(pipelined):
-    for written in (html(*pipelined), html(lone([ran('<b>&"\x1b', "forward", 7)]))):
+    odd = lone([ran('<b>&"\x1b', "forward", 7)])
+    for written in (html(*pipelined), html(odd, ff.estimate(odd, A100_40))):
         page = ElementTree.fromstring(written)
         assert not {one.tag for one in page.iter()} & {"script", "link", "img", "b"}
         keys = {key for one in page.iter() for key in one.keys()}
         assert not keys & {"src", "href", "srcset", "data"}
         assert "http" not in written and "url(" not in written
-    assert '<b>&"\\x1b' in "".join(page.itertext())
+    ((said, label),) = bars(page)
+    assert label == '<b>&"\\x1b' and said.startswith(label)
+    assert "".join(page.itertext()).count(label) == 2  # and in the plan's table
 
 
 def test_what_is_no_plan_is_refused(tmp_path):
