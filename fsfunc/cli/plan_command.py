@@ -89,6 +89,7 @@ def add_plan(commands: Any) -> None:
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
     add("--png", type=Path, metavar="DIR", help="draw memory and streams there")
+    add("--html", type=Path, metavar="PATH", help="write all as a page to hover over")
     add("--trace", type=Path, metavar="PATH", help="write the estimate for a viewer")
     add("--json", type=Path, metavar="PATH", help="write all numbers")
 
@@ -156,8 +157,9 @@ def _check(options: argparse.Namespace) -> None:
             )
     if options.tokens is not None and options.tokens <= 0:
         raise Refused(f"--tokens is above 0: {options.tokens:g}")
-    if options.trace and len(options.mesh) > 1:
-        raise Refused("--trace writes one plan: give one --mesh")
+    for name in ("trace", "html"):
+        if getattr(options, name) and len(options.mesh) > 1:
+            raise Refused(f"--{name} writes one plan: give one --mesh")
     for mesh in options.mesh:
         if options.rank is not None and not 0 <= options.rank < mesh.size:
             raise Refused(
@@ -202,7 +204,7 @@ def _show(
         put(estimate_tables(times, plan, machine))
     charts: dict[str, Any] = {}
     if options.memory or options.png:
-        charts["memory"] = show.memory(plan, rank)
+        charts["memory"] = show.memory(plan, rank, estimate=times)
     if times is not None and (options.streams or options.png):
         ranks = None if rank is None else [plan[rank].rank]
         charts["streams"] = show.streams(times, ranks=ranks)
@@ -214,6 +216,9 @@ def _show(
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 chart.save(path)
+    if options.html:
+        with writing(options.html):
+            show.html(plan, times, machine, path=options.html)
     if options.trace and times is not None:
         with writing(options.trace):
             show.trace(times, options.trace, plan=plan)

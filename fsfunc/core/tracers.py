@@ -75,6 +75,9 @@ class Tracer:
             of: what the gradient is of, and what its function was given.
         """
 
+    def turn(self, name: str, microbatch: int) -> None:
+        """Hears that the work on a microbatch begins; ``name`` is "" after the last."""
+
     def rounds(self) -> Any:
         """The observer of a loop's rounds, which may note some of them unrun, or None.
 

@@ -21,6 +21,7 @@ from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
+from fsfunc.core.tracers import Tracer
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
@@ -95,6 +96,7 @@ class Worker:
         self.last = max(forwards, default=-1)
         self.whole = not any(action.kind in ("I", "W") for action in actions)
         draws = any(m.cut.program.draws for m in self.microbatches)
+        tracer = self.frame.tracer or Tracer()
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
                 if action in self.early:
@@ -103,6 +105,7 @@ class Worker:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
+                tracer.turn(action.kind[-1], action.microbatch)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]
@@ -110,6 +113,7 @@ class Worker:
                 _check_undrawn(states)
         for work in self.sends:
             work.wait()
+        tracer.turn("", 0)
 
     # Forward
 

@@ -37,6 +37,7 @@ class Book:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.turns: list[tuple[int, str, int]] = []  # see RankPlan
         self.kinds: dict[int, str] = {}
         self.sizes: list[int] = []  # of each storage, by number
         self.held = StorageTable[int](self._gone)  # the number of each storage
@@ -197,6 +198,10 @@ class Observer(Tracer, OperatorMode):
     def keeps_copies(self) -> bool:
         """True between a body that made copies and the backward that finds them."""
         return bool(self._kept)
+
+    def turn(self, name: str, microbatch: int) -> None:
+        if not is_silent():
+            self.book.turns.append((len(self.book.events), name, microbatch))
 
     def rounds(self) -> Rounds | None:
         return None if self.link is None else Rounds(self, self.link)

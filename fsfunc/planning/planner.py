@@ -176,7 +176,7 @@ def _planned(step: Any, args: Sequence[Any], at: Here) -> tuple[RankPlan, set[st
         book.close()
     found = RankPlan(
         at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
-        leaves, log.records, observer.calls, observer.derived,
+        leaves, log.records, observer.calls, observer.derived, book.turns,
     )  # fmt: skip
     return found, asked
 

@@ -73,6 +73,8 @@ class RankPlan:
         calls: how often the body of a unit ran, by (unit, phase).
         derived: bytes that a unit keeps for its backward which it computed from its
             parameters alone (casts, normalised weights): whole, on every rank.
+        turns: (event number, name, microbatch) at which one begins: "F", "B" and so on
+            of a pipeline's schedule, "m" of ``accumulate``; "" where none is at work.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class RankPlan:
     records: Sequence[Record]
     calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
     derived: Mapping[str, int] = field(default_factory=dict)
+    turns: Sequence[tuple[int, str, int]] = ()
 
     @cached_property
     def ledger(self) -> Ledger:

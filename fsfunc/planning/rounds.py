@@ -23,13 +23,15 @@ class _Mark:
     Args:
         looks: what the rounds hand on, but for its storages; ``carried``: those.
         held: all other storages that are held.
-        events, storages, transfers, records: how many there are; ``calls``: of units.
+        events, turns, storages, transfers, records: how many there are; ``calls``: of
+            units.
     """
 
     looks: Hashable
     carried: tuple[int | None, ...]
     held: frozenset[int]
     events: int
+    turns: int
     storages: int
     transfers: int
     records: int
@@ -70,6 +72,7 @@ class Rounds:
         old = dict(zip(last.carried, now.carried, strict=True))
         names, sizes = dict(old), book.sizes[last.storages :]
         kinds = [book.kinds.get(last.storages + i) for i in range(storages)]
+        turns = book.turns[last.turns : now.turns]  # the round's own is the first
         moving = [(i, e) for i, e in enumerate(template) if type(e) is not Ran]
         for turn in range(1, left + 1):
             by, sent = turn * storages, turn * transfers
@@ -80,6 +83,11 @@ class Rounds:
             for i, event in moving:
                 again[i] = _moved(event, last.storages, names, by, sent)
             book.events += again
+            later = turn * len(template)
+            book.turns += [
+                (at + later, name, n if i else n + turn)
+                for i, (at, name, n) in enumerate(turns)
+            ]
             names = {
                 a: names[b] if b is None or b in names else _later(b, last.storages, by)
                 for a, b in old.items()
@@ -107,6 +115,7 @@ class Rounds:
             at,
             frozenset(book.held.facts.values()) - set(at),
             len(book.events),
+            len(book.turns),
             len(book.sizes),
             self.link.count,
             len(self.link.log.records),

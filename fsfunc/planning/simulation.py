@@ -29,7 +29,8 @@ class Span(NamedTuple):
 
     On the stream ``compute``, all that a unit (or, where ``unit`` is "", nothing that
     has a name) runs in one phase without a wait in between; on a stream named after
-    axes, a collective; on ``to 3`` and ``from 3``, a message.
+    axes, a collective; on ``to 3`` and ``from 3``, a message. ``turn``: the microbatch
+    that the rank is at, ``F3`` of a pipeline's schedule, ``m3`` of ``accumulate``.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Span(NamedTuple):
     phase: str
     start: float
     end: float
+    turn: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Played(NamedTuple):
     costs: dict[Op, float]
 
 
-Shown = tuple[str, str, str, str]  # a span without its rank and its times
+Shown = tuple[str, str, str, str]  # a span without its rank, its times and its turn
 
 
 class Party(NamedTuple):
@@ -92,7 +94,7 @@ class Rendezvous:
     stream: Stream
     number: int
     what: str
-    arrived: dict[Party, Shown] = field(default_factory=dict)
+    arrived: dict[Party, tuple[Shown, str]] = field(default_factory=dict)
     met: float = 0.0  # when the last party came
     length: float = 0.0
     start: float = 0.0
@@ -109,7 +111,12 @@ class Stream:
         self.free = 0.0
 
     def come(
-        self, party: Party, what: str, time: float, length: float, shown: Shown
+        self,
+        party: Party,
+        what: str,
+        time: float,
+        length: float,
+        shown: tuple[Shown, str],
     ) -> Rendezvous:
         """The next one of ``party``, which issues it now."""
         number = self.counts[party]
@@ -143,16 +150,18 @@ class _RankRun:
         self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
         self.over: set[int] = set()
         self.spans: list[Span] = []
-        self._unit, self._phase, self._start, self._end = "", "", 0.0, 0.0
+        self.turn = ""
+        self._what, self._start, self._end = ("", "", ""), 0.0, 0.0
 
     def work(self, seconds: float, unit: str, phase: str) -> None:
         """Computes: a part of the last span, where nothing has come in between."""
         start = self.clock
         self.clock += seconds
         self.compute += seconds
-        if start != self._end or unit != self._unit or phase != self._phase:
+        what = (unit, phase, self.turn)
+        if start != self._end or what != self._what:
             self.rest()
-            self._unit, self._phase, self._start = unit, phase, start
+            self._what, self._start = what, start
         self._end = self.clock
 
     def launch(self, seconds: float, overhead: float, unit: str, phase: str) -> None:
@@ -163,9 +172,9 @@ class _RankRun:
     def rest(self) -> None:
         """Ends the span of what was computed since the last rest."""
         if self._end > self._start:
-            what = (self._unit or self._phase, self._unit, self._phase)
-            times = (self._start, self._end)
-            self.spans.append(Span(self.plan.rank, COMPUTE, *what, *times))
+            unit, phase, turn = self._what
+            what, times = (unit or phase, unit, phase), (self._start, self._end)
+            self.spans.append(Span(self.plan.rank, COMPUTE, *what, *times, turn))
 
     def wait(self, number: int, overlap: float) -> None:
         """Goes on when a transfer is over and what it took is made up for."""
@@ -243,15 +252,16 @@ class _PlanRun(Player):
             spans += r.spans
         for t in [t for stream in self.streams.values() for t in stream.transfers]:
             between, parties = (t.start, t.end or 0.0), t.arrived.items()
-            spans += [Span(p.rank, *shown, *between) for p, shown in parties]
+            spans += [Span(p.rank, *w, *between, turn) for p, (w, turn) in parties]
         return Played(whole, times, spans, self.costs)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
         """Plays a rank's events; it waits for transfers alone."""
         costs, hardware = self.costs, self.hardware
         touching, overlap = hardware.fresh is not None, hardware.overlap
+        turns = dict((at, name and f"{name}{n}") for at, name, n in run.plan.turns)
         for at, event in enumerate(run.plan.events):
-            run.at = at
+            run.at, run.turn = at, turns.get(at, run.turn)
             if isinstance(event, Ran):
                 op = event.op
                 if op not in costs:
@@ -292,7 +302,7 @@ class _PlanRun(Player):
             length = self.lengths[key]
             shown = (", ".join(r.axis), r.op, r.unit, r.phase)
         party = Party(run.plan.rank, event.part)
-        transfer = stream.come(party, what, run.clock, length, shown)
+        transfer = stream.come(party, what, run.clock, length, (shown, run.turn))
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.happened(transfer, transfer.end)

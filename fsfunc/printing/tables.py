@@ -116,6 +116,12 @@ class Table:
     most: int = 40
     hidden: int = 0
 
+    @property
+    def rest(self) -> str:
+        """A line on the rows that are not shown, if there are any."""
+        rest = max(len(self.rows) - self.most, 0) + self.hidden
+        return f"... and {rest} more" if rest else ""
+
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
@@ -131,9 +137,8 @@ class Table:
         for row in self.rows[: self.most]:
             table.add_row(*(Text(visible(cell)) for cell in row))
         yield table
-        rest = max(len(self.rows) - self.most, 0) + self.hidden
-        if rest:
-            yield Text(f"... and {rest} more")
+        if self.rest:
+            yield Text(self.rest)
 
 
 class Printed:

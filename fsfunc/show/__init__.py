@@ -4,13 +4,15 @@ shardings.py        tables of states, of checkpoints
 plans.py estimates.py layouts.py   tables
 lanes.py            charts over time: rows of spans; as text
 timelines.py        schedules and estimates as lanes
-memory_plot.py      memory over a step: the model, and its chart
+memory_curves.py memory_plot.py   memory over a step: the model; its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
+pages.py            all of a plan as one HTML file
 """
 
 from fsfunc.printing.tables import Report
 from fsfunc.show.memory_plot import MemoryChart, memory
+from fsfunc.show.pages import html
 from fsfunc.show.plans import plan
 from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
 from fsfunc.show.timelines import StreamChart, Timeline, streams, timeline

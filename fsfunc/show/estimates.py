@@ -60,7 +60,7 @@ def estimate(
     )
     rows = [(name, of_seconds(t), of_share(t, whole)) for name, t in parts]
     shown: list[Table | str] = [
-        _rates(estimate),
+        rates(estimate),
         *estimate.beside(),
         "",
         Table("", ("<time of a step", ">seconds", ">share"), rows),
@@ -72,7 +72,8 @@ def estimate(
     return Report(tuple(shown))
 
 
-def _rates(estimate: Estimate) -> str:
+def rates(estimate: Estimate) -> str:
+    """A line on an estimate: its seconds, and what share of the hardware is used."""
     rate = f"{of_flops(estimate.flops_per_second)}/s a device"
     used = f"MFU {of_share(estimate.mfu, 1)}, HFU {of_share(estimate.share_of_peak, 1)}"
     tokens = estimate.tokens_per_second

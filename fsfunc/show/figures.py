@@ -37,7 +37,7 @@ def _by_title(*looks: Look) -> dict[str, Look]:
 
 COMPUTING = _by_title(
     Look("forward", "F", "#4c7cb8", "rail_response"),
-    Look("recompute", "R", "#8aa9d1", "rail_idle"),
+    Look("recompute", "R", "#c94f5d", "bad"),
     Look("backward", "B", "#e07b39", "thread_state_iowait"),
     Look("input gradient", "I", "#edb83d", "yellow"),
     Look("weight gradient", "W", "#4fa37b", "thread_state_running"),
@@ -167,7 +167,7 @@ class Bar(NamedTuple):
     start: float
     end: float
     color: str
-    label: str = ""  # written into it where there is room
+    label: str = ""  # written into it where there is room, or its last word
 
 
 class Row(NamedTuple):
@@ -208,6 +208,23 @@ def sheet(
     return figure, axes
 
 
+def listing(
+    figure: Figure,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    colors: Mapping[str, str],
+) -> None:
+    """Writes parts, each (kind, words), right of a picture."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=colors.get(k, "white"), label=said) for k, said in parts]
+    figure.legend(
+        handles=patches, loc="outside right upper", frameon=False, fontsize=8,
+        labelcolor=INK, title=title, title_fontsize=8, alignment="left",
+        handlelength=1, handleheight=1,
+    )  # fmt: skip
+
+
 def lane_figure(
     title: str,
     rows: Sequence[Row],
@@ -239,10 +256,12 @@ def lane_figure(
     for place, row in enumerate(rows):
         _paint(axes, place, row.bars, thin=THIN / inches)
         for bar in row.bars:
-            if bar.label and (bar.end - bar.start) * inches >= LETTER * len(bar.label):
+            room = (bar.end - bar.start) * inches / LETTER
+            label = bar.label if len(bar.label) <= room else bar.label.split(" ")[-1]
+            if label and len(label) <= room:
                 color = "white" if is_dark(bar.color) else INK
                 middle = (bar.start + bar.end) / 2
-                axes.text(middle, place, bar.label, size=7, color=color,
+                axes.text(middle, place, label, size=7, color=color,
                           ha="center", va="center_baseline")  # fmt: skip
     return figure
 

@@ -13,6 +13,7 @@ from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import painted
 from fsfunc.show.figures import (
+    COMPUTE,
     GAPS,
     LOOKS,
     OUTSIDE,
@@ -35,15 +36,20 @@ NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
 @dataclass(frozen=True)
 class Lane:
-    """One stream of one rank, and what it does from the left edge to the right."""
+    """One stream of one rank, and what it does from the left edge to the right.
+
+    ``alike``: how many ranks do the same, this one included.
+    """
 
     rank: int
     stream: str
     spans: tuple[Span, ...]
+    alike: int = 1
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} {self.stream}"
+        alike = f" ×{self.alike}" if self.alike > 1 else ""
+        return f"rank {self.rank}{alike} {self.stream}"
 
     @property
     def work(self) -> list[Span]:
@@ -118,15 +124,20 @@ class LaneChart(Drawn):
 
     def row(self, lane: Lane) -> Row:
         """A lane as the picture has it."""
-        return Row(
-            lane.name, [Bar(s.start, s.end, look_of(s).color) for s in lane.spans]
-        )
+        bars = [Bar(s.start, s.end, look_of(s).color, named(s)) for s in lane.spans]
+        return Row(lane.name, bars)
 
     def picture(self, title: str, marks: dict[str, str], **how: Any) -> Figure:
         """The picture, whose legend has the looks and ``marks``."""
         marks = {look.title: look.color for look in self.looks()} | marks
         rows = [self.row(lane) for lane in self.lanes]
         return lane_figure(title, rows, self.start, self.end, marks, **how)
+
+
+def named(span: Span) -> str:
+    """The name of a span: its collective, its unit, its microbatch."""
+    name = span.name if span.stream == COMPUTE else f"{span.name} {span.unit}".rstrip()
+    return f"{name} {span.turn}".rstrip()
 
 
 def check_events(events: Iterable[Any]) -> list[TimedAction]:

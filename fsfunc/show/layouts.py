@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Grid:
     columns: tuple[int, ...]
     keys: tuple[tuple[Key, ...], ...]
 
+    @property
+    def colors(self) -> dict[Key, str]:
+        """A colour for the cells of each holder, the same after some."""
+        keys = dict.fromkeys(key for row in self.keys for key in row)
+        return dict(zip(keys, itertools.cycle(_COLORS), strict=False))
+
     def at(self, row: int, column: int) -> Key:
         """The holders of the element at this row and column of the sheet."""
         i = sum(start <= row for start in self.rows) - 1
@@ -61,9 +68,7 @@ class Grid:
         sides = [_range(*ends) if self.dims else "" for ends in pairwise(self.rows)]
         width = max(map(len, (*heads, *said.values()))) + 2
         margin = max(map(len, sides)) + 1
-        styles = {
-            key: f"#000000 on {_COLORS[i % len(_COLORS)]}" for i, key in enumerate(said)
-        }
+        styles = {key: f"#000000 on {color}" for key, color in self.colors.items()}
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
         outside = [None] * (len(heads) + 2)
         held = [outside, *([None, *row, None] for row in self.keys), outside]

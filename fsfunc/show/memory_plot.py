@@ -2,147 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from fsfunc.planning.events import Ran, Took
+from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import Table, of_bytes, painted
+from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painted
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.figures import COMPUTE, FAINT, INK, MEMORY, Drawn, Look, sheet
-from fsfunc.show.lanes import Lane
-from fsfunc.show.plans import check_plan, peak_words
-
-Held = tuple[int, ...]  # bytes of each of KINDS
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The memory that a rank holds while its operators run.
-
-    Args:
-        points: (operators that ran before, bytes of each of ``KINDS`` from then on).
-        turns: what ran when, in operators: those of one unit and phase are a span.
-        length: operators in all.
-        peak: the point at which most is held.
-        given: what is held before the step begins.
-    """
-
-    points: tuple[tuple[int, Held], ...]
-    turns: Lane
-    length: int
-    peak: tuple[int, Held]
-    given: Held
-
-    @cached_property
-    def most(self) -> Held:
-        """The most bytes of each kind at any time."""
-        held = [held for _, held in self.points] or [self.given]
-        return tuple(map(max, zip(*held, strict=True)))
-
-    def columns(self, count: int) -> list[Held]:
-        """The highest moment of each of ``count`` equal parts of the step."""
-        tops: list[Held] = [(0,) * len(KINDS)] * count
-        ends = [*(at for at, _ in self.points[1:]), self.length]
-        for (at, held), until in zip(self.points, ends, strict=False):
-            size = sum(held)
-            for column in range(self._column(at, count), self._last(at, until, count)):
-                if size > sum(tops[column]):
-                    tops[column] = held
-        return tops
-
-    def peak_column(self, count: int) -> int:
-        """The column of the peak."""
-        return self._column(self.peak[0], count)
-
-    def _column(self, at: int, count: int) -> int:
-        return min(at * count // max(self.length, 1), count - 1)
-
-    def _last(self, at: int, until: int, count: int) -> int:
-        """One past the last column that [at, until) reaches, its first at least."""
-        if not self.length:  # nothing runs, and what is held is held all along
-            return count
-        reached = -(-until * count // self.length)
-        return min(max(reached, self._column(at, count) + 1), count)
-
-
-def curve_of(own: RankPlan) -> Curve:
-    """The curve of a rank's plan."""
-    rows = iter(own.memory)
-    row = next(rows, None)
-    points: list[tuple[int, Held]] = []
-    turns: list[Span] = []
-    ran, held = 0, (0,) * len(KINDS)
-    peak, given = (0, held), held
-
-    def put(at: int, what: Held) -> None:
-        nonlocal peak
-        points.append((at, what))
-        if sum(what) > sum(peak[1]):
-            peak = (at, what)
-
-    for number, event in enumerate(own.events):
-        if row is not None and row[0] == number:
-            held = row[1]
-            put(ran, held)
-            given = held if isinstance(event, Took) and not event.op else given
-            row = next(rows, None)
-        if isinstance(event, Ran):
-            before, ran = ran, ran + 1
-            unit, phase = event.unit, event.phase
-            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
-                before = turns.pop().start
-            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
-    lane = Lane(own.rank, COMPUTE, tuple(turns))
-    return Curve(tuple(points), lane, ran, peak, given)
-
-
-def clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
-    """Times at which operators of a curve have run, by the spans they are part of.
-
-    A turn is one span, or several where it waited; within it, operators are taken to
-    be equally long.
-
-    Args:
-        spans: what the curve's rank computes, in order.
-    """
-    merged: list[tuple[tuple[str, str], float, float]] = []
-    for s in spans:
-        what, start = (s.unit, s.phase), s.start
-        if merged and merged[-1][0] == what:
-            _, start, _ = merged.pop()
-        merged.append((what, start, s.end))
-    ends = [turn.end for turn in curve.turns.spans]
-    times: list[tuple[float, float]] = []
-    place, now = 0, 0.0
-    for turn in curve.turns.spans:
-        # Taking memory may be a span of its own, without operators.
-        for i in range(place, len(merged)):
-            what, start, end = merged[i]
-            if what == (turn.unit, turn.phase):
-                place, now = i + 1, end
-                times.append((start, end))
-                break
-        else:
-            times.append((now, now))
-    last = spans[-1].end if spans else 0.0
-
-    def clock(at: int) -> float:
-        i = bisect_left(ends, at)
-        if i == len(ends):
-            return last
-        turn, (start, end) = curve.turns.spans[i], times[i]
-        share = max(at - turn.start, 0) / (turn.end - turn.start)
-        return start + share * (end - start)
-
-    return clock
-
+from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, listing, sheet
+from fsfunc.show.memory_curves import Curve, curve_of
+from fsfunc.show.plans import check_plan, held_by_unit, peak_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,6 +22,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 12  # lines of the chart
+LISTED = 8  # parts of what is held at the peak
 WIDEST = 100  # its columns, where nothing says how wide the paper is
 WIDTH, HEIGHT = 9.6, 3.6  # inches of the picture
 PIXELS = 1200  # columns of the picture: more than there are pixels between two of them
@@ -167,20 +40,23 @@ GREYS = {
 class MemoryChart(Drawn):
     """Memory over a step to print: ``print(m)``, ``rich.print(m)``, or saved.
 
-    A column is a share of the step's operators, and shows the moment in it at which
-    most is held. Letters are kinds; what stays lies below what comes and goes.
+    A column is a share of the step's time, or of its operators, and shows the moment
+    in it at which most is held. Letters are kinds; what stays lies below what comes
+    and goes. ``contents``: (kind, unit, bytes) of what is held at the peak.
     """
 
     curve: Curve
     rank: int
     peak: str  # when it is
+    contents: Sequence[tuple[str, str, int]]
 
     @property
     def title(self) -> str:
         """The rank, its peak, and when that is."""
         top = of_bytes(sum(self.curve.peak[1]))
+        at = f" at {of_seconds(self.curve.peak[0])}" if self.curve.timed else ""
         when = f", {self.peak}" if self.peak else ""
-        return f"memory of rank {self.rank}: at most {top}{when}"
+        return f"memory of rank {self.rank}: at most {top}{at}{when}"
 
     @property
     def kinds(self) -> list[str]:
@@ -207,8 +83,14 @@ class MemoryChart(Drawn):
             yield painted([(f"{said} {'┤' if said.strip() else '│'}", ""), *cells])
         yield painted([(f"{'0 B'.rjust(margin - 1)} └{'─' * count}", "")])
         yield painted([(" " * (margin + 1), ""), *phase_line(self._phases(count))])
+        if curve.timed:
+            ruler = f"0 s{of_seconds(curve.length):>{count - 3}}"
+            yield painted([(" " * (margin + 1) + ruler, "")])
         yield ""
         yield self._table()
+        rows = [(k, u, of_bytes(n), of_share(n, top)) for k, u, n in self.contents]
+        yield ""
+        yield Table("at the peak", ("<kind", "<unit", ">bytes", ">share"), rows, LISTED)
 
     def _phases(self, count: int) -> list[Look | None]:
         """The phase that ran most in each of ``count`` equal parts of the step."""
@@ -229,17 +111,25 @@ class MemoryChart(Drawn):
         head = ("<", "<kind", ">at first", ">at the peak", ">at most", ">at last")
         return Table("", head, rows)
 
+    def said(self) -> list[tuple[str, str]]:
+        """The largest parts of what is held at the peak, in words, with their kinds."""
+        parts = [
+            (kind, f"{kind}{unit and f' of {unit}'}: {of_bytes(size)}")
+            for kind, unit, size in self.contents[:LISTED]
+        ]
+        rest = sum(size for _, _, size in self.contents[LISTED:])
+        return [*parts, *([("", f"others: {of_bytes(rest)}")] if rest else [])]
+
     def figure(self) -> Figure:
         curve, kinds = self.curve, self.kinds
         seen = {turn.phase for turn in curve.turns.spans}
         marks = {kind: MEMORY[kind].color for kind in reversed(kinds)}
         marks |= {f"in the {p}": grey for p, grey in GREYS.items() if p in seen}
         at, held = curve.peak
-        sizes = {kind: held[KINDS.index(kind)] for kind in reversed(kinds)}
-        said = ", ".join(f"{k} {of_bytes(size)}" for k, size in sizes.items() if size)
-        figure, axes = sheet(f"{self.title}\n{said}", WIDTH, HEIGHT, marks)
-        count = max(min(PIXELS, curve.length), 1)
-        edges = [i * max(curve.length, 1) / count for i in range(count + 1)]
+        figure, axes = sheet(self.title, WIDTH, HEIGHT, marks)
+        listing(figure, f"at the peak, {of_bytes(sum(held))}", self.said(), marks)
+        count = PIXELS if curve.timed else max(min(PIXELS, int(curve.length)), 1)
+        edges = [i * (curve.length or 1) / count for i in range(count + 1)]
         columns = curve.columns(count)
         columns.append(columns[-1])
         below = [0] * (count + 1)
@@ -251,12 +141,16 @@ class MemoryChart(Drawn):
             )
             below = above
         axes.set_xlim(0, edges[-1])
-        axes.set_ylim(0, 1.04 * sum(held))
+        axes.set_ylim(0, 1.06 * sum(held))
         axes.yaxis.set_major_formatter(lambda value, _: of_bytes(value))
         axes.tick_params(axis="y", length=0, labelsize=8, labelcolor=INK)
+        axes.set_axisbelow(True)
         axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
-        axes.set_xlabel("operators that ran", size=8, color=FAINT)
-        axes.axvline(at, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        if curve.timed:
+            axes.xaxis.set_major_formatter(lambda value, _: of_seconds(value))
+        else:
+            axes.set_xlabel("operators that ran", size=8, color=FAINT)
+        axes.plot([at], [1.03 * sum(held)], "v", color=INK, markersize=5, clip_on=False)
         start = 0
         for look, group in groupby(self._phases(count)):
             end = start + len(list(group))
@@ -269,13 +163,18 @@ class MemoryChart(Drawn):
 
 
 def memory(
-    plan: Plan, rank: int | None = None, *, path: str | PathLike[str] | None = None
+    plan: Plan,
+    rank: int | None = None,
+    *,
+    estimate: Estimate | None = None,
+    path: str | PathLike[str] | None = None,
 ) -> MemoryChart:
     """The memory that a rank holds over a step, split by what it is for.
 
     Args:
         plan: of ``ff.plan``.
         rank: the rank; by default the lowest that was planned.
+        estimate: of the plan: the chart is then over its time, else over operators.
         path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
 
     Returns:
@@ -284,7 +183,7 @@ def memory(
     Raises:
         TypeError: no plan.
         IndexError: a rank that the mesh has not.
-        ValueError: a plan in which no memory is held.
+        ValueError: a plan in which no memory is held, or the estimate of another.
         ImportError: ``path`` is given and matplotlib is not there.
 
     >>> import torch
@@ -318,12 +217,19 @@ def memory(
     a  activations       0 B        600 B    600 B      0 B
     p  parameters      600 B        600 B    600 B    600 B
        together        600 B      1.20 kB  1.20 kB    600 B
+    <BLANKLINE>
+    at the peak
+    kind         unit  bytes  share
+    activations  f     600 B   50 %
+    parameters         600 B   50 %
     """
     own: RankPlan = check_plan(plan).on(rank)
     if not own.peak_bytes:
         raise ValueError("there is no memory to show: the plan holds none at any time")
     rank = own.rank if rank is None else rank
-    return MemoryChart(curve_of(own), rank, peak_words(own)).saved(path)
+    curve = curve_of(own, None if estimate is None else estimate.spans)
+    chart = MemoryChart(curve, rank, peak_words(own), held_by_unit(own))
+    return chart.saved(path)
 
 
 def stack(held: tuple[int, ...], kinds: list[str], top: int) -> list[str]:

@@ -26,6 +26,7 @@ from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import in_words
 
 OUTSIDE_UNITS = "(outside units)"
+_GIVEN = "(given to the step)"
 
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
@@ -224,15 +225,20 @@ def _line(where: str) -> str:
     return f"{here.name}:{line}"
 
 
-def _parameters(own: RankPlan) -> Table:
-    """One row for each parameter, or for all that differ in a layer's number."""
+def parameter_groups(own: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
+    """Paths and leaves of the parameters, those that differ in a number together."""
     keyed = [
         (leaf.path, (leaf.shape, leaf.dtype, _layout_of(leaf)), leaf)
         for leaf in own.leaves
         if leaf.kind == "parameters"
     ]
+    return alike(keyed)
+
+
+def _parameters(own: RankPlan) -> Table:
+    """One row for each parameter, or for all that differ in a layer's number."""
     rows = []
-    for names, leaves in alike(keyed):
+    for names, leaves in parameter_groups(own):
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
         what = describe(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
@@ -286,6 +292,32 @@ def kinds_table(own: RankPlan) -> Table:
     return Table(title, head, rows if own.peak_bytes else [])
 
 
+def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
+    """(kind, unit or "", bytes) of what is held at the peak, largest first."""
+    given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for leaf in own.leaves:
+        given[leaf.kind][_unit_of(leaf)] += leaf.bytes
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    left: dict[str, int] = defaultdict(int)  # of what the step was given
+    for held in own.alive():
+        if held.op:
+            sizes[held.kind, held.unit] += held.bytes
+        else:
+            left[held.kind] += held.bytes
+    for kind, size in left.items():
+        units = given[kind]
+        if sum(units.values()) != size:  # some are gone by then, of whatever units
+            units = {"": size}
+        for unit, n in units.items():
+            sizes[kind, unit] += n
+    keyed = [(unit, kind, (kind, size)) for (kind, unit), size in sizes.items() if size]
+    found = [
+        (rows[0][0], together(names), sum(size for _, size in rows))
+        for names, rows in alike(keyed)
+    ]
+    return sorted(found, key=lambda row: -row[2])
+
+
 def peak_words(own: RankPlan) -> str:
     """The moment of most memory: ``in the backward of block, by aten.mm``."""
     event = own.events[own.peak_at] if own.events else None
@@ -320,7 +352,7 @@ def alive_table(own: RankPlan) -> Table:
     for names, groups in alike(keyed):
         kind, op, phase = groups[0][0]
         total = sum(sum(numbers) for _, numbers in groups)
-        by = _operator(op) if op else "(given to the step)"
+        by = _operator(op) if op else _GIVEN
         unit = together(names) or (OUTSIDE_UNITS if op else "")
         count = str(sum(len(numbers) for _, numbers in groups))
         share = of_share(total, own.peak_bytes)

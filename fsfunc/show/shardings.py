@@ -42,6 +42,13 @@ class LeafPicture(Printed):
     rank: int | None
     grid: Grid | None
 
+    @property
+    def said(self) -> str:
+        """The leaf and its layout in words."""
+        layout = self.layout
+        what = describe(layout.shape, layout.dtype, layout.name)
+        return f"{what}, {in_words(layout)}"
+
     def holders(self, key: Key) -> tuple[int, ...]:
         """The ranks that hold the part at these coordinates over ``layout.axes``."""
         at = dict.fromkeys(self.mesh.axes, 0)
@@ -51,9 +58,7 @@ class LeafPicture(Printed):
         return self.mesh.members(others, first) if others else (first,)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        layout = self.layout
-        what = describe(layout.shape, layout.dtype, layout.name)
-        yield f"{what}, {in_words(layout)}"
+        yield self.said
         if self.grid is not None:
             yield "a cell names the ranks that hold it"
             yield ""

@@ -15,6 +15,7 @@ from fsfunc.pipelining.verification import held
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.show.estimates import rates
 from fsfunc.show.figures import (
     COMPUTE,
     COMPUTING,
@@ -227,9 +228,10 @@ WIDEST = 110  # columns, where nothing says how wide the paper is
 class StreamChart(LaneChart):
     """Streams to print: ``print(s)``, in colours by ``rich.print(s)``, or saved.
 
-    Each stream of a rank has a row: what it computes by phase (``F``, ``R``, ``B``,
-    ``U``), what it sends by kind; ``░`` where a rank waits for what is sent, ``·``
-    before it begins and after its end.
+    Each stream of a kind of rank has a row, ``rank 0 ×8`` of eight that do the same:
+    what it computes by phase (``F``, ``R``, ``B``, ``U``), what it sends by kind (a
+    message once, where it is sent); ``░`` where a rank waits for what is sent, ``·``
+    before it begins and after its end. A picture names units and microbatches too.
     """
 
     title: str
@@ -326,17 +328,43 @@ def streams(
     start, end = (0.0, last) if between is None else between
     if not (math.isfinite(start) and math.isfinite(end) and start < end):
         raise ValueError(f"there is no time between {start} and {end} to show")
-    lanes = [lane for rank in chosen for lane in _lanes(spans, rank, start, end)]
+    alike = {times.rank: times.alike for times in getattr(estimate, "ranks", ())}
+    spans = _once([span for span in spans if span.rank in chosen])
+    lanes = [
+        lane
+        for rank in chosen
+        for lane in _lanes(spans, rank, alike.get(rank, 1), start, end)
+    ]
     if not lanes:
         raise ValueError(
             f"nothing happens between {start} and {end}: the step ends at {last:.6g} s"
         )
     missing = len(there) - len(chosen) if ranks is None else 0
-    title = str(estimate).partition("\n")[0] if isinstance(estimate, Estimate) else ""
+    title = rates(estimate) if isinstance(estimate, Estimate) else ""
     return StreamChart(title, tuple(lanes), start, end, missing).saved(path)
 
 
-def _lanes(spans: Sequence[Span], rank: int, start: float, end: float) -> list[Lane]:
+def _once(spans: Sequence[Span]) -> list[Span]:
+    """The spans without the receives of messages whose sends are here."""
+    ranks = {span.rank for span in spans}
+
+    def ends(span: Span) -> tuple[Any, ...]:
+        way, _, peer = span.stream.partition(" ")
+        to = int(peer) if way == "to" else span.rank
+        return span.start, span.end, to if to in ranks else None
+
+    sent = {ends(span) for span in spans if span.stream.startswith("to ")}
+    return [
+        span
+        for span in spans
+        if not span.stream.startswith("from ")
+        or not sent & {ends(span), (*ends(span)[:2], None)}
+    ]
+
+
+def _lanes(
+    spans: Sequence[Span], rank: int, alike: int, start: float, end: float
+) -> list[Lane]:
     """A rank's lanes, the computing one first, cut to a time."""
     found: dict[str, list[Span]] = {}
     for span in spans:
@@ -345,6 +373,6 @@ def _lanes(spans: Sequence[Span], rank: int, start: float, end: float) -> list[L
             found.setdefault(span.stream, []).append(cut)
     lanes = []
     for stream in sorted(found, key=lambda stream: stream != COMPUTE):
-        lane = Lane(rank, stream, tuple(found[stream]))
+        lane = Lane(rank, stream, tuple(found[stream]), alike)
         lanes.append(lane.filled(start, end, STALL) if stream == COMPUTE else lane)
     return lanes

@@ -18,7 +18,7 @@ from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import COMPUTE, TRANSFERS, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
-from fsfunc.show.memory_plot import clock_of, curve_of
+from fsfunc.show.memory_curves import curve_of
 from fsfunc.show.plans import check_plan
 
 Json = dict[str, Any]
@@ -252,13 +252,10 @@ def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
                 f"the estimate has rank {rank}, and the plan only {[*own]}: give the "
                 "plan that was estimated"
             )
-        curve = curve_of(own[rank])
-        computed = [s for s in spans if s.rank == rank and s.stream == COMPUTE]
-        clock = clock_of(curve, computed)
-        step = (computed[-1].end if computed else 1.0) / _MOMENTS
+        curve = curve_of(own[rank], spans)
+        step = curve.length / _MOMENTS or 1.0
         moments: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
-        for at, held in curve.points:
-            time = clock(at)
+        for time, held in curve.points:
             both = moments.setdefault(int(time / step), [(time, held), (time, held)])
             if sum(held) > sum(both[0][1]):
                 both[0] = (time, held)

@@ -19,6 +19,7 @@ from fsfunc.core.outcomes import (
     Outcome,
     batch_arguments,
 )
+from fsfunc.core.tracers import Tracer
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike, split_buffers
 from fsfunc.transforms.microbatches import Microbatches
@@ -104,10 +105,12 @@ class _Accumulate(Interpretation):
                 outcome = cut.apart(run(cut.part(0)), own)
                 return cut.joined(outcome, own * self.n)
             f, sums, i = frame(), _Sums(), 0
-            rounds = None if f.tracer is None else f.tracer.rounds()
+            tracer = f.tracer or Tracer()
+            rounds = tracer.rounds()
             while i < self.n:
                 handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
                 before = [s.counts() for s in handed]
+                tracer.turn("m", i)
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
                     sums.add(cut.apart(run(cut.part(i)), own))
                 i += 1
@@ -117,6 +120,7 @@ class _Accumulate(Interpretation):
                         s.repeat(counts, n)
                     own += own[-1:] * n
                     i += n
+            tracer.turn("", 0)
             return cut.joined(sums.outcome(), own)
 
         return accumulated

@@ -115,7 +115,7 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
         f"{of_seconds(times['seconds'])} a step on A100-80",
         f"fits A100-80: {of_bytes(found['needed_bytes'])} of 83.4 GB",
         "memory of rank 0: at most",
-        "rank 0 data    │",
+        "rank 0 ×16 data    │",
     ):
         assert said in done.stdout, said
     for name in ("memory", "streams"):
@@ -145,8 +145,8 @@ def test_the_example_s_pipeline(tmp_path: Path) -> None:
     assert last["coordinates"]["pipe"] == 1
     assert done.stdout.startswith("rank 3 of data=4, pipe=2 and 3 more")
     assert f"{of_flops(last['flops'])} (forward" in done.stdout
-    assert "rank 1 compute  " in done.stdout  # which runs rank 3's program
-    assert "rank 0 compute  " not in done.stdout
+    assert "rank 1 ×4 compute  " in done.stdout  # which runs rank 3's program
+    assert "rank 0 ×4 compute  " not in done.stdout
     most = max(first, last, key=lambda one: one["peak_bytes"])
     assert most is last  # the head's logits
     size = most["peak_bytes"]
@@ -163,16 +163,18 @@ def test_the_example_s_pipeline(tmp_path: Path) -> None:
             assert f"  {shown}  " in row
 
 
-def test_it_prints_what_show_shows(script, capsys) -> None:
+def test_it_prints_what_show_shows(script, tmp_path, capsys) -> None:
     path, mesh = script(SCRIPT), ff.make_mesh({"data": 64}, "abstract")
     found = plan_of(path, mesh)
     times = estimate(found, machines.H100)
     given = ["plan", str(path), "--mesh", "data=64", "--hardware", "h100", "--memory"]
-    assert main([*given, "--streams"]) == 0
+    page = tmp_path / "plan.html"
+    assert main([*given, "--streams", "--html", str(page)]) == 0
+    assert page.read_text() == ff.show.html(found, times, machines.H100)
     printed = capsys.readouterr().out
     head, units, _ = str(ff.show.plan(found)).split("\n\n", 2)
     assert head in printed and units in printed
-    assert str(ff.show.memory(found)) in printed
+    assert str(ff.show.memory(found, estimate=times)) in printed
     assert str(ff.show.streams(times)) in printed
     assert f"{of_seconds(times.seconds)} a step on H100" in printed
 
@@ -253,6 +255,7 @@ def counted(program: dict, what: str) -> dict[str, int]:
             "--mesh data=4 --mesh data=2 --hardware h100 --trace t.json",
             "--trace writes one plan: give one --mesh",
         ),
+        ("--mesh data=4 --mesh data=2 --html p.html", "--html writes one plan"),
         *[
             (f"--mesh={mesh}", "an axis is NAME=SIZE, such as data=1024")
             for mesh in ("data", "data=", "data=0", "=4", "data=x", "data=4,", "")

@@ -81,7 +81,7 @@ def planned(step, monkeypatch, *, every, mesh=MESH):
     return [getattr(r, fact) for r in found.ranks for fact in FACTS], count
 
 
-FACTS = ("events", "kinds", "records", "calls", "derived", "memory", "peak")
+FACTS = ("events", "kinds", "records", "calls", "derived", "memory", "peak", "turns")
 BOTH = [(name, chain(layer)) for name in STACKS]
 BOTH += [(name, weighted) for name in ("alone", "inside 1", "outside 3", "nested")]
 NAMES = [f"{name}, {getattr(loss, '__name__', '')}" for name, loss in BOTH]

@@ -1,13 +1,17 @@
 """Memory over a step: the curve's data, the text, the picture, and bad input."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import Gave, Took
+from fsfunc.planning.hardware import A100_40
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
 from fsfunc.show.figures import MEMORY
 from fsfunc.show.memory_plot import ROWS, curve_of, stack
+from fsfunc.show.plans import held_by_unit
 from tests.show.planned import body, golden, lone, ran, small, stages
 
 
@@ -86,7 +90,40 @@ d  gradients         0 B          0 B     64 B      0 B
 b  buffers          32 B         32 B     32 B     32 B
 m  moments         264 B        264 B    264 B    264 B
 p  parameters      264 B        264 B    264 B    264 B
-   together        560 B      1.86 kB  1.86 kB    560 B""")
+   together        560 B      1.86 kB  1.86 kB    560 B
+
+at the peak
+kind         unit     bytes  share
+activations  block  1.30 kB   70 %
+parameters   block    256 B   14 %
+moments      block    256 B   14 %
+buffers                32 B    2 %
+parameters   head       8 B   <1 %
+moments      head       8 B   <1 %""")
+
+
+@given(plans())
+def test_over_time_it_is_the_same_memory(plan):
+    own, times = plan.ranks[0], estimate(plan, A100_40)
+    curve, timed = curve_of(own), curve_of(own, times.spans)
+    assert [held for _, held in timed.points] == [held for _, held in curve.points]
+    moments = [at for at, _ in timed.points]
+    assert moments == sorted(moments)
+    assert all(0 <= at <= timed.length for at in moments)
+    ends = [span.end for span in timed.turns.spans]
+    assert timed.length == max(ends, default=0.0) and timed.peak[1] == curve.peak[1]
+    if own.peak_bytes:
+        assert sum(size for _, _, size in held_by_unit(own)) == own.peak_bytes
+        assert timed.columns(7)[timed.peak_column(7)] == timed.peak[1]
+
+
+def test_a_chart_over_time():
+    plan = small()
+    shown = memory(plan, estimate=estimate(plan, A100_40))
+    assert "kB at 84.0 µs, in the backward of block" in shown.title
+    assert "0 s" in shown.text(60) and "147 µs" in shown.text(60)
+    with pytest.raises(ValueError, match="of another plan, without rank 2"):
+        memory(stages(), 3, estimate=estimate(plan, A100_40))
 
 
 def test_the_rank_is_chosen():

@@ -15,6 +15,7 @@ from fsfunc.pipelining.verification import held
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
+from fsfunc.show.estimates import rates
 from fsfunc.show.figures import COMPUTING
 from tests.show.planned import STEP, golden, small, span
 
@@ -166,7 +167,6 @@ rank 0 compute │··FFFFFFRRBBBBBB░░UU│
 rank 0 data    │gg              ss  │
 rank 0 to 1    │        >           │
 rank 1 compute │·········FFFFFF·····│
-rank 1 from 0  │        >           │
 
  F  forward   R  recompute
  B  backward   U  update
@@ -179,8 +179,19 @@ stream          spans    busy  share
 rank 0 compute      4  8.00 s   80 %
 rank 0 data         2  2.00 s   20 %
 rank 0 to 1         1  500 ms    5 %
-rank 1 compute      1  3.00 s   30 %
-rank 1 from 0       1  500 ms    5 %""")
+rank 1 compute      1  3.00 s   30 %""")
+
+
+def test_a_message_is_shown_once_and_a_kind_of_rank_with_its_count():
+    def names(shown):
+        return [lane.name for lane in shown.lanes]
+
+    assert "rank 1 from 0" in names(streams(STEP, ranks=[1]))  # its send is not here
+    ring = [span("to 1", "send", "", 0, 1), span("from 3", "receive", "", 0, 1)]
+    assert names(streams(ring)) == ["rank 0 to 1"]  # of ranks that do the same
+    late = [ring[0], span("from 3", "receive", "", 1, 2)]
+    assert names(streams(late)) == ["rank 0 to 1", "rank 0 from 3"]
+    assert names(streams(estimate(small(), A100_40))) == ["rank 0 ×4 compute"]
 
 
 def test_a_part_of_the_time_and_of_the_ranks():
@@ -228,7 +239,7 @@ def test_a_column_shows_what_takes_most_of_it(pieces, count):
 def test_an_estimate_says_its_times():
     found = estimate(small(), A100_40)
     shown = streams(found)
-    assert shown.title == repr(found)
-    assert str(shown).startswith(repr(found))
+    assert shown.title == rates(found) and "MFU <1 %" in shown.title
+    assert str(shown).startswith(shown.title)
     assert {lane.stream for lane in shown.lanes} == {"compute"}
     assert sum(lane.busy for lane in shown.lanes) == pytest.approx(found.compute)
