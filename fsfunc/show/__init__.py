@@ -1,9 +1,9 @@
 """Tables and pictures for people.
 
 shardings.py        tables of states, of checkpoints
-plans.py estimates.py layouts.py   tables
+plans.py peaks.py estimates.py layouts.py   tables
 lanes.py            charts over time: rows of spans; as text
-timelines.py        schedules and estimates as lanes
+timelines.py stream_charts.py   schedules, and estimates, as lanes
 memory_curves.py memory_plot.py   memory over a step: the model; its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
@@ -15,5 +15,6 @@ from fsfunc.show.memory_plot import MemoryChart, memory
 from fsfunc.show.pages import html
 from fsfunc.show.plans import plan
 from fsfunc.show.shardings import LeafPicture, checkpoint, sharding
-from fsfunc.show.timelines import StreamChart, Timeline, streams, timeline
+from fsfunc.show.stream_charts import StreamChart, streams
+from fsfunc.show.timelines import Timeline, timeline
 from fsfunc.show.traces import trace

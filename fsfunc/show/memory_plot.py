@@ -14,7 +14,8 @@ from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painte
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, listing, sheet
 from fsfunc.show.memory_curves import Curve, curve_of
-from fsfunc.show.plans import check_plan, held_by_unit, peak_words
+from fsfunc.show.peaks import held_by_unit, peak_words
+from fsfunc.show.plans import check_plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from fsfunc.show.lanes import Lane, named
 from fsfunc.show.layouts import grid_of
 from fsfunc.show.memory_plot import MemoryChart, memory
 from fsfunc.show.shardings import LeafPicture, of_ranks
-from fsfunc.show.timelines import streams
+from fsfunc.show.stream_charts import streams
 
 COLUMNS = 600  # of the memory, one to hover over each
 _HEAD = """<!DOCTYPE html>

@@ -1,8 +1,7 @@
-"""``timeline`` and ``streams``: schedules and estimates as lanes over time."""
+"""``timeline``: a schedule as lanes over time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
-from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import Table, of_seconds, of_share, painted
-from fsfunc.show.estimates import rates
+from fsfunc.printing.tables import Table, of_share, painted
 from fsfunc.show.figures import (
     COMPUTE,
     COMPUTING,
-    STALL,
     WAITS,
     Bar,
     Row,
@@ -33,7 +29,6 @@ from fsfunc.show.lanes import (
     LaneChart,
     bands,
     check_events,
-    check_spans,
     number,
 )
 
@@ -213,166 +208,3 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
     if not any(lane.busy for lane in lanes):
         raise ValueError("every action takes no time: give costs above 0")
     return Timeline(tuple(lanes), makespan, tuple(held(actions)))
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.text import Text
-
-
-RANKS = 16  # shown by default
-WIDEST = 110  # columns, where nothing says how wide the paper is
-
-
-@dataclass(frozen=True, repr=False)
-class StreamChart(LaneChart):
-    """Streams to print: ``print(s)``, in colours by ``rich.print(s)``, or saved.
-
-    Each stream of a kind of rank has a row, ``rank 0 ×8`` of eight that do the same:
-    what it computes by phase (``F``, ``R``, ``B``, ``U``), what it sends by kind (a
-    message once, where it is sent); ``░`` where a rank waits for what is sent, ``·``
-    before it begins and after its end. A picture names units and microbatches too.
-    """
-
-    title: str
-    lanes: tuple[Lane, ...]
-    start: float
-    end: float
-    missing: int = 0  # ranks that are not shown
-
-    def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        if self.title:
-            yield self.title
-            yield ""
-        margin = max(len(lane.name) for lane in self.lanes) + 1
-        count = WIDEST if width is None else min(max(width - margin - 2, 10), WIDEST)
-        first, last = of_seconds(self.start), of_seconds(self.end)
-        ruler = first + last.rjust(count + 1 - len(first))
-        yield painted([(" " * (margin + 1) + ruler, "")])
-        for lane in self.lanes:
-            looks = lane.columns(self.start, self.end, count)
-            cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
-            yield painted([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
-        yield ""
-        yield from self.legends(width)
-        yield ""
-        rows = [
-            (
-                lane.name,
-                str(len(lane.work)),
-                of_seconds(lane.busy),
-                of_share(lane.busy, self.end - self.start),
-            )
-            for lane in self.lanes
-        ]
-        yield Table("", ("<stream", ">spans", ">busy", ">share"), rows)
-        if self.missing:
-            yield f"{self.missing} more ranks: ranks=[...] says which to show"
-
-    def figure(self) -> Figure:
-        title = self.title or f"streams, {of_seconds(self.end - self.start)}"
-        return self.picture(title, {}, say_time=of_seconds)
-
-
-def streams(
-    estimate: Estimate | Iterable[Span],
-    *,
-    ranks: Sequence[int] | None = None,
-    between: tuple[float, float] | None = None,
-    path: str | PathLike[str] | None = None,
-) -> StreamChart:
-    """The chart of an estimate: each stream of the planned ranks over time.
-
-    Args:
-        estimate: of ``ff.estimate``, or its spans.
-        ranks: which to show; by default all that were planned, at most 16.
-        between: the (start, end) in seconds to look at; the whole step by default.
-        path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
-
-    Returns:
-        A ``StreamChart``: print it, or print it in colours with ``rich.print``.
-
-    Raises:
-        TypeError: no estimate and no spans.
-        ValueError: no spans, ranks that have none, or a time in which there is none.
-        ImportError: ``path`` is given and matplotlib is not there.
-
-    >>> spans = [
-    ...     Span(0, "compute", "f", "f", "forward", 0.0, 0.02),
-    ...     Span(0, "data", "all_gather", "f", "forward", 0.01, 0.03),
-    ...     Span(0, "compute", "f", "f", "backward", 0.03, 0.06),
-    ... ]
-    >>> print(streams(spans).text(36))
-                    0 s          60.0 ms
-    rank 0 compute │FFFFFF░░░BBBBBBBBBB│
-    rank 0 data    │   ggggggg         │
-    <BLANKLINE>
-     F  forward   B  backward
-     ░  waits for a transfer
-     g  all_gather
-    <BLANKLINE>
-    stream          spans     busy  share
-    rank 0 compute      2  50.0 ms   83 %
-    rank 0 data         1  20.0 ms   33 %
-    """
-    spans = check_spans(estimate)
-    there = list(dict.fromkeys(span.rank for span in spans))
-    chosen = there[:RANKS] if ranks is None else list(ranks)
-    for rank in chosen:
-        if rank not in there:
-            raise ValueError(
-                f"rank {rank} has no spans: those of the planned ranks {there} are "
-                "here, each of which stands for all that run its program"
-            )
-    last = max(span.end for span in spans)
-    start, end = (0.0, last) if between is None else between
-    if not (math.isfinite(start) and math.isfinite(end) and start < end):
-        raise ValueError(f"there is no time between {start} and {end} to show")
-    alike = {times.rank: times.alike for times in getattr(estimate, "ranks", ())}
-    spans = _once([span for span in spans if span.rank in chosen])
-    lanes = [
-        lane
-        for rank in chosen
-        for lane in _lanes(spans, rank, alike.get(rank, 1), start, end)
-    ]
-    if not lanes:
-        raise ValueError(
-            f"nothing happens between {start} and {end}: the step ends at {last:.6g} s"
-        )
-    missing = len(there) - len(chosen) if ranks is None else 0
-    title = rates(estimate) if isinstance(estimate, Estimate) else ""
-    return StreamChart(title, tuple(lanes), start, end, missing).saved(path)
-
-
-def _once(spans: Sequence[Span]) -> list[Span]:
-    """The spans without the receives of messages whose sends are here."""
-    ranks = {span.rank for span in spans}
-
-    def ends(span: Span) -> tuple[Any, ...]:
-        way, _, peer = span.stream.partition(" ")
-        to = int(peer) if way == "to" else span.rank
-        return span.start, span.end, to if to in ranks else None
-
-    sent = {ends(span) for span in spans if span.stream.startswith("to ")}
-    return [
-        span
-        for span in spans
-        if not span.stream.startswith("from ")
-        or not sent & {ends(span), (*ends(span)[:2], None)}
-    ]
-
-
-def _lanes(
-    spans: Sequence[Span], rank: int, alike: int, start: float, end: float
-) -> list[Lane]:
-    """A rank's lanes, the computing one first, cut to a time."""
-    found: dict[str, list[Span]] = {}
-    for span in spans:
-        if span.rank == rank and span.start < end and span.end > start:
-            cut = span._replace(start=max(span.start, start), end=min(span.end, end))
-            found.setdefault(span.stream, []).append(cut)
-    lanes = []
-    for stream in sorted(found, key=lambda stream: stream != COMPUTE):
-        lane = Lane(rank, stream, tuple(found[stream]), alike)
-        lanes.append(lane.filled(start, end, STALL) if stream == COMPUTE else lane)
-    return lanes

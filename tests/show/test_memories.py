@@ -11,7 +11,7 @@ from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
 from fsfunc.show.figures import MEMORY
 from fsfunc.show.memory_plot import ROWS, curve_of, stack
-from fsfunc.show.plans import held_by_unit
+from fsfunc.show.peaks import held_by_unit
 from tests.show.planned import body, golden, lone, ran, small, stages
 
 
