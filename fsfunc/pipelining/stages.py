@@ -29,7 +29,7 @@ from fsfunc.core.units import Call
 from fsfunc.pipelining.backward_split import SplitBackward
 from fsfunc.pipelining.fused_gradients import pull_back
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
-from fsfunc.runtime.memory import BufferPool
+from fsfunc.runtime.memory import NO_MEMORY, BufferPool, count_as
 from fsfunc.runtime.scopes import standing
 from fsfunc.tracing.programs import Spec, Value
 
@@ -160,6 +160,7 @@ class StageRun(Stage):
 
     def _elsewhere(self, k: int) -> Any:
         leaves = list(self.cut.stand_ins[k])
+        count_as(NO_MEMORY, (x for x in leaves if isinstance(x, Tensor)))
         for i in range(len(leaves)):
             value = Value(k, i)
             leaf = self.received.get(value, leaves[i])

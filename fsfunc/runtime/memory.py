@@ -23,6 +23,7 @@ from fsfunc.runtime.scopes import Scoped
 
 KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
 OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
+NO_MEMORY = "no memory"  # of stand-ins: what is computed of them costs nothing either
 
 _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
