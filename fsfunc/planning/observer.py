@@ -235,6 +235,10 @@ class Observer(Tracer, OperatorMode):
             self.book.take(x, "", "", "")
         self.count_as(kind, tensors)
 
+    def has_no_memory(self, x: Tensor) -> bool:
+        """True of a stand-in, and of what was computed from one."""
+        return _torch.storage_key(x) in self._stand_ins.facts
+
     def count_as(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Says what the memory of ``tensors`` is for."""
         for x in tensors:

@@ -35,6 +35,12 @@ def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
         counter.count_as(kind, tensors)
 
 
+def has_no_memory(x: Tensor) -> bool:
+    """True if a counter was told so of ``x``, or of what it was computed from."""
+    counter = _COUNTER.get()
+    return counter is not None and counter.has_no_memory(x)
+
+
 def counting(counter: Any) -> Scoped:
     """Inside, ``counter.count_as(kind, tensors)`` hears what memory is for."""
     return Scoped(_COUNTER, counter)

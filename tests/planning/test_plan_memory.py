@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.planning.events import Ran
+from fsfunc.planning.events import Ran, Started
 from fsfunc.runtime.memory import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
@@ -224,6 +224,37 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
 
     for both in ff.spmd(main, LINE)():
         both.check()
+
+
+def test_collectives_between_the_units_of_a_pipeline():
+    """Each stage does its own, and none of outputs of other stages."""
+    axes = {"data": 2, "pipe": 2}
+    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sharded_adam(0.1)
+
+    def loss(ws, x):
+        for w in ws:
+            x = ff.pmean(layer(w, x), "data")
+        return x.square().mean()
+
+    layer = linked("(x @ w).tanh()")
+    step = optimizer(ff.value_and_grad(loss))
+    step = ff.pipeline(step, mesh, "pipe", n_microbatches=2, schedule=S.gpipe)
+    step = ff.shard(step, mesh, "data", zero=0)
+
+    def main():
+        x = torch.ones(4, 8)
+        state = ff.init_state(step, [torch.eye(8) for _ in range(4)], optimizer, x)
+        return planned_and_run(step, state, x)
+
+    for rank, both in enumerate(ff.spmd(main, mesh)()):
+        mine = both.plan.ranks[0]
+        assert facts(mine.records) == facts(both.sent)
+        started = [e.record for e in mine.events if isinstance(e, Started)]
+        assert [r for r in started if r] == mine.records
+        # There and back, of 2 microbatches: those of one unit, or of the 3 others.
+        means = [r for r in mine.records if r.op == "psum" and not r.unit]
+        inside = sum(r.phase != "loss" for r in means)  # the loss's is shard's own
+        assert inside == 2 * 2 * (1, 3)[rank % 2]
 
 
 def test_each_rank_of_a_pipeline_is_planned():
