@@ -304,7 +304,9 @@ def _check_undrawn(states: States) -> None:
     """Raises where the loss drew numbers outside units that its program has not."""
     if _torch.fake_active():
         return  # fake tensors draw nothing
-    if any(not torch.equal(g.get_state(), state) for g, state in states):
+    with _torch.beneath_all_modes():  # the states are no memory of the step
+        drawn = any(not torch.equal(g.get_state(), state) for g, state in states)
+    if drawn:
         raise RuntimeError(
             "the loss draws random numbers outside every unit, and drew none when it "
             f"was recorded: {CAPTURED}"

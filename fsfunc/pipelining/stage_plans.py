@@ -85,7 +85,8 @@ class Cut:
         def stand_in(x: Any) -> Any:
             if not isinstance(x, Spec):
                 return x
-            with mode:
+            # They stay for other runs: whoever looks at this one must not count them.
+            with _torch.beneath_all_modes(), mode:
                 return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
         return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)

@@ -22,6 +22,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.execution_context import Running, UnitToken, run_as
 from fsfunc.core.frames import Stage
@@ -29,7 +30,7 @@ from fsfunc.core.units import Call
 from fsfunc.pipelining.backward_split import SplitBackward
 from fsfunc.pipelining.fused_gradients import pull_back
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
-from fsfunc.runtime.memory import BufferPool
+from fsfunc.runtime.memory import NO_MEMORY, BufferPool, count_as, has_no_memory
 from fsfunc.runtime.scopes import standing
 from fsfunc.tracing.programs import Spec, Value
 
@@ -160,6 +161,7 @@ class StageRun(Stage):
 
     def _elsewhere(self, k: int) -> Any:
         leaves = list(self.cut.stand_ins[k])
+        count_as(NO_MEMORY, (x for x in leaves if isinstance(x, Tensor)))
         for i in range(len(leaves)):
             value = Value(k, i)
             leaf = self.received.get(value, leaves[i])
@@ -181,10 +183,18 @@ def _look(x: Any) -> Any:
 
 
 def abstractly(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
-    """A collective in a loss: one on a stand-in moves nothing."""
-    if isinstance(x, _torch.FakeTensor):
-        where = replace(where, link=AbstractLink(where.rank))
-    return apply_map(x, how, where)
+    """A collective in a loss: one on a stand-in moves nothing, and none hears of it.
+
+    In a plan all tensors are fake, and the planner knows the stand-ins.
+    """
+    if not isinstance(x, _torch.FakeTensor) or (
+        _torch.fake_active() and not has_no_memory(x)
+    ):
+        return apply_map(x, how, where)
+    with silence():
+        found = apply_map(x, how, replace(where, link=AbstractLink(where.rank)))
+    count_as(NO_MEMORY, [found])
+    return found
 
 
 Give = Callable[[list[Tensor | None]], None]

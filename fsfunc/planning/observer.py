@@ -26,7 +26,7 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.planning.rounds import Rounds
-from fsfunc.runtime.memory import OFFLOADED, StorageTable
+from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import OperatorMode, flat
@@ -107,6 +107,7 @@ class Observer(Tracer, OperatorMode):
         self._params: set[int] = set()  # storages of the running body's parameters
         self._copies: set[int] = set()  # storages computed from those alone
         self._kept: list[tuple[str, list[int]]] = []  # copies of bodies that ran
+        self._stand_ins = StorageTable[None]()
         # The unit that made the autograd nodes, from which sequence number on.
         self._turns: list[int] = []
         self._names: list[str] = []
@@ -124,13 +125,15 @@ class Observer(Tracer, OperatorMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         read, made = _tensors([args, kwargs]), _tensors(out)
-        if self.strangers:
-            for x in read:
-                self.book.take(x, "", "", "")
-        else:
+        if not self.strangers:
             read = [x if (fake := self._closed.get(x)) is None else fake for x in read]
         known = set(map(_torch.storage_key, read))
         fresh = [x for x in made if _torch.storage_key(x) not in known]
+        if not known.isdisjoint(self._stand_ins.facts):
+            return self.count_as(NO_MEMORY, fresh)
+        if self.strangers:
+            for x in read:
+                self.book.take(x, "", "", "")
         if not fresh and not func._schema.is_mutable:
             return  # a view
         unit, phase = self.where()
@@ -256,10 +259,16 @@ class Observer(Tracer, OperatorMode):
             self.book.take(x, "", "", "")
         self.count_as(kind, tensors)
 
+    def has_no_memory(self, x: Tensor) -> bool:
+        """True of a stand-in, and of what was computed from one."""
+        return _torch.storage_key(x) in self._stand_ins.facts
+
     def count_as(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Says what the memory of ``tensors`` is for."""
         for x in tensors:
-            if x is not None:
+            if x is not None and kind == NO_MEMORY:
+                self._stand_ins[x] = None
+            elif x is not None:
                 number = self.book.held.get(x)
                 if number is not None and self.book.kinds.get(number) != OFFLOADED:
                     self.book.kinds[number] = kind

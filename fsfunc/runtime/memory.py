@@ -23,6 +23,7 @@ from fsfunc.runtime.scopes import Scoped
 
 KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
 OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
+NO_MEMORY = "no memory"  # of stand-ins: what is computed of them costs nothing either
 
 _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
@@ -32,6 +33,12 @@ def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
     counter = _COUNTER.get()
     if counter is not None:
         counter.count_as(kind, tensors)
+
+
+def has_no_memory(x: Tensor) -> bool:
+    """True if a counter was told so of ``x``, or of what it was computed from."""
+    counter = _COUNTER.get()
+    return counter is not None and counter.has_no_memory(x)
 
 
 def counting(counter: Any) -> Scoped:

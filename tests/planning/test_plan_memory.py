@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.planning.events import Ran
+from fsfunc.planning.events import Ran, Started
 from fsfunc.runtime.memory import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
@@ -130,11 +130,52 @@ def test_pipelines(schedule, zero):
 
     message = BATCH // 4 * SEQ * DIM * 4
     for found in runs(mesh, transform):
-        for both in found[1:]:
+        for both in found:
             mine = both.plan.ranks[0]
             assert facts(mine.records) == facts(both.sent)
             room = max(2 * message, 0.02 * both.peak)
             assert abs(mine.peak_bytes - both.peak) <= room
+
+
+@pytest.mark.parametrize(
+    "schedule, remat, zero",
+    [(S.gpipe, False, None), (S.one_f_one_b, True, 3), (S.interleaved_1f1b, False, 0),
+     (S.zb_v, True, None), (S.zb_v, False, 3)],
+)  # fmt: skip
+def test_of_a_small_pipeline_nothing_counts_but_the_step(schedule, remat, zero):
+    """Neither outputs of other stages nor what is done to them, nor generators."""
+    axes = {"pipe": 2} if zero is None else {"data": 2, "pipe": 2}
+    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sharded_adam(1e-3)
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(w, x)
+            x = (x @ x.T @ x).sin()
+        return x.square().mean()
+
+    layer = linked("(x @ w).tanh()")
+    step = optimizer(ff.value_and_grad(loss))
+    step = ff.remat(step) if remat else step
+    step = ff.pipeline(step, mesh, "pipe", n_microbatches=4, schedule=schedule)
+    step = step if zero is None else ff.shard(step, mesh, "data", zero=zero)
+
+    def main():
+        x = torch.ones(16, 8)
+        state = ff.init_state(step, [torch.eye(8) for _ in range(4)], optimizer, x)
+        plans = [ff.plan(step, state, x).ranks[0] for _ in range(2)]
+        return plans, planned_and_run(step, state, x)
+
+    found = ff.spmd(main, mesh)()
+    outside = 0
+    for (first, again), both in found:
+        equal = first.events == again.events and first.kinds == again.kinds
+        assert equal, "the second plan of a step differs from the first"
+        assert facts(both.plan.records()) == facts(both.sent)
+        on_their_way = 4 * (4 * 8 * 4)  # at most one message for each microbatch
+        assert 0 <= both.peak - first.peak_bytes <= on_their_way
+        outside += first.flops("", "forward")
+    # Every one of two products after each of 4 units is done once, in 4 microbatches.
+    assert outside == 2 * (2 * 4 * 8 * 4) * 4 * 4 * mesh.size // 2
 
 
 def linked(text):
@@ -183,6 +224,37 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
 
     for both in ff.spmd(main, LINE)():
         both.check()
+
+
+def test_collectives_between_the_units_of_a_pipeline():
+    """Each stage does its own, and none of outputs of other stages."""
+    axes = {"data": 2, "pipe": 2}
+    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sharded_adam(0.1)
+
+    def loss(ws, x):
+        for w in ws:
+            x = ff.pmean(layer(w, x), "data")
+        return x.square().mean()
+
+    layer = linked("(x @ w).tanh()")
+    step = optimizer(ff.value_and_grad(loss))
+    step = ff.pipeline(step, mesh, "pipe", n_microbatches=2, schedule=S.gpipe)
+    step = ff.shard(step, mesh, "data", zero=0)
+
+    def main():
+        x = torch.ones(4, 8)
+        state = ff.init_state(step, [torch.eye(8) for _ in range(4)], optimizer, x)
+        return planned_and_run(step, state, x)
+
+    for rank, both in enumerate(ff.spmd(main, mesh)()):
+        mine = both.plan.ranks[0]
+        assert facts(mine.records) == facts(both.sent)
+        started = [e.record for e in mine.events if isinstance(e, Started)]
+        assert [r for r in started if r] == mine.records
+        # There and back, of 2 microbatches: those of one unit, or of the 3 others.
+        means = [r for r in mine.records if r.op == "psum" and not r.unit]
+        inside = sum(r.phase != "loss" for r in means)  # the loss's is shard's own
+        assert inside == 2 * 2 * (1, 3)[rank % 2]
 
 
 def test_each_rank_of_a_pipeline_is_planned():
