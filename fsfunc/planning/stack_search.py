@@ -180,8 +180,8 @@ def search(
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
         plans: how many stacks are planned at most, those that an outline in closed form
-            finds fastest of those that it finds to fit; for many ranks, whose meshes
-            make thousands of stacks. None: all.
+            finds fastest of those that it finds to fit, and more where none of them
+            does; for many ranks, whose meshes make thousands of stacks. None: all.
 
     Returns:
         a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
@@ -312,9 +312,10 @@ def _found(at: Trials) -> Search:
     Raises:
         ValueError: nothing fits, or nothing could be tried.
     """
+    if not any(choice.fits for choice in at.tried):
+        at.find_closest()
     fitting = [choice for choice in at.tried if choice.fits]
     if not fitting:
-        at.find_closest()
         cause = at.errors[0] if at.errors and not at.tried else None
         raise ValueError(_nothing(at)) from cause
     front = tuple(front_of(fitting))

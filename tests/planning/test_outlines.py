@@ -49,6 +49,12 @@ def test_what_an_outline_says_is_too_large_is_planned_last():
     assert few.best.fits and few.best.peak_bytes <= memory
 
 
+def test_where_none_of_the_few_fits_more_are_planned():
+    least = min(c.peak_bytes for c in found().tried)
+    found_one = found(1, memory=least)
+    assert found_one.best.fits and len(found_one.tried) > 1
+
+
 def test_stacks_within_the_band_tie_and_others_do_not():
     every = found()
     bound = every.best.seconds * (1 + 1e-9) * torch.e**every.best.width
