@@ -10,7 +10,7 @@ planner.py          plan: a step run where nothing is sent or computed; the move
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
 rounds.py           equal microbatches, of which one is run for many
-estimation.py simulation.py cost_model.py   how long it takes
+estimation.py simulation.py transfers.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
 calibration.py timed_calls.py   the machine at hand, measured

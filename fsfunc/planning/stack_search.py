@@ -180,8 +180,9 @@ def search(
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
         plans: how many stacks are planned at most, those that an outline in closed form
-            finds fastest of those that it finds to fit, and more where none of them
-            does; for many ranks, whose meshes make thousands of stacks. None: all.
+            finds fastest of those that it finds to fit, and as many more, the smallest,
+            where none does; for many ranks, whose meshes make thousands of stacks.
+            None: all.
 
     Returns:
         a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
@@ -256,20 +257,7 @@ def _promising(at: Trials, space: Space, every: Sequence[Axes], plans: int) -> N
             continue
         for stack in space.pipelined(axes, at.rows):
             stacks += [stack, *space.other_zeros(stack)]
-    outlines = {stack: at.outlines.of(stack) for stack in stacks}
-
-    def order(stack: Stack) -> tuple[bool, float]:
-        one = outlines[stack]
-        fits = one.bytes <= at.memory
-        return not fits, one.seconds if fits else one.bytes
-
-    for stack in sorted(outlines, key=order):
-        if len(at.tried) < plans:
-            at.try_one(stack)
-        elif outlines[stack].bytes > at.memory:
-            at.skip([stack], "an outline of it does not fit")
-        else:
-            at.skip([stack], "by an outline others are faster, which were planned")
+    at.try_promising(stacks, plans)
 
 
 def _climb(at: Trials, ladder: Sequence[Stack]) -> None:
@@ -327,12 +315,12 @@ def _nothing(at: Trials) -> str:
     limit = f"the {of_bytes(at.memory)} that a rank may hold"
     total = len(at.tried) + len(at.skipped)
     if at.tried:
-        closest = min(at.tried, key=lambda c: c.peak_bytes)
-        peak = closest.peak_bytes
+        closest = min(at.tried, key=lambda c: c.needed_bytes)
+        needed = closest.needed_bytes
         return (
             f"none of {total} stacks fits in {limit}: the closest needs "
-            f"{of_bytes(peak)}, {of_bytes(peak - at.memory)} too much "
-            f"({peak / at.memory:.3g} times it): {closest.stack}"
+            f"{of_bytes(needed)}, {of_bytes(needed - at.memory)} too much "
+            f"({needed / at.memory:.3g} times it): {closest.stack}"
         )
     heavy = [s for s in at.skipped if s.least]
     if heavy:

@@ -248,8 +248,8 @@ class Choice:
         seconds: of a step; ``compute``, ``exposed`` and ``bubble`` add up to it, as in
             an ``Estimate``.
         peak_bytes: the most that a rank holds, as the plan counts it.
-        fits: whether what an allocator reserves for that is within the memory asked
-            for.
+        fits: whether what an allocator reserves for that, ``needed_bytes``, is within
+            the memory asked for.
         width: the natural logarithm of how far ``seconds`` may be off.
     """
 
@@ -261,6 +261,7 @@ class Choice:
     exposed: float = 0.0
     bubble: float = 0.0
     width: float = 0.0
+    needed_bytes: int = 0
 
     @property
     def axes(self) -> dict[str, int]:

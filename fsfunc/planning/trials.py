@@ -128,15 +128,17 @@ class Trials:
         held = self.activations.setdefault(_computes(stack), [])
         held.append((self._rows_of(stack), max(map(_activations, found.ranks))))
         timed = estimate(found, self.hardware)
+        needed = needed_bytes(found, self.bounded)
         choice = Choice(
             stack=stack,
             seconds=timed.seconds,
             peak_bytes=found.peak_bytes,
-            fits=needed_bytes(found, self.bounded) <= self.memory,
+            fits=needed <= self.memory,
             compute=timed.compute,
             exposed=timed.exposed,
             bubble=timed.bubble,
             width=timed.width,
+            needed_bytes=needed,
         )
         self.tried.append(choice)
         return choice
@@ -154,6 +156,35 @@ class Trials:
             self.errors.append(error)
             self.skip([stack], str(error))
             return None
+
+    def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
+        """Tries those whose outlines are best, until so many are planned.
+
+        And as many more, the smallest, where none of them fits.
+        """
+        outlines = {stack: self.outlines.of(stack) for stack in stacks}
+
+        def order(stack: Stack) -> tuple[bool, float]:
+            one = outlines[stack]
+            fits = one.bytes <= self.memory
+            return not fits, one.seconds if fits else one.bytes
+
+        rest: list[Stack] = []
+        for stack in sorted(outlines, key=order):
+            if len(self.tried) < plans:
+                self.try_one(stack)
+            else:
+                rest.append(stack)
+        for stack in sorted(rest, key=lambda stack: outlines[stack].bytes)[:plans]:
+            if not any(choice.fits for choice in self.tried):
+                rest.remove(stack)
+                self.try_one(stack)
+        for stack in rest:
+            if outlines[stack].bytes > self.memory:
+                self.skip([stack], "an outline of it does not fit")
+            else:
+                why = "by an outline others are faster, which were planned"
+                self.skip([stack], why)
 
     def find_closest(self) -> None:
         """Plans what was skipped, until all others are foreseen to be larger."""

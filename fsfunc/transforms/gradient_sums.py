@@ -19,6 +19,7 @@ from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
+from fsfunc.transforms.observed_gradients import Observed
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 
@@ -58,7 +59,7 @@ class GradientSums:
         self.reduction = how = options.reduction
         self.send = how.send if feedback is None else partial(feedback.send, how)
         self.steps = steps
-        self.observed = _Observed(observers) if observers else None
+        self.observed = Observed(observers) if observers else None
         self.before = _divided_before(groups.mean_size)
         self.depth = len(frame().micro)
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
@@ -299,44 +300,6 @@ class _Flow:
     count: int = 1
     reduced: bool = False
     work: Handle | None = None
-
-
-class _Observed:
-    """Gradients of one gradient call that observers have still to see."""
-
-    def __init__(self, observers: Sequence[Observation]):
-        self.observers = observers
-        # By buffer and microbatch: how many calls give it, and the sum so far.
-        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
-        self.shown: set[Any] = set()
-
-    def expect(self, calls: Calls) -> None:
-        """Notes a unit call whose gradients will come."""
-        for call in calls:
-            if call.keeps:
-                key = id(call.shard), call.micro
-                if key in self.shown:
-                    raise RuntimeError(f"{call.name}: its gradient was observed before")
-                self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
-
-    def joined(self, call: GatheredCall, shard: FlatShard) -> None:
-        """Notes that the call before this one gives the gradient of both."""
-        key = id(shard), call.micro
-        count, held = self.unseen[key]
-        self.unseen[key] = count - 1, held
-
-    def show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
-        """Shows the gradient of one microbatch, once all calls gave it."""
-        key = id(shard), call.micro
-        count, held = self.unseen.pop(key)
-        if held is not None:
-            buffer = held.add_(buffer)
-        if count > 1:
-            self.unseen[key] = count - 1, buffer.clone() if held is None else held
-            return
-        self.shown.add(key)
-        for observer in self.observers:
-            observer.see(buffer, shard.split_axes)
 
 
 def _divided_before(n: int) -> int:
