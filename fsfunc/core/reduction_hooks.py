@@ -222,3 +222,41 @@ UNSEEN = (
     "observe_gradients has no rank's own gradient to show here: {}. Take the gradients "
     "by ff.value_and_grad of a mean, in units, under shard, accumulate and pipeline"
 )
+
+
+class Observed:
+    """Gradients of one gradient call that observers have still to see."""
+
+    def __init__(self, observers: Sequence[Observation]):
+        self.observers = observers
+        # By buffer and microbatch: how many calls give it, and the sum so far.
+        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
+        self.shown: set[Any] = set()
+
+    def expect(self, calls: Sequence[Any]) -> None:
+        """Notes a unit call whose gradients will come."""
+        for call in calls:
+            if call.keeps:
+                key = id(call.shard), call.micro
+                if key in self.shown:
+                    raise RuntimeError(f"{call.name}: its gradient was observed before")
+                self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
+
+    def joined(self, call: Any, shard: FlatShard) -> None:
+        """Notes that the call before this one gives the gradient of both."""
+        key = id(shard), call.micro
+        count, held = self.unseen[key]
+        self.unseen[key] = count - 1, held
+
+    def show(self, call: Any, shard: FlatShard, buffer: Tensor) -> None:
+        """Shows the gradient of one microbatch, once all calls gave it."""
+        key = id(shard), call.micro
+        count, held = self.unseen.pop(key)
+        if held is not None:
+            buffer = held.add_(buffer)
+        if count > 1:
+            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            return
+        self.shown.add(key)
+        for observer in self.observers:
+            observer.see(buffer, shard.split_axes)

@@ -18,7 +18,7 @@ unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
 gathers.py          gathered buffers: in flight, arrived, held by a unit call, dropped
-gradient_sums.py observed_gradients.py   gradients: collected, reduced, summed, kept
+gradient_sums.py    gradients: collected, reduced, summed, kept
 gradients.py        gradients by packed leaves, means of everything else, refusals
 ownership.py        replicated or rank-local: the kind of a plain tensor
 rematerialization.py policies.py   remat and remat_calls; their policies

@@ -14,12 +14,16 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
-from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
+from fsfunc.core.reduction_hooks import (
+    GradientSteps,
+    Observation,
+    Observed,
+    ReductionFeedback,
+)
 from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
-from fsfunc.transforms.observed_gradients import Observed
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 
