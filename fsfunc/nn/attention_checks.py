@@ -1,4 +1,4 @@
-"""What attention over a cut sequence is given: checked before anything is sent."""
+"""Checks of the arguments of attention over a cut sequence, before anything is sent."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def checked(
 
 
 def _reach(name: str, causal: bool, window: Window) -> Reach:
-    """How far a query sees before and after itself; None: without an end."""
+    """The distances that a query sees before and after itself; None: without an end."""
     both = window if isinstance(window, tuple) else (window, window)
     if len(both) != 2 or any(type(x) not in (int, type(None)) for x in both):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Which keys a query sees: limits of distance, documents, and a mask.
+"""The keys that a query sees: limits of distance, documents, and a mask.
 
 What a query does not see scores ``NOTHING``: low enough to weigh nothing beside any
 score, and finite, so that no derivative of a row of such has a NaN in it. A row that
@@ -82,7 +82,7 @@ def outside(apart: Tensor, least: Any, most: Any) -> Tensor:
 
 
 class Masks(NamedTuple):
-    """What restricts a rank's queries beside distance; columns as the ranks hold keys.
+    """The limits of a rank's queries beside distance; columns as the ranks hold keys.
 
     Args:
         documents: [batch or 1, S], of the positions of all ranks, in axis order.

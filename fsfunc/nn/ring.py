@@ -77,7 +77,7 @@ class Ring:
         ]
 
     def launch(self, x: Tensor | None, how: LinearMap | None) -> Flight:
-        """What waits for a part to come, where one does."""
+        """The transfer of a part that is to come, if there is one."""
         if x is None or how is None:
             return None
         assert self.where is not None, "one device has no second step"

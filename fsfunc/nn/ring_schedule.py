@@ -15,7 +15,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class SequenceCut(NamedTuple):
-    """How a sequence lies on the ranks, and how far its queries see.
+    """The order of a sequence on the ranks, and the distance that its queries see.
 
     Args:
         size: the number of ranks.
@@ -71,7 +71,7 @@ def ring_moves(step: int, cut: SequenceCut) -> tuple[Pairs, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def ring_blocks(step: int, index: int, cut: SequenceCut) -> tuple[Block, ...]:
-    """What rank ``index`` computes in this step: as much as any other in zig-zag order.
+    """The work of rank ``index`` in this step: as much as any other's in zig-zag order.
 
     >>> [block[:2] for block in ring_blocks(1, 0, SequenceCut(2, True, 4, None, 0))]
     [(1, 1), (1, 0)]
@@ -104,7 +104,7 @@ def _or(free: int, limits: tuple[int | None, ...]) -> tuple[int | None, ...]:
 
 
 def _blocks(source: int, index: int, cut: SequenceCut) -> tuple[Block, ...]:
-    """What of the keys of one rank another one sees; of its own its parts first."""
+    """The keys of one rank that another one sees; of its own its parts first."""
     pairs = [(a, a ^ turned) for turned in range(cut.parts) for a in range(cut.parts)]
     limits = (_limits(cut.place(index, a), cut.place(source, b), cut) for a, b in pairs)
     return tuple(

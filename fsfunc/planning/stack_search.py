@@ -311,7 +311,7 @@ def _found(at: Trials) -> Search:
 
 
 def _nothing(at: Trials) -> str:
-    """Why there is no stack to give."""
+    """The reason why there is no stack to give."""
     limit = f"the {of_bytes(at.memory)} that a rank may hold"
     total = len(at.tried) + len(at.skipped)
     if at.tried:

@@ -178,7 +178,7 @@ class _Sums:
         return ours.rebuild(out)
 
     def counts(self) -> int:
-        """How many microbatches it is the sum of."""
+        """The number of microbatches that it is the sum of."""
         return 0 if self.first is None else self.first.count
 
     def carried(self) -> list[Tensor]:
