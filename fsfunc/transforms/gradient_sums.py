@@ -249,7 +249,7 @@ class GradientSums:
                 self.steps.step(shard, grad, 1 if mean else by)
 
     def counts(self) -> dict[Any, int]:
-        """The number of microbatches that each gradient which waits for others is the sum of."""
+        """The sizes, in microbatches, of the sums that wait for others."""
         return {key: one.count for key, one in self.partial.items()}
 
     def carried(self) -> list[Tensor]:
