@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -136,10 +137,14 @@ def run(name: str, given: list[str]) -> int:
             stdout=subprocess.PIPE,
             text=True,
         )
-        with running:
+        try:
             for line in running.stdout or ():
                 print(line, end="", flush=True)
                 kept.write(line)
+            running.wait()
+        finally:  # also where this one is told to end
+            running.terminate()
+            running.wait()
     print(busy(load.others))
     return running.returncode
 
@@ -160,6 +165,7 @@ def main() -> int:
         found = json.loads((HERE / "results" / "compare.json").read_text())
         print("\n".join(markdown(found["rows"])))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and so ends what it runs
     (HERE / "results").mkdir(exist_ok=True)
     failed = []
     for name in chosen.names or BENCHMARKS:
