@@ -52,7 +52,7 @@ nn/data_parallel/test_fsdp_memory.py
 nn/data_parallel/test_fsdp_overlap.py
   differs | gathers fly beneath computing, by the clock | by the order of starts and waits | comm/test_splitting.py::test_backward_is_the_forward_order_turned_round
 nn/data_parallel/test_fsdp_regnet.py
-  differs | batch norm in a wrapper of its own | statistics come back from the step, on any ranks | nn/test_synchronized.py::test_uneven_ranks_are_one_device
+  differs | batch norm in a wrapper of its own | statistics come back from the step, on any ranks | nn/test_synchronized.py::test_uneven_ranks_and_empty_ones_are_one_device
 nn/data_parallel/test_sharded_ddp_features.py
   has     | training, by buckets and without | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
   differs | trainability changes between steps | another loss is another record; OSS loses updates there | fairscale/test_fairscale.py::test_layers_that_thaw_are_those_of_torch
@@ -127,7 +127,7 @@ experimental/nn/test_mevo.py
   has     | the last layer and its loss, tile by tile | nn/test_cross_entropy.py::test_nobody_holds_all_logits
   has     | margins | nn/test_cross_entropy.py::test_margins_are_those_of_the_equation
 experimental/nn/test_sync_batchnorm.py
-  has     | batch norm of all ranks' batches | nn/test_synchronized.py::test_uneven_ranks_are_one_device
+  has     | batch norm of all ranks' batches | nn/test_synchronized.py::test_uneven_ranks_and_empty_ones_are_one_device
 nn/wrap/test_wrap.py
   has     | wrapped by size, attention whole | interop/test_patterns.py::test_attention_is_not_cut_by_size
 experimental/tooling
