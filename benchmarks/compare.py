@@ -42,7 +42,7 @@ from compared.measuring import (
 )
 from compared.models import FULL, QUICK, SHAPES, Size
 from compared.report import render
-from compared.rows import ROWS, Row
+from compared.rows import ROWS, Row, named_rows
 
 IN_BF16 = ("one_device", "zero3", "zero3_remat")
 CHAINS = (4, 36)  # lengths whose difference is the cost of one more unit call
@@ -212,14 +212,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)
-    keys = [row.key for row in ROWS]
-    wanted = chosen.only.split(",") if chosen.only else keys
-    unknown = sorted(set(wanted) - set(keys))
-    if unknown:
-        parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(keys)}")
-    if chosen.bf16 and (others := [key for key in wanted if key not in IN_BF16]):
+    chosen.rows = named_rows(parser, chosen.only, ROWS)
+    others = [row.key for row in chosen.rows if row.key not in IN_BF16]
+    if chosen.bf16 and others:
         parser.error(f"--bf16 --only {','.join(IN_BF16)}: not {', '.join(others)}")
-    chosen.rows = [row for row in ROWS if row.key in wanted]
     return chosen
 
 

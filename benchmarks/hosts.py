@@ -38,7 +38,7 @@ from compare import check_losses
 from compared.measuring import ENVIRONMENT, run_workers, slowest
 from compared.models import Size
 from compared.report import duration, number, table
-from compared.rows import over
+from compared.rows import named_rows, over
 from slow_link.links import NotAllowed, shape, two_hosts
 
 RANKS = 4
@@ -177,11 +177,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of training by each step")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)
-    keys = [row.key for row in ROWS]
-    wanted = chosen.only.split(",") if chosen.only else keys
-    if unknown := sorted(set(wanted) - set(keys)):
-        parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(keys)}")
-    chosen.rows = [row for row in ROWS if row.key in wanted]
+    chosen.rows = named_rows(parser, chosen.only, ROWS)
     brief = chosen.quick or chosen.bytes
     rates = chosen.mbit or ("1000" if brief else "50,200,1000")
     chosen.rates = [float(rate) for rate in rates.split(",")]

@@ -148,6 +148,12 @@ def functional_loss(size: Size, unit: Function, around_block: Function) -> Funct
 
     embed, block, head = unit(embed), around_block(unit(block)), unit(head)
 
+    return in_a_row(embed, block, head)
+
+
+def in_a_row(embed: Function, block: Function, head: Function) -> Function:
+    """`loss_fn(params, batch)`: tokens through an embedding, blocks and a head."""
+
     def loss_fn(params: dict, batch: dict[str, Tensor]) -> Tensor:
         x = embed(params["embed"], batch["tokens"])
         for p in params["blocks"]:

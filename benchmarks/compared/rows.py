@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -418,3 +420,12 @@ ROWS = [
         unit="ms",
     ),
 ]
+
+
+def named_rows(parser: argparse.ArgumentParser, only: str, rows: Sequence[Any]) -> list:
+    """The rows with the keys in ``only``, between commas; all, if there are none."""
+    keys = [row.key for row in rows]
+    wanted = only.split(",") if only else keys
+    if unknown := sorted(set(wanted) - set(keys)):
+        parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(keys)}")
+    return [row for row in rows if row.key in wanted]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from compared.models import Size
+from compared.models import Size, in_a_row
 from torch import Tensor
 
 import fsfunc as ff
@@ -91,13 +91,7 @@ def loss_of(size: Size) -> Callable[[Tree, Any], Tensor]:
         logits = F.linear(norm(p["norm"], x), p["w"])
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def loss_fn(params: Tree, batch: dict[str, Tensor]) -> Tensor:
-        x = embed(params["embed"], batch["tokens"])
-        for p in params["blocks"]:
-            x = block(p, x)
-        return head(params["head"], x, batch["targets"])
-
-    return loss_fn
+    return in_a_row(embed, block, head)
 
 
 def attend(qkv: Tensor, heads: int) -> Tensor:

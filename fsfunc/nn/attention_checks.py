@@ -145,6 +145,7 @@ def _mask(
 
 
 def check_halves(name: str, n: int, where: RankGroup) -> None:
+    """Raises ValueError unless ``n`` positions a rank are two half-blocks."""
     if n % 2:
         length, step = n * where.size, 2 * where.size
         near = [x for x in (length - where.size, length + where.size) if x]
@@ -156,6 +157,7 @@ def check_halves(name: str, n: int, where: RankGroup) -> None:
 
 
 def check_heads(name: str, heads: int, read: int, where: RankGroup) -> None:
+    """Raises ValueError unless ``where`` cuts query heads and key heads evenly."""
     if heads % where.size or read % where.size:
         work = ", ".join(map(str, _divisors(math.gcd(heads, read))))
         below = read // where.size * where.size

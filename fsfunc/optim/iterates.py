@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,30 +108,46 @@ def schedule_free(
     check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
     check_not_negative(learning_rate=learning_rate)
 
-    def init(params: Tree) -> ScheduleFreeState:
-        z = copied(params)
-        return ScheduleFreeState(0, b1, 0.0, 0.0, z, base.init(z))
+    f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
+    elementwise = base.elementwise
+    return Optimizer(f.init, f.update, prepare=f.prepare, elementwise=elementwise)
 
-    def weighed(state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:
+
+@dataclass(frozen=True)
+class _ScheduleFree:
+    """The functions of a schedule-free optimizer."""
+
+    base: Optimizer
+    learning_rate: float | Schedule
+    b1: float
+    weight_lr_power: float
+    weight_decay: float
+    mask: Mask | None
+
+    def init(self, params: Tree) -> ScheduleFreeState:
+        z = copied(params)
+        return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
+
+    def weighed(self, state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:
         """The rate, the weight c of the next z, and a state that has counted it."""
-        rate = rate_at(learning_rate, state.count)
+        rate = rate_at(self.learning_rate, state.count)
         max_lr = max(state.max_lr, rate)
-        weight = max_lr**weight_lr_power
+        weight = max_lr**self.weight_lr_power
         total = state.weight_sum + weight
         counted = state._replace(count=state.count + 1, weight_sum=total, max_lr=max_lr)
         return rate, weight / total if total else 0.0, counted
 
-    def update(grads: Tree, state: ScheduleFreeState, params: Tree = None):
+    def update(self, grads: Tree, state: ScheduleFreeState, params: Tree = None):
         check_params_given(params, "schedule_free")
         z = state.z
-        rate, c, state = weighed(state)
-        steps, inner = base.update(grads, state.base, z)
-        if weight_decay:
+        rate, c, state = self.weighed(state)
+        steps, inner = self.base.update(grads, state.base, z)
+        if self.weight_decay:
             matched = Matched.of(floating(params), steps)
-            decays = matched.decays(weight_decay, mask)
+            decays = matched.decays(self.weight_decay, self.mask)
             (steps,) = matched.composed(lambda y, u, d: [u - rate * d * y], decays)
         new_z = summed(z, steps)
-        k = b1 * c + 1 - b1
+        k = self.b1 * c + 1 - self.b1
 
         def moved(y: Tensor, u: Tensor, old: Tensor, _: Any) -> list[Tensor]:
             return [c * (old - y) + k * u, old]
@@ -140,30 +156,28 @@ def schedule_free(
         updates, _ = matched.composed(moved)
         return updates, state._replace(z=new_z, base=inner)
 
-    def prepare(grads: Tree, state: ScheduleFreeState, params: Tree):
+    def prepare(self, grads: Tree, state: ScheduleFreeState, params: Tree):
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            return added(update)(grads, state, params)
-        rate, c, counted = weighed(state)
-        decays = matched.decays(rate * weight_decay, mask)
-        commit = base.prepare(grads, state.base, z)
-        k = b1 * c + 1 - b1
+            return added(self.update)(grads, state, params)
+        rate, c, counted = self.weighed(state)
+        decays = matched.decays(rate * self.weight_decay, self.mask)
+        commit = self.base.prepare(grads, state.base, z)
+        k = self.b1 * c + 1 - self.b1
 
         def finish() -> tuple[Tree, ScheduleFreeState]:
             # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
-            old = copied(_only(matched, params)) if weight_decay else None
-            y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - b1))
+            old = copied(_only(matched, params)) if self.weight_decay else None
+            y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
             new_z, inner = commit()
-            if weight_decay:
+            if self.weight_decay:
                 (new_z,) = fused(Matched.of(new_z, old), _decay, decays)()
             with inside(replace(frame(), donated=Everything())):  # y is ours by now
                 y = _mixed(y, _only(matched, new_z), 1.0, k)
             return y, counted._replace(z=new_z, base=inner)
 
         return finish
-
-    return Optimizer(init, update, prepare=prepare, elementwise=base.elementwise)
 
 
 def _only(matched: Matched, values: Tree) -> Tree:

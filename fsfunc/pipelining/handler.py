@@ -33,7 +33,7 @@ from fsfunc.pipelining.microbatches import (
     sum_shared,
 )
 from fsfunc.pipelining.runtime import Worker
-from fsfunc.pipelining.sample_gradients import sampled
+from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
@@ -188,7 +188,11 @@ class Pipelining(Interpretation):
         values = [*picked, *leaves.every_part(args)]
         batches, count = folded(self._batches(replace(call, args=args), number))
         where = self._where()
-        samples = sampled(f, call, leaves, picked, batches, self.owners, where)
+        samples = None
+        if observers := [h for h in f.handlers if h.observes]:
+            samples = SampleGradients(
+                observers, call, leaves, picked, batches, self.owners, where
+            )
         if not batches[0].cut.stages:
             return differentiate(call)
         for _, runtime in f.runtimes:

@@ -12,35 +12,11 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.typed_maps import LawError
-from fsfunc.core.frames import Frame
 from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
-
-
-def sampled(
-    f: Frame,
-    call: GradientCall,
-    leaves: Leaves,
-    values: Sequence[Tensor],
-    batches: Sequence[Microbatch],
-    owners: Sequence[int],
-    where: RankGroup,
-) -> SampleGradients | None:
-    """The samples of a pipelined gradient call, if anybody observes them.
-
-    Raises:
-        LawError: as `SampleGradients`; or a gradient call without units, which every
-            rank of the pipeline computes.
-    """
-    observers = [h for h in f.handlers if h.observes]
-    if not observers:
-        return None
-    if not batches[0].cut.stages:
-        raise LawError(UNSEEN.format("a pipeline runs another gradient call"))
-    return SampleGradients(observers, call, leaves, values, batches, owners, where)
 
 
 class SampleGradients:
@@ -58,8 +34,9 @@ class SampleGradients:
         where: the ranks of the pipeline.
 
     Raises:
-        LawError: microbatches of unlike numbers of rows; a leaf that stages on several
-            ranks use, each of which has a part of its gradient.
+        LawError: a gradient call without units, which every rank of the pipeline
+            computes; microbatches of unlike numbers of rows; a leaf that stages on
+            several ranks use, each of which has a part of its gradient.
     """
 
     def __init__(
@@ -72,7 +49,9 @@ class SampleGradients:
         owners: Sequence[int],
         where: RankGroup,
     ):
-        share = batches[0].share
+        share, stages = batches[0].share, batches[0].cut.stages
+        if not stages:
+            raise LawError(UNSEEN.format("a pipeline runs another gradient call"))
         if any(batch.share != share for batch in batches):
             raise LawError(UNSEEN.format("microbatches have unlike numbers of rows"))
         self.observers, self.values, self.count = observers, values, len(batches)
@@ -84,7 +63,6 @@ class SampleGradients:
         paths = tree.paths([call.args[i] for i in call.argnums], is_leaf=is_sharded)
         if tuple(call.argnums) == (0,):  # what the program has as its parameters
             paths = [path.partition("/")[2] for path in paths]
-        stages = batches[0].cut.stages
         for i in (*leaves.picked, *leaves.kept):
             mine = [s.number for s in stages if paths[i] in s.leaves | s.reads]
             if len({owners[s] for s in mine}) > 1:

@@ -246,15 +246,15 @@ class _Output:
 
     def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
         """The tensors, each once, of a call's flat output."""
-        tensors: dict[int, Tensor] = {}
+        numbers: dict[int, int] = {}
         self.rest, self.at, self.spec = list(flat), list[int](), spec
         for i, x in enumerate(flat):
             if isinstance(x, Tensor):
-                if id(x) not in tensors:
-                    tensors[id(x)] = x
+                if id(x) not in numbers:
+                    numbers[id(x)] = len(self.at)
                     self.at.append(i)
-                self.rest[i] = _Place(list(tensors).index(id(x)))
-        return list(tensors.values())
+                self.rest[i] = _Place(numbers[id(x)])
+        return [flat[i] for i in self.at]
 
     def give(self, tensors: Sequence[Tensor]) -> Any:
         """The output, with ``tensors`` in their places."""
