@@ -6,9 +6,9 @@
 Two processes (``--ranks``) on gloo, one thread each. A byte-level GPT from the same
 parameters, the same batches and the same AdamW on both sides; the losses of the first
 two steps must agree or the run fails. A step's time is that of the slowest rank. Ratios
-are ours over theirs, below one is faster; the floor is the same model's step on one
-device without communication, timed in the same processes and rounds. Ratios are of
-donated steps (`ff.donate`), with the pure step's beside them.
+are ours over theirs, the median of the rounds', below one is faster; the floor is the
+same model's step on one device without communication, timed in the same processes and
+rounds. Ratios are of donated steps (`ff.donate`), with the pure step's beside them.
 
 A pipeline's ranks share one batch, that of all ranks, in microbatches of one sequence;
 both sides are cut at the same units. Its floor is one device's step on the whole batch

@@ -150,13 +150,12 @@ def slowest(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]
     }
 
 
-def spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """The quartiles of the ratios of paired times."""
+def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """The three quartiles of the ratios of times that were taken in turn."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     if len(ratios) < 2:
-        return ratios[0], ratios[0]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, high
+        return ratios * 3
+    return statistics.quantiles(ratios, n=4, method="inclusive")
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:

@@ -22,7 +22,7 @@ def render(
         f"GPT of {settings['parameters'] / 1e6:.2f}M parameters: {size}",
         f"{settings['ranks']} processes on {settings['backend']}, one thread each, "
         f"{settings['rounds']} rounds, torch {settings['torch']}, {given}",
-        "ratio: ours / theirs, medians of alternating steps, the slowest rank's time.\n"
+        "ratio: ours / theirs, the median of the rounds, of the slowest rank's times.\n"
         "floor: the same step on one device without communication, in the same run;\n"
         "for pipelines and split layers, one device's step on the batch of all ranks,\n"
         "over the ranks.\n"

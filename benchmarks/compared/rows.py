@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compared.measuring import spread
+from compared.measuring import quartiles
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class Row:
 
         ours, theirs = value(self.ours), value(self.theirs)
         floor = floor_seconds(self.group, group, ranks)
-        ratio = over(ours, theirs)
+        low, ratio, high = None, over(ours, theirs), None
         pairs = [group.get(name, {}).get("times") for name in (self.ours, self.theirs)]
+        if all(pairs):  # so that a load that comes and goes meets both
+            low, ratio, high = quartiles(*pairs)
         judged = ratio if self.theirs is not None else ours
         return {
             "key": self.key,
@@ -74,7 +76,7 @@ class Row:
             "ours": ours,
             "theirs": theirs,
             "ratio": ratio,
-            "spread": spread(*pairs) if all(pairs) else None,
+            "spread": None if low is None else (low, high),
             "pure_ratio": over(value(f"{self.ours}_pure"), theirs),
             "ours_to_floor": over(ours, floor),
             "theirs_to_floor": over(theirs, floor),

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode,
+    _push_mode,
+)
 
 
 def active_modes() -> list[str]:
@@ -69,6 +74,8 @@ def outside_function_modes() -> Iterator[None]:
         for mode in reversed(modes):
             torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
+
+_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 
 # Attention on the CPU, of which torch's own counter of operations knows nothing.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -158,3 +165,26 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class UnheardMode(DispatchMode):
+    """One that torch.compile does not hear of: it runs no function eagerly for it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):  # else it compiles the mode's own code
+            skip = _frames._FrameAction.SKIP
+            strategy = _frames._FrameExecStrategy(skip, skip)
+            handler: Any = vars(cls)["__torch_dispatch__"]
+            _frames.set_code_exec_strategy(handler.__code__, strategy)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> UnheardMode:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_mode()

@@ -174,6 +174,39 @@ def _saved(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+_FUNCTIONS: Any = torch._C._functions  # type: ignore[attr-defined]
+
+
+def last_saving(roots: Iterable[Any], since: int) -> tuple[int, list[Tensor]]:
+    """The sequence number of the last node that saves tensors, and what all nodes save.
+
+    One more, where a node may save what nobody can see: under hooks, or as a function
+    of somebody's in C++ does. -1: none does.
+
+    Args:
+        roots: the nodes at which the graph ends.
+        since: the sequence number of the first of its nodes.
+    """
+    last, found, seen, todo = -1, [], {None}, list(roots)
+    while todo:
+        node = todo.pop()
+        if node in seen or hasattr(node, "variable") or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        todo += [n for n, _ in node.next_functions]
+        known = hasattr(_FUNCTIONS, type(node).__name__)
+        hidden = not known and not isinstance(node, torch._C._FunctionBase)
+        count = len(found)
+        for name, _ in _SAVED[type(node)]:
+            for raw in _handles(node, name):
+                hidden = hidden or raw.unpack_hook is not None
+                if raw.unpack_hook is None and isinstance(raw.data, Tensor):
+                    found.append(raw.data)
+        if hidden or len(found) > count:
+            last = max(last, node._sequence_nr() + hidden)
+    return last, found
+
+
 # A matrix product's node: which of its edges leads to the second factor, and under
 # which name it saves the first.
 _PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}

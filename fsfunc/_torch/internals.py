@@ -41,6 +41,12 @@ def storage_uses(x: Tensor) -> int:
 uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
+def is_held_once(x: Tensor) -> bool:
+    """True if Python alone holds ``x``: no graph, and no view of it."""
+    count: Any = x._use_count  # type: ignore[attr-defined]
+    return count() == 1
+
+
 def held(storage: torch.UntypedStorage) -> int:
     """The number of tensors that hold ``storage``, this handle counted as one more."""
     return uses_of(storage._cdata)

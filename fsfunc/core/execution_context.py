@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,15 @@ class Running:
 
     Args:
         thread: see :class:`UnitToken`; none where nobody ties it to a loss.
-        recompute: whether a backward pass runs the call a second time.
+        recompute: whether a backward pass runs the call a second time; ``forgotten``:
+            whether it will, so that this run's graph goes unused.
+        around: calls the function of the outermost unit, as ``around(fn, ...)``.
     """
 
     thread: UnitToken | None = None
     recompute: bool = False
+    forgotten: bool = False
+    around: Callable[..., Any] | None = None
 
 
 class UnitToken:

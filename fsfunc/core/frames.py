@@ -53,7 +53,9 @@ class Interpretation:
     call. ``same_batch``: the axes along which all ranks must be given one batch.
     ``scales``: whether backward passes in its reach start from a larger number than 1,
     so that float16 will do. ``observes``: whether it is shown each gradient that
-    somebody takes, see :meth:`begins` and :meth:`ends`.
+    somebody takes, see :meth:`begins` and :meth:`ends`. ``reads_outputs``: whether its
+    ``unit`` looks at the values that a unit returns, unless it says False: a recompute
+    then computes them though the backward has no use for them.
     """
 
     lays_out = False
@@ -62,6 +64,11 @@ class Interpretation:
     called = ""
     same_batch: tuple[str, ...] = ()
     scales = observes = False
+    reads_outputs = False
+
+    def __init_subclass__(cls) -> None:
+        if "unit" in vars(cls) and "reads_outputs" not in vars(cls):
+            cls.reads_outputs = True
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

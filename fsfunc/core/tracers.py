@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here
+from fsfunc.core.execution_context import running
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as
@@ -39,8 +41,10 @@ class Tracer:
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function."""
+        fn, around = call.unit.fn, running().around
+        fn = fn if around is None else partial(around, fn)
         with internal(False):
-            return call.unit.checked(params, inputs, keywords, call.unit.fn)
+            return call.unit.checked(params, inputs, keywords, fn)
 
     def know(self, x: Tensor, path: str) -> None:
         """Hears that ``x`` is in place of a leaf of the step's first argument."""

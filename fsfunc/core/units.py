@@ -87,6 +87,7 @@ class Unit:
         # How many of the first inputs ``precision`` leaves as they are: buffers.
         self.as_given: int = getattr(fn, "as_given", 0)
         self._seen: set[Any] = set()
+        self.tails: dict[Any, Any] = {}  # what a recompute leaves out, by the arguments
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
@@ -245,7 +246,8 @@ class Call:
                 seed = mix(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
-            phase = "recompute" if running().recompute else "forward"
+            now = running()
+            phase = "recompute" if now.recompute else "forward"
             with inside(within, users=f.tracer is None), label(self.name, phase):
                 casts = f.casts
                 if casts is not None:
@@ -255,9 +257,11 @@ class Call:
                 if f.tracer is not None:
                     out = f.tracer.body(self, params, inputs, keywords)
                 else:
-                    compiler, fn = f.compiler, self.unit.fn
-                    if compiler is not None and not f.composable:
-                        fn = compiler.of(self)
+                    fn = self.unit.fn
+                    if f.compiler is not None and not f.composable:
+                        fn = f.compiler.of(self)
+                    elif now.around is not None:
+                        fn = functools.partial(now.around, fn)
                     out = self.unit.checked(params, inputs, keywords, fn)
                 if casts is None or casts.output is None:
                     return out

@@ -22,6 +22,8 @@ gradient_sums.py    gradients: collected, reduced, summed, kept
 gradients.py        gradients by packed leaves, means of everything else, refusals
 ownership.py        replicated or rank-local: the kind of a plain tensor
 rematerialization.py policies.py   remat and remat_calls; their policies
+repeated_calls.py   a unit call that is run twice
+unread_tail.py      the end of a recompute that its backward does not read
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units

@@ -27,6 +27,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import strided
 from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
+from fsfunc.core.execution_context import running
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathers import Calls, GatheredCall
@@ -99,7 +100,9 @@ def leave(
                 roots.append(y.grad_fn)
     if not tracked and token is None or not torch.is_grad_enabled():
         return token  # a token made without grad would cut the thread of units
-    if forgotten:
+    if forgotten and running().forgotten:
+        calls[0].forgets = True  # with the whole of its graph
+    elif forgotten:
         stop = set()
         for x in (*views, *inputs):
             x = x._part if isinstance(x, Sharded) else x

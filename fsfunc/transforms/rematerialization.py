@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -14,17 +13,12 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
-from fsfunc.core.frames import Frame, Interpretation, transformed
+from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
-from fsfunc.runtime.generators import (
-    States,
-    generator_states,
-    generators_kept,
-    set_generators,
-)
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
+from fsfunc.transforms.policies import MODES, Policy, recomputes
+from fsfunc.transforms.repeated_calls import Output, RepeatedCall
 
 
 def remat(
@@ -47,9 +41,12 @@ def remat(
     Raises:
         TypeError: another policy.
 
-    Cost: one more forward of each unit; under ``shard``, in either order, each unit is
-    gathered twice, the last one once. Under ``torch.func`` transforms the function runs
-    as it is: they keep the whole backward differentiable, and a recompute with it.
+    Cost: one more forward of each unit, but for what it computes after the last value
+    that the backward reads, such as a block's last product (with it, where a transform
+    of one's own reads what units return: see ``Interpretation``); under ``shard``, in
+    either order, each unit is gathered twice, the last one once. Under ``torch.func``
+    transforms the function runs as it is: they keep the whole backward differentiable,
+    and a recompute with it.
 
     Source: Chen et al., 2016, Training deep nets with sublinear memory cost.
 
@@ -102,6 +99,8 @@ def remat_calls(
 
 
 class _Remat(Interpretation):
+    reads_outputs = False
+
     def __init__(
         self, policy: Policy | str | None, calls: frozenset[int] | None = None
     ):
@@ -159,119 +158,20 @@ class _Remat(Interpretation):
         token = None if thread is None else thread.token
         if token is None and not any(x.requires_grad for x in tensors):
             return run(params, *inputs, **named)
-        replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
-        output = _Output()
+        replay = RepeatedCall(run, leaves, places, treedef, self.kept, call, tensors)
+        output = Output()
         token, *outs = _Recompute.apply(replay, output, token, *tensors)
         if thread is not None:
             thread.token = token
         return output.give(outs)
 
 
-class _Replay:
-    """A unit call that can be run a second time."""
-
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        leaves: list[Any],
-        places: list[int],
-        treedef: Any,
-        policy: Policy | None,
-        around: Frame,
-    ):
-        self.run, self.places, self.treedef = run, places, treedef
-        held = set(places)
-        # What is differentiated is saved by autograd, not here.
-        self.leaves = [
-            (x.with_local(None) if isinstance(x, Sharded) else None) if i in held else x
-            for i, x in enumerate(leaves)
-        ]
-        self.tape = None if policy is None else Tape(policy)
-        self.casts = {
-            kind: torch.get_autocast_dtype(kind)
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        }
-        self.staged = around.staged
-        # In a gradient call the unit's body sets the generators by itself.
-        seeded = around.seed is not None
-        self.states: States = [] if seeded else generator_states()
-
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """The call's output, flat, and its structure."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.places, tensors, strict=True):
-            old = leaves[i]
-            leaves[i] = old.with_local(x) if isinstance(old, Sharded) else x
-        params, inputs, keywords = tree.unflatten(self.treedef, leaves)
-        return tree.flatten(self.run(params, *inputs, **keywords))
-
-    def parts(self) -> list[Tensor]:
-        """Its leaves that are used outside units, maybe in this call."""
-        found = {}
-        for x in self.leaves:
-            if isinstance(x, Sharded) and x.parts:
-                part = x.parts.get((id(x.packed), id(x.layout)))
-                found |= {} if part is None else {id(part): part}
-        return list(found.values())
-
-    def first(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """The first run: as without ``remat``, so that torch takes the same kernels."""
-        if self.tape is None:
-            return self(tensors)
-        with self.tape.keep():
-            return self(tensors)
-
-    def again(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Any]:
-        """The second run: with the casts and random numbers of the first."""
-        with ExitStack() as stack:
-            if self.states:
-                stack.enter_context(generators_kept())
-                set_generators(self.states)
-            for kind in ("cpu", "cuda"):
-                dtype = self.casts.get(kind)
-                if dtype is not None or torch.is_autocast_enabled(kind):
-                    cast = torch.autocast(kind, dtype, enabled=dtype is not None)
-                    stack.enter_context(cast)
-            if self.casts:  # an autocast around us would keep our leaves' casts
-                stack.callback(torch.clear_autocast_cache)
-            if self.tape is not None:
-                stack.enter_context(self.tape.replay(kept))
-            stack.enter_context(internal())
-            return self(tensors)[0]
-
-
-class _Output:
-    """A call's output: the tensors travel through the Function, the rest stays here."""
-
-    def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
-        """The tensors, each once, of a call's flat output."""
-        numbers: dict[int, int] = {}
-        self.rest, self.at, self.spec = list(flat), list[int](), spec
-        for i, x in enumerate(flat):
-            if isinstance(x, Tensor):
-                if id(x) not in numbers:
-                    numbers[id(x)] = len(self.at)
-                    self.at.append(i)
-                self.rest[i] = _Place(numbers[id(x)])
-        return [flat[i] for i in self.at]
-
-    def give(self, tensors: Sequence[Tensor]) -> Any:
-        """The output, with ``tensors`` in their places."""
-        flat = [tensors[x] if isinstance(x, _Place) else x for x in self.rest]
-        return tree.unflatten(self.spec, flat)
-
-
-class _Place(int):
-    """The position of a tensor of the output."""
-
-
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, replay: _Replay, output, token, *tensors):  # type: ignore[override]
+    def forward(ctx, replay: RepeatedCall, output, token, *tensors):  # type: ignore[override]
         thread = None if token is None else UnitToken(token.device)
-        with torch.enable_grad(), run_as(Running(thread)):
-            found = output.take(*replay.first(tensors))
+        with torch.enable_grad():
+            found = output.take(*replay.first(tensors, thread))
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
         ctx.tracked = token is not None
@@ -295,8 +195,7 @@ class _Recompute(torch.autograd.Function):
             for x, need in zip(saved, needs, strict=True)
         ]
         thread = UnitToken(saved[0].device if saved else None) if ctx.tracked else None
-        with torch.enable_grad(), run_as(Running(thread, recompute=True)):
-            flat = ctx.replay.again(tensors, kept)
+        flat = ctx.replay.again(tensors, kept, thread)
         pairs = [
             (flat[i], g)
             for i, g in zip(ctx.at, grads, strict=True)

@@ -46,7 +46,7 @@ class Sharding(Interpretation):
     how many there were in which arguments.
     """
 
-    lays_out = True
+    lays_out, reads_outputs = True, False
     called = "shard"
 
     def __init__(self, options: ShardOptions, first_calls: FirstCalls):

@@ -80,7 +80,7 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 import published as p
 
 large = p.planned(p.GPT_1T, 128, adam=False)
-flops = p.narayanan_flops(p.GPT_1T)
+flops = p.computed_flops(p.GPT_1T)
 hidden = p.estimate(large.plan, p.A100_40).seconds
 exposed = p.estimate(large.plan, replace(p.A100_40, overlap=0.0)).seconds
 held = []
