@@ -147,7 +147,7 @@ class TailNotes(_Numbering):
 
 
 class TailSkipped(Exception):
-    """What was not computed would be read."""
+    """An operator would read memory that was not computed."""
 
 
 class TailSkipping(_Numbering):
