@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -152,10 +153,33 @@ def compare_programs(
             (f"{p!r}", f"{kind_of(x)}") for p, x in found if isinstance(x, Tensor)
         ]
         title = f"the ranks along {sorted(same)} are given unlike batches"
-        where = group(tuple(a for a in at.mesh.axes if a in same), at)
-        compare([Section(title, shapes)], where)
+        compare([Section(title, shapes)], _along(same, at))
+    known = over.union(recorder.axes, *(getattr(h, "axes", ()) for h in transforms))
+    if recorder.updates and (
+        apart := {a for a, n in at.mesh.axes.items() if n > 1} - known
+    ):
+        _compare_batches(rest, _along(apart, at))
     for h in handlers:
         h.ran(at)
+
+
+def _along(axes: set[str], at: Here) -> RankGroup:
+    return group(tuple(a for a in at.mesh.axes if a in axes), at)
+
+
+def _compare_batches(rest: Any, where: RankGroup) -> None:
+    """Raises where ranks that would train apart are given unlike batches."""
+    found = whole_values(*tree.flatten_with_paths(rest)[:2], where.link.notes)
+    names = " and ".join(map(repr, where.axis))
+    title = (
+        f"the ranks along {names} are given unlike batches, and nothing in the step "
+        f"sums over {names}: their parameters would differ"
+    )
+    advice = (
+        f"Shard over {names} too, or say replicate={where.axis[0]!r}; give the ranks "
+        "along it one batch; or, if they are to train apart, a program of their own"
+    )
+    compare([replace(found, title=title, advice=advice)], where)
 
 
 def kind_of(x: Any) -> Any:

@@ -149,6 +149,8 @@ class Recorder(Findings, Tracer, Watcher):
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
         said: the numbers that torch's functions were given.
+        axes: those of its collectives, and along which it asked for its place.
+        updates: whether it returns sharded leaves that are no gradients.
     """
 
     forward_only: bool = False
@@ -157,6 +159,8 @@ class Recorder(Findings, Tracer, Watcher):
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     said: list[NumbersGiven] = field(default_factory=list)
+    axes: set[str] = field(default_factory=set)
+    updates: bool = False
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -183,6 +187,7 @@ class Recorder(Findings, Tracer, Watcher):
         Args:
             asked: the axes along which it asked for its place.
         """
+        self.axes |= asked
         taken = {path for t in self.taken for path in t.leaves}
         apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
         means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
@@ -211,6 +216,7 @@ class Recorder(Findings, Tracer, Watcher):
         self._alive.extend(found)
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        self.axes.update(where.axis)
         if frame().path and not where.mean:
             return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
@@ -225,10 +231,12 @@ class Recorder(Findings, Tracer, Watcher):
     def carries(self, args: Sequence[Any], out: Any) -> None:
         """Hears what the step returns: a state may carry what is each rank's own."""
         state = returned_state(args, out)
+        leaves = tree.leaves(state, is_leaf=is_sharded)
+        laid = [x.local for x in leaves if is_sharded(x)]
+        self.updates = any(id(x) not in self._gradients for x in laid)
         if isinstance(state, Tensor):  # such as a loss
             self.own_paths.add("")
         else:
-            leaves = tree.leaves(state, is_leaf=is_sharded)
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
     def touched(self, values: Any) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.core.frames import frame
 from fsfunc.planning.events import Ran, Started, Waited
 from tests.checks import close, refused, same, simulated
@@ -32,10 +33,10 @@ def one_device():
     return step(state, BATCH)[0].params
 
 
-def once(zero=3, each=True, replicate="node"):
+def once(zero=3, each=True):
     """Each microbatch is reduced over "data", their sum over "node"."""
     step = ff.accumulate(STEP, MICRO)
-    options = {"zero": zero, "replicate": replicate, "reduce_each": each}
+    options = {"zero": zero, "replicate": "node", "reduce_each": each}
     return ff.shard(step, MESH, "data", **options)
 
 
@@ -54,15 +55,37 @@ def run(step):
 @settings(max_examples=4)
 @given(
     zero=st.sampled_from([0, 2, 3]),
-    replicate=st.sampled_from(["node", None]),
     wrap=st.sampled_from([ff.remat, lambda step: step, ff.donate]),
 )
-def test_reducing_each_and_summing_once_is_one_device(zero, replicate, wrap):
-    for found, _ in run(wrap(once(zero, replicate=replicate))):
-        if replicate:
-            close(found, one_device(), 1e-6)  # nobody's bits: other means of squares
-        else:  # each replica goes its own way, alike
-            assert all(x.isfinite().all() for p in found for x in p.values())
+def test_reducing_each_and_summing_once_is_one_device(zero, wrap):
+    for found, _ in run(wrap(once(zero))):
+        close(found, one_device(), 1e-6)  # nobody's bits: other means of squares
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_axis_over_which_nothing_is_summed_wants_one_batch(zero):
+    """Else the parameters of its ranks would go apart, and none would say so."""
+    step = ff.shard(STEP, MESH, "data", zero=zero)
+    with pytest.raises(
+        RanksDiffer, match=r"along 'node' are given unlike batches(.|\n)*'0': rank 0.*rank 2"
+    ):
+        run(step)
+
+    def main(example):
+        init_state = lambda f: ff.init_state(f, params(), OPTIMIZER, example)  # noqa: E731
+        state = init_state(step)
+        for _ in range(2):
+            state, _ = step(state, example)
+        asks = ff.shard(
+            lambda s, x: (ff.axis_index("node"), STEP(s, x))[1], MESH, "data"
+        )
+        init_state(asks)  # whoever asks for its place knows of the axis
+        return ff.unshard(state.params)
+
+    half = lambda: main(ff.local_batch(BATCH[: len(BATCH) // 2], MESH, "data"))  # noqa: E731
+    first, *others = ff.spmd(half, MESH)()
+    for other in others:
+        same(other, first)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
