@@ -67,6 +67,7 @@ from fsfunc._torch.functorch import (
 )
 from fsfunc._torch.graph import (
     KINDS,
+    LOOKING,
     current_node,
     first_factor,
     function_around,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -126,6 +127,15 @@ def saved_tensors_hooked() -> bool:
     return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+class _Looking(threading.local):
+    """``on`` while saved tensors are only looked at, and any will do."""
+
+    on = False
+
+
+LOOKING = _Looking()
+
+
 def hook_saved(
     nodes: Iterable[Any],
     storage: int,
@@ -135,9 +145,11 @@ def hook_saved(
     """Puts hooks on the saved tensors of ``nodes`` that lie in ``storage``.
 
     Returns how many there were. A tensor under somebody else's hooks is left alone:
-    it then keeps what those hooks kept.
+    it then keeps what those hooks kept. While ``LOOKING.on``, ``unpack`` does nothing
+    and gives any tensor.
     """
     count = 0
+    unpack.looks = True  # type: ignore[attr-defined]
     for node in nodes:
         for raw, value in _saved(node):
             if isinstance(value, Tensor) and storage_key(value) == storage:
@@ -308,16 +320,19 @@ def hook_residuals(
     for node in nodes:
         for raw_name, name in _SAVED[type(node)]:
             raws = _handles(node, raw_name)
-            if any(raw.unpack_hook is not None for raw in raws):
+            hooks = [raw.unpack_hook for raw in raws if raw.unpack_hook is not None]
+            if not all(hasattr(hook, "looks") for hook in hooks):
                 continue
-            chosen = [
-                raw for raw in raws if isinstance(raw.data, Tensor) and goes(raw.data)
-            ]
+            bare = [raw for raw in raws if raw.unpack_hook is None]
+            chosen = [x for x in bare if isinstance(x.data, Tensor) and goes(x.data)]
             if not chosen:
                 continue
+            LOOKING.on = True
             try:
                 getattr(node, name)
             except RuntimeError:
                 continue
+            finally:
+                LOOKING.on = False
             for raw in chosen:
                 raw.register_hooks(pack, unpack)

@@ -26,8 +26,9 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     the efficiency is multiplied by :func:`fill`. An attention takes flops / (peak ·
     :func:`attention_share`), of half the flops under a causal mask. Neither is faster
     than its bytes over the memory's bandwidth, which, or a rate of its own, is all that
-    another operator takes. To all of it comes the overhead of one operator, unless
-    there are ``processors``: then the host launches it meanwhile.
+    another operator takes. Beside the device (``op.store``) its bytes over the rate of
+    that store are all: nothing goes on meanwhile. To all of it comes the overhead of
+    one operator, unless there are ``processors``: then the host launches it meanwhile.
 
     Args:
         op: what ran.
@@ -36,7 +37,7 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
 
     Raises:
         ValueError: a product of a dtype whose peak the hardware does not give; an
-            attention of a generation that it does not know.
+            attention of a generation, or a store, that it does not know.
 
     >>> import torch
     >>> from fsfunc.planning.hardware import A100_40
@@ -44,11 +45,26 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
     '629 us'
     """
-    rate = hardware.rates.get(op.name, hardware.bandwidth)
+    beside = _store_rate(op, hardware)
+    rate = beside or hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate
-    if op.flops:
+    if op.flops and not beside:
         seconds = max(seconds, _computing(op, hardware, attention))
     return seconds if hardware.processors else seconds + hardware.overhead
+
+
+def _store_rate(op: Op, hardware: Hardware) -> float | None:
+    """bytes/s of what lies beside the device; None of what does not."""
+    if not op.store or (op.store == "host" and op.store not in hardware.stores):
+        return None
+    if op.store not in hardware.stores:
+        raise ValueError(
+            f'{op.name} has tensors in the store "{op.store}", of which '
+            f"{hardware.name} gives no rate: replace(hardware, stores="
+            f'{{"{op.store}": (bytes/s of copies, bytes/s of computing there), ...}})'
+        )
+    copied, computed = hardware.stores[op.store]
+    return copied if op.crosses else computed
 
 
 def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:

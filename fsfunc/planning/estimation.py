@@ -133,6 +133,9 @@ def estimate(
     (``hardware.uncertain``), and for each kind of work its share of the time, times
     how far its rate is uncertain.
 
+    Copies between the device and a store beside it are timed by the store's rates
+    (``hardware.stores``), and beside nothing.
+
     What it leaves out: streams that share a link, and the allocator when memory runs
     out.
 
@@ -231,8 +234,9 @@ _AGAIN = 1 / 5  # of an attention's backward: its scores, of five products
 
 # How far rates are uncertain, as natural logarithms: of what is bound by memory, by
 # whether chains are fused and which kernels there are; of transfers that are waited
-# for, by the network and what else is on it.
-_FUSED, _WIRE = 0.35, 0.4
+# for, by the network and what else is on it; of what lies beside the device, by the
+# host's threads, its switches and the disk.
+_FUSED, _WIRE, _HOST = 0.35, 0.4, 0.5
 _LEAST = 0.005  # what moves the time by less is not listed
 
 
@@ -248,7 +252,8 @@ def _band(
     for event, n in plan[times.rank].ran.items():
         op = event.op
         kind = "attention" if "_attention" in op.name else "other operators"
-        if not op.flops or kind == "attention":
+        kind = "host" if op.store in hardware.stores else kind
+        if not op.flops or kind != "other operators":
             spent[kind] += n * played.costs[op]
     whole = sum((times.compute, times.exposed, times.bubble, times.idle)) or 1.0
     found = {"the model": hardware.uncertain}
@@ -257,6 +262,7 @@ def _band(
         apart = math.log(max(rates) / min(rates)) / 2
         found["attention's generation"] = apart * spent["attention"] / whole
     found["operators bound by memory"] = _FUSED * spent["other operators"] / whole
+    found["memory beside the device"] = _HOST * spent["host"] / whole
     found["transfers"] = _WIRE * times.exposed / whole
     rows = [row for row in found.items() if row[1] >= _LEAST]
     return tuple(sorted(rows, key=lambda row: -row[1]))

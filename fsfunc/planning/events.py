@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc.comm.ledgers import Record
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.tracing.operators import FLOPS
 
 # "update" is all that lies outside a gradient call: the optimizer, and what comes in.
@@ -30,6 +31,10 @@ class Op(NamedTuple):
         dims: (batch, m, k, n) of a product [batch, m, k] @ [batch, k, n]; of an
             attention (batch * heads, queries, keys, head dim); empty elsewhere.
         causal: whether a mask spares it half of its ``flops``.
+        store: the kind of the ``Store`` beside the device, such as "host", that its
+            tensors lie in; "" on the device.
+        crosses: whether it copies between that and the device; ``bytes`` are then of
+            what lies in the store.
     """
 
     name: str
@@ -38,6 +43,8 @@ class Op(NamedTuple):
     dtype: torch.dtype
     dims: tuple[int, ...] = ()
     causal: bool = False
+    store: str = ""
+    crosses: bool = False
 
 
 class Ran(NamedTuple):
@@ -105,6 +112,7 @@ _EMPTY = {
 }  # fmt: skip
 # These read, of their first argument, only what they return; or write only that much.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index}
+_COPIES = {_aten.copy_, _aten._foreach_copy_, _aten._to_copy, _aten.clone}
 
 
 def describe(
@@ -131,11 +139,26 @@ def describe(
     elif packet is _aten.nll_loss_forward:
         size = 2 * _bytes(read[1])
     else:
-        size = sum(map(_bytes, {id(x): x for x in (*read, *made)}.values()))
+        size = sum(map(_bytes, _each((*read, *made))))
     floats = (x.dtype for x in (*read, *made) if x.dtype.is_floating_point)
     dtype = next(floats, None) or (*made, *read)[0].dtype
     dims = _dims(packet, read)
-    return Op(_name(packet), flops, size, dtype, dims, _causal(func, args, kwargs))
+    op = Op(_name(packet), flops, size, dtype, dims, _causal(func, args, kwargs))
+    return _beside(op, packet, _each((*read, *made))) if any_offloaded() else op
+
+
+def _beside(op: Op, packet: Any, tensors: Sequence[Tensor]) -> Op:
+    """``op``, and where its tensors lie."""
+    kinds = [space_of(x).kind for x in tensors]
+    store = min(filter(None, kinds), default="")
+    if packet not in _COPIES or "" not in kinds:
+        return op._replace(store=store)
+    size = sum(_bytes(x) for x, kind in zip(tensors, kinds, strict=True) if kind)
+    return op._replace(bytes=size, store=store, crosses=True) if store else op
+
+
+def _each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(x): x for x in tensors}.values())
 
 
 _name = functools.cache(str)

@@ -119,6 +119,17 @@ _ATTENTION: dict[str, dict[str, tuple[float, float]]] = {
 _ATTENTION["blackwell"] = {"fa3": (0.30, 0.24), "fa2": (0.17, 0.14)}
 # 6ND: the geometric mean of the same published runs.
 _UTILISATION = {"ampere": 0.50, "hopper": 0.363, "blackwell": 0.363}
+# (copies, computing) of the host's memory, bytes/s a GPU when all of a node do so at
+# once. PCIe 4.0 and 5.0 with 16 lanes, 32 and 64 GB/s, of which pinned copies reach
+# _LINKS; two GPUs share a switch's lanes to the host (NVIDIA, DGX A100 and H100 system
+# architecture). Memory: 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600 for 8 GPUs.
+# GB200: NVLink-C2C, 450 GB/s, and a Grace's 512 GB/s for two.
+_HOSTS = {
+    "ampere": (32e9 / 2, 409.6e9 / 8),
+    "hopper": (64e9 / 2, 614.4e9 / 8),
+    "blackwell": (64e9 / 2, 716.8e9 / 8),
+    "grace": (450e9 / 2, 512e9 / 2),
+}
 # CUDA's context, torch's own and NCCL's buffers: 0.5 and, over some communicators, 1.
 _TAKEN = int(1.5 * 2**30)
 
@@ -134,6 +145,7 @@ def _gpu(
     *,
     link: float,
     node: int = 8,
+    host: str = "",
     power: float = 1.0,
     uncertain: float = 0.11,
 ) -> Hardware:
@@ -145,12 +157,14 @@ def _gpu(
         bandwidth: bytes/s of its memory.
         network: bytes/s that leave a node of ``node`` GPUs, in one direction.
         link: bytes/s of its links within the node, in one direction.
+        host: whose host it has, in ``_HOSTS``; by default that of its family.
         power: of its rated watts.
     """
     half, eight, single = (x * 1e12 for x in tera)
     eights = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eight) if eight else {}
     slower = power**_POWER
     shares = _ATTENTION[family].items()
+    copied, computed = _HOSTS[host or family]
     return Hardware(
         name=name,
         peak={
@@ -170,6 +184,7 @@ def _gpu(
         ),
         memory=int(gib * 2**30) - _TAKEN,
         overlap=1 - _TAKES,
+        stores={"host": (copied * _LINKS, computed * _STREAMING)},
         processors=processors,
         straggling=_STRAGGLING,
         utilisation=_UTILISATION[family],
@@ -201,7 +216,7 @@ B200 = _gpu(
 )  # fmt: skip
 GB200 = _gpu(
     "GB200", "blackwell", (2450, 4900, 80), 152, 184.0, 8.0e12, 72 * 50e9, link=900e9,
-    node=72, uncertain=0.3,
+    node=72, host="grace", uncertain=0.3,
 )  # fmt: skip
 # What measure_hardware saw of two processes over gloo, one core each of a server
 # processor (AVX-512, DDR5) in a virtual machine.

@@ -202,6 +202,7 @@ class MemorySpace:
     """The memory of the device that computes: where tensors are unless offloaded."""
 
     offloaded = False
+    kind = ""  # what a store calls itself
 
     def on_device(self, x: Tensor) -> Tensor:
         """``x``, or an empty tensor like it, on the device that computes with it."""
@@ -254,6 +255,10 @@ class Offloaded(MemorySpace):
     device: torch.device
 
     offloaded = True
+
+    @property
+    def kind(self) -> str:
+        return self.store.kind or type(self.store).__name__
 
     def on_device(self, x: Tensor) -> Tensor:
         same = x.device == self.device

@@ -90,7 +90,11 @@ class _Held:
         room = -(-self.size // _UNIT) * _UNIT
         self.device = x.device
         self.there = store.scratch(room, torch.uint8, x.device)
-        if not isinstance(x, _torch.FakeTensor):
+        if isinstance(x, _torch.FakeTensor):  # to copy into memory counts, to view not
+            count = self.size // x.element_size()
+            there = self.there[: count * x.element_size()].view(x.dtype)
+            there.copy_(x.detach().as_strided((count,), (1,), 0))
+        else:
             bare = torch.empty(0, dtype=torch.uint8, device=x.device)
             bytes_ = bare.set_(memory, 0, (self.size,))  # type: ignore[call-overload]
             self.there[: self.size].copy_(bytes_)

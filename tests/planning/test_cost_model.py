@@ -22,8 +22,17 @@ from fsfunc.planning.cost_model import (
 )
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import Op, Ran, Started, Waited
-from fsfunc.planning.hardware import A100_40, A100_80, H100, Hardware, Level, replace
+from fsfunc.planning.hardware import (
+    A100_40,
+    A100_80,
+    CPU,
+    H100,
+    Hardware,
+    Level,
+    replace,
+)
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from tests.models import chain
 
 NODES = Hardware(
     "nodes",
@@ -218,6 +227,57 @@ def test_small_kernels_take_their_launch_and_large_ones_hide_it():
     large = Ran(Op("aten.add", 0, size, torch.bfloat16), "", "forward")
     found = estimate(of([large] + [small] * 9), slow)
     assert found.seconds == pytest.approx(5e-2, rel=1e-3)
+
+
+def test_what_lies_beside_the_device_is_copied_and_computed_at_its_rates(
+    tmp_path,
+):
+    """Over the link what crosses it counts once; the host reads and writes all."""
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    optimizer, n = ff.sharded_adam(1e-3), 512 * 512
+
+    def planned(**where):
+        step = ff.shard(optimizer(ff.value_and_grad(chain())), mesh, "data")
+        step = ff.donate(ff.offload(step, **where) if where else step)
+
+        def init():
+            return [{"w": torch.zeros(512, 512)} for _ in range(3)]
+
+        return ff.plan(step, init, optimizer, lambda: torch.zeros(64, 512), mesh=mesh)
+
+    def beside(found):
+        """Bytes of a rank that cross, and that are computed with beside the device."""
+        ran = [e.op for e in found.ranks[0].events if isinstance(e, Ran) and e.op.store]
+        assert {x.store for x in ran} <= {"host"}
+        sizes = [sum(x.bytes for x in ran if x.crosses is c) for c in (True, False)]
+        for copied, computed in (H100.stores["host"], (2e6, 3e6)):
+            machine = replace(H100, stores={"host": (copied, computed)})
+            seconds = sum(op_seconds(x, machine) for x in ran)
+            assert seconds == pytest.approx(sizes[0] / copied + sizes[1] / computed)
+        times = [estimate(p, machine).seconds for p in (planned(), found)]
+        assert times[1] - times[0] == pytest.approx(seconds, rel=0.01)
+        return sizes
+
+    part = 4 * n // 2  # of each of three units, on each rank
+    # Without moments' arithmetic on the device: they are brought, and go back.
+    assert beside(planned()) == [0, 0]
+    assert beside(planned(moments="host"))[0] == 2 * 2 * 3 * part
+    both = beside(planned(params="host", moments="host"))
+    # Each part comes, once more for the backward that neither keeps it (the last) nor
+    # reads it (the first), and its gradient goes.
+    assert both[0] == (3 + 1 + 3) * part
+    assert both[1] - 3 * (1 + 4) * part in range(64)  # the mean, Adam's four; numbers
+
+    # The device and the host are one, or nobody said how fast a disk is.
+    alone = estimate(planned(params="host"), CPU).seconds
+    slow = replace(CPU, stores={"host": (1e6, 1e6)})
+    assert estimate(planned(params="host"), slow).seconds > alone
+    for machine in (CPU, H100):
+        with pytest.raises(ValueError, match='store "disk".*stores={"disk": '):
+            estimate(planned(params=tmp_path), machine)
+    assert estimate(
+        planned(params=tmp_path), replace(H100, stores={"disk": (1e6, 1e6)})
+    )
 
 
 def test_more_nodes_are_later():

@@ -314,17 +314,28 @@ def test_a_step_has_the_room_of_two_units_as_planned(
         assert zero == 3 or sent == (units if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("order", ["remat offload", "offload"])
-def test_what_units_save_is_not_held_on_the_device(tmp_path, order):
-    """The inputs that remat keeps too, whichever of the two comes first."""
-    params, x = layers(12, make=floats), floats(4096, 4)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    "order", ["remat offload", "offload", "remat offload shard", "offload remat shard"]
+)
+def test_what_units_save_is_not_held_on_the_device(tmp_path, order, zero):
+    """The inputs that remat keeps too, whichever comes first, with what it gathers."""
+    whole, x, sharded = layers(12, make=floats), floats(4096, 4), "shard" in order
+    mesh = simulated(2) if sharded else None
 
     def peak(where):
-        step = stacked(ff.value_and_grad(chain()), order.split(), None, 3, where)
-        step(params, x)
-        with ff.testing.live_bytes(params, x) as seen:
-            value, grads = step(params, x)
-        return seen.peak_bytes, (value, grads)
+        def main():
+            step = ff.value_and_grad(chain())
+            step = stacked(step, order.split(), mesh, zero, where)
+            params = ff.place(step, whole, x) if sharded else whole
+            step(params, x)
+            with ff.testing.live_bytes(params, x) as seen:
+                value, grads = step(params, x)
+            if sharded:
+                assert ff.plan(step, params, x).peak_bytes == seen.peak_bytes
+            return seen.peak_bytes, (value, ff.unshard(grads) if sharded else grads)
+
+        return ff.spmd(main, mesh)()[0] if sharded else main()
 
     (most, expected), (found, result) = peak({}), peak({"activations": tmp_path})
     same(result, expected)
