@@ -28,7 +28,8 @@ from compared.ours import train_step
 
 import fsfunc as ff
 from fsfunc.planning.calibration import measure_hardware
-from fsfunc.planning.stack_search import Search, search
+from fsfunc.planning.search_results import Search
+from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Choice
 
 SAME = 1.03  # steps within this ratio cannot be told apart on a shared machine

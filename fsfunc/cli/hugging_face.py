@@ -15,6 +15,9 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.interop.modules import from_module
 from fsfunc.optim.adam import sharded_adam
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.search_results import Search
+from fsfunc.planning.stack_search import search
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
@@ -56,6 +59,40 @@ class HuggingFaceStep:
 
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
         """The values that a script's build(mesh) returns."""
+        loss_fn, optimizer, params, layouts = self._model(mesh)
+        step: Callable[..., Any] = optimizer(value_and_grad(loss_fn))
+        step = remat(step) if self.options.remat else step
+        step = precision(step, torch.bfloat16, reduce=torch.float32)
+        axes = tuple(name for name in mesh.axes if name != MODEL)
+        step = shard(step, mesh, axes, zero=self.options.zero) if axes else step
+        batch = self._batch(self.options.sequences)
+        return step, lambda: params, optimizer, batch, layouts
+
+    def search(self, mesh: Mesh, hardware: Hardware, plans: int = 12) -> Search:
+        """The stacks that are best on a mesh, of those that promise most."""
+        loss_fn, optimizer, params, layouts = self._model(mesh)
+        ranks = mesh.size // mesh.axes.get(MODEL, 1)
+        try:
+            return search(
+                loss_fn,
+                optimizer,
+                lambda: params,
+                lambda: self._batch(self.options.sequences * ranks),
+                dict(mesh.axes),
+                hardware,
+                compute=torch.bfloat16,
+                reduce=torch.float32,
+                layouts=layouts,
+                plans=plans,
+            )
+        except ValueError as error:
+            raise Refused(f"{self.path}, over {dict(mesh.axes)}: {error}") from None
+
+    def _batch(self, sequences: int) -> torch.Tensor:
+        return torch.empty(sequences, self.length, dtype=torch.int64)
+
+    def _model(self, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
+        """(loss, optimizer, parameters, layouts) of the model on a mesh."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -80,14 +117,7 @@ class HuggingFaceStep:
             )
             return found.loss
 
-        optimizer, wanted = sharded_adam(1e-4), self.options
-        step: Callable[..., Any] = optimizer(value_and_grad(loss_fn))
-        step = remat(step) if wanted.remat else step
-        step = precision(step, torch.bfloat16, reduce=torch.float32)
-        axes = tuple(name for name in mesh.axes if name != MODEL)
-        step = shard(step, mesh, axes, zero=wanted.zero) if axes else step
-        batch = torch.empty(wanted.sequences, self.length, dtype=torch.int64)
-        return step, lambda: params, optimizer, batch, apply.layouts
+        return loss_fn, sharded_adam(1e-4), params, apply.layouts
 
 
 def _options(passed: Sequence[str]) -> argparse.Namespace:

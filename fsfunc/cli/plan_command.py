@@ -27,7 +27,7 @@ from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning import hardware as machines
-from fsfunc.planning.allocation import needed_bytes
+from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
@@ -86,6 +86,11 @@ def add_plan(commands: Any) -> None:
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
     add("--attention", metavar="NAME", help="the generation of its kernels: fa2, fa3")
     add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
+    add(
+        "--search",
+        action="store_true",
+        help="with --hf: the stacks of transforms that are fastest there, and fit",
+    )
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
     add("--png", type=Path, metavar="DIR", help="draw memory and streams there")
@@ -127,6 +132,10 @@ def _run(options: argparse.Namespace) -> None:
                     times = estimate(found, machine, **how)
             seen.append((found, times))
             _show(found, times, machine, options)
+            if options.search and machine is not None:
+                best = build.search(mesh, machine)
+                put(best)
+                print(f"\nThe fastest, around train_step:\n{best.best.code}")
     if len(seen) > 1:
         put(comparison(seen))
     if options.json:
@@ -149,7 +158,9 @@ def _check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if (options.script is None) == (options.hf is None):
         raise Refused("name a SCRIPT with build(mesh), or --hf CONFIG: one of the two")
-    for name in ("streams", "trace", "tokens", "attention"):
+    if options.search and options.hf is None:
+        raise Refused("--search is of a model that --hf names; in Python: ff.search")
+    for name in ("streams", "trace", "tokens", "attention", "search"):
         if getattr(options, name) and not options.hardware:
             names = ", ".join(known.name for known in machines.GIVEN)
             raise Refused(
@@ -254,7 +265,7 @@ def facts(
     if hardware is not None:
         found["memory"] = hardware.memory
         found["needed_bytes"] = needed_bytes(plan, hardware)
-        found["fits"] = found["needed_bytes"] <= hardware.memory
+        found["fits"] = fits(plan, hardware)
     return found
 
 

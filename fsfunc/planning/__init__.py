@@ -15,5 +15,6 @@ machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
 calibration.py timed_calls.py   the machine at hand, measured
 stack_search.py stacks.py candidates.py outlines.py trials.py   search
+search_results.py measured_choices.py   what it found, and how fast that runs here
 recomputation.py    what to recompute under a bound
 """

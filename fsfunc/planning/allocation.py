@@ -148,6 +148,16 @@ def reserved_bytes(
     return allocator.peak
 
 
+def fits(plan: Plan, hardware: Hardware) -> bool:
+    """True if a plan has room, on the device and in the stores beside it.
+
+    Stores have room where the hardware says nothing of them.
+    """
+    beside = sum(store[2] for store in hardware.stores.values()) or float("inf")
+    held = plan.offloaded_bytes <= beside
+    return held and needed_bytes(plan, hardware) <= hardware.memory
+
+
 def needed_bytes(plan: Plan, hardware: Hardware) -> int:
     """The bytes that the fullest rank of a plan needs of the hardware's memory.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.sharded.placements import Own, Split
 from fsfunc.state.layout_rules import LayoutRules, axes_of
+from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.policies import MODES, Policy
 
 Axes = tuple[tuple[str, int], ...]
@@ -28,14 +30,15 @@ class Space:
     accumulate: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
     microbatches: tuple[int, ...] | None = None
-    compute: torch.dtype | None = None
+    compute: tuple[torch.dtype | None, ...] = (None,)
     reduce: torch.dtype | None = None
+    offload: tuple[tuple[str, ...], ...] = ((),)
     donate: bool = True
     dims: Mapping[str, int] = field(default_factory=dict)
     layouts: LayoutRules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("zero", "remat", "schedules"):
+        for name in ("zero", "remat", "schedules", "compute", "offload"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=(): there is nothing to try")
         for zero in self.zero:
@@ -46,6 +49,12 @@ class Space:
                 raise ValueError(
                     f"remat has {policy!r}: each is None, SaveOnly(names), SaveAllBut("
                     f"names), or one of {', '.join(map(repr, MODES))}"
+                )
+        for kinds in self.offload:
+            if isinstance(kinds, str) or not set(kinds) <= set(Stores._fields):
+                raise ValueError(
+                    f"offload has {kinds!r}: each is a tuple of what lies with the "
+                    f"host, of {', '.join(map(repr, Stores._fields))}"
                 )
         for name in self.schedules:
             if not callable(getattr(schedules, str(name), None)):
@@ -77,12 +86,11 @@ class Space:
         part.
         """
         rows //= self.on(axes).parts
+        ladder = sorted(self.accumulate or _halved(rows))
+        more = [n for n in ladder if n > 1]
         for zero in self._zeros(axes):
-            for policy in self.remat:
-                plain = self._plain(axes, zero, policy)
-                ladder = sorted(self.accumulate or _halved(rows))
+            for plain in self._plain(axes, zero):
                 yield [replace(plain, accumulate=n) for n in ladder]
-                more = [n for n in ladder if n > 1]
                 if zero in (2, 3) and more:
                     yield [replace(plain, accumulate=n, each=True) for n in more]
 
@@ -93,13 +101,9 @@ class Space:
         most = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
         zero = next(iter(self._zeros(axes)))
         return [
-            replace(
-                self._plain(axes, zero, policy),
-                schedule=schedule,
-                microbatches=n,
-            )
+            replace(plain, schedule=schedule, microbatches=n)
             for schedule in self.schedules
-            for policy in self.remat
+            for plain in self._plain(axes, zero)
             for n in self.microbatches or most
         ]
 
@@ -127,15 +131,20 @@ class Space:
                 layouts[pattern] = kept
         return Stack(
             axes,
-            compute=self.compute,
             reduce=self.reduce,
             donate=self.donate,
             dims=self.dims,
             layouts=layouts,
         )
 
-    def _plain(self, axes: Axes, zero: int | None, policy: Policy | str | None):
-        return replace(self.on(axes), zero=zero, remat=policy)
+    def _plain(self, axes: Axes, zero: int | None) -> Iterator[Stack]:
+        """The stacks that take the batch as it comes."""
+        base = replace(self.on(axes), zero=zero)
+        for compute, kinds in itertools.product(self.compute, self.offload):
+            # Parameters are offloaded where a `shard` lays them out.
+            kinds = tuple(k for k in kinds if k != "params" or zero is not None)
+            for policy in self.remat:
+                yield replace(base, remat=policy, compute=compute, offload=kinds)
 
 
 def stages_of(stack: Stack) -> int:
@@ -148,7 +157,7 @@ def stages_of(stack: Stack) -> int:
 
 
 def lowered(stack: Stack, params: int, moments: int) -> int:
-    """Bytes that a rank holds at least: its part of parameters and moments.
+    """Bytes that a device holds at least: a rank's part of parameters and moments.
 
     >>> lowered(Stack((("data", 4),), zero=1), params=400, moments=800)
     600
@@ -157,7 +166,9 @@ def lowered(stack: Stack, params: int, moments: int) -> int:
     whole = {PIPE, *axes_of(stack.layouts)}
     parts = {*whole, *(a for a in stack.means if a != NODE)}
     params //= stack.parts_of(parts if stack.zero == 3 else whole)
-    return params + moments // stack.parts_of(parts if stack.zero else whole)
+    moments //= stack.parts_of(parts if stack.zero else whole)
+    params = 0 if "params" in stack.offload else params
+    return params + (0 if "moments" in stack.offload else moments)
 
 
 def whole_gradients(stack: Stack, params: int) -> int:

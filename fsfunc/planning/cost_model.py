@@ -61,9 +61,9 @@ def _store_rate(op: Op, hardware: Hardware) -> float | None:
         raise ValueError(
             f'{op.name} has tensors in the store "{op.store}", of which '
             f"{hardware.name} gives no rate: replace(hardware, stores="
-            f'{{"{op.store}": (bytes/s of copies, bytes/s of computing there), ...}})'
+            f'{{"{op.store}": (bytes/s of copies, bytes/s of computing, bytes), ...}})'
         )
-    copied, computed = hardware.stores[op.store]
+    copied, computed, _ = hardware.stores[op.store]
     return copied if op.crosses else computed
 
 

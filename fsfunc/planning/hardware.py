@@ -119,16 +119,18 @@ _ATTENTION: dict[str, dict[str, tuple[float, float]]] = {
 _ATTENTION["blackwell"] = {"fa3": (0.30, 0.24), "fa2": (0.17, 0.14)}
 # 6ND: the geometric mean of the same published runs.
 _UTILISATION = {"ampere": 0.50, "hopper": 0.363, "blackwell": 0.363}
-# (copies, computing) of the host's memory, bytes/s a GPU when all of a node do so at
-# once. PCIe 4.0 and 5.0 with 16 lanes, 32 and 64 GB/s, of which pinned copies reach
-# _LINKS; two GPUs share a switch's lanes to the host (NVIDIA, DGX A100 and H100 system
-# architecture). Memory: 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600 for 8 GPUs.
-# GB200: NVLink-C2C, 450 GB/s, and a Grace's 512 GB/s for two.
+# (copies, computing, bytes) of the host's memory: bytes/s a GPU when all of a node do
+# so at once. PCIe 4.0 and 5.0 with 16 lanes, 32 and 64 GB/s, of which pinned copies
+# reach _LINKS; two GPUs share a switch's lanes to the host (NVIDIA's guides of the DGX
+# A100 and H100). 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600 and 2 TB for 8 GPUs
+# (1 TB with the A100-40). GB200: NVLink-C2C, 450 GB/s, and a Grace's 512 GB/s and
+# 480 GB for two. Nothing published was held against these.
 _HOSTS = {
-    "ampere": (32e9 / 2, 409.6e9 / 8),
-    "hopper": (64e9 / 2, 614.4e9 / 8),
-    "blackwell": (64e9 / 2, 716.8e9 / 8),
-    "grace": (450e9 / 2, 512e9 / 2),
+    "ampere": (32e9 / 2, 409.6e9 / 8, 2e12 / 8),
+    "small ampere": (32e9 / 2, 409.6e9 / 8, 1e12 / 8),
+    "hopper": (64e9 / 2, 614.4e9 / 8, 2e12 / 8),
+    "blackwell": (64e9 / 2, 716.8e9 / 8, 2e12 / 8),
+    "grace": (450e9 / 2, 512e9 / 2, 480e9 / 2),
 }
 # CUDA's context, torch's own and NCCL's buffers: 0.5 and, over some communicators, 1.
 _TAKEN = int(1.5 * 2**30)
@@ -164,7 +166,7 @@ def _gpu(
     eights = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eight) if eight else {}
     slower = power**_POWER
     shares = _ATTENTION[family].items()
-    copied, computed = _HOSTS[host or family]
+    copied, computed, room = _HOSTS[host or family]
     return Hardware(
         name=name,
         peak={
@@ -184,7 +186,7 @@ def _gpu(
         ),
         memory=int(gib * 2**30) - _TAKEN,
         overlap=1 - _TAKES,
-        stores={"host": (copied * _LINKS, computed * _STREAMING)},
+        stores={"host": (copied * _LINKS, computed * _STREAMING, room)},
         processors=processors,
         straggling=_STRAGGLING,
         utilisation=_UTILISATION[family],
@@ -196,8 +198,9 @@ def _gpu(
 # not sparse; NVLink is half of what they state, which counts both directions. Memory
 # as CUDA reports it. float32 runs on the plain cores, as torch does unless told.
 A100_40 = _gpu(
-    "A100-40", "ampere", (312, 0, 19.5), 108, 39.39, 1.555e12, 50e9, link=300e9
-)  # 400 Gb/s a node, as where PyTorch announced FSDP
+    "A100-40", "ampere", (312, 0, 19.5), 108, 39.39, 1.555e12, 50e9, link=300e9,
+    host="small ampere",
+)  # fmt: skip  # 400 Gb/s a node, as where PyTorch announced FSDP
 A100_80 = _gpu(
     "A100-80", "ampere", (312, 0, 19.5), 108, 79.15, 2.039e12, 200e9, link=300e9
 )  # 8 x 200 Gb/s a node, as in NVIDIA's DGX A100

@@ -78,10 +78,10 @@ class Hardware:
             what a rank sends.
         fresh: bytes/s at which memory that is taken from the system is written first
             and given back; None where a caching allocator makes that free.
-        stores: bytes/s of memory beside the device, by the kind of its ``Store``, such
-            as "host": of copies between it and the device, and of what the host
-            computes there, each for all ranks at once. Without "host" it is the memory
-            that the device itself computes in.
+        stores: memory beside the device, by the kind of its ``Store``, such as "host":
+            (bytes/s of copies between it and the device, bytes/s of what the host
+            computes there, bytes), a rank's part when all ranks use it at once.
+            Without "host" that is the memory that the device itself computes in.
         processors: streaming multiprocessors, over which a product's tiles are dealt;
             0 where the curve of ``efficiency`` says all.
         straggling: the share of a step by which each doubling of the nodes delays it.
@@ -110,7 +110,7 @@ class Hardware:
     overlap: float = 1.0
     rates: Mapping[str, float] = field(default_factory=dict)
     fresh: float | None = None
-    stores: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    stores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     processors: int = 0
     straggling: float = 0.0
     utilisation: float | None = None
@@ -146,9 +146,10 @@ class Hardware:
             _positive("fresh", self.fresh)
         for name, rate in self.rates.items():
             _positive(f'rates["{name}"]', rate)
-        for name, (copied, computed) in self.stores.items():
-            _positive(f'stores["{name}"], of copies', copied)
-            _positive(f'stores["{name}"], of computing', computed)
+        for name, store in self.stores.items():
+            parts = ("of copies", "of computing", "its bytes")
+            for part, value in zip(parts, store, strict=True):
+                _positive(f'stores["{name}"], {part}', value)
 
     def _check_peak(self) -> None:
         if not self.peak:

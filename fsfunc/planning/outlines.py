@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class Outlines:
             chunks = stages_of(stack) // deep
             idle = _SPLIT if "zb" in str(stack.schedule) else 1.0
             seconds += idle * compute * (deep - 1) / (stack.microbatches * chunks)
+        seconds += self._offloading(stack)
         return Outline(seconds, self._held(stack, share, deep, again > 1))
 
     def _held(self, stack: Stack, share: int, deep: int, again: bool) -> int:
@@ -98,6 +100,16 @@ class Outlines:
             gradients = whole_gradients(stack, self.params) or owned // over
         least = lowered(stack, self.params, self.moments)
         return int(least + gradients + size * most / parts)
+
+    def _offloading(self, stack: Stack) -> float:
+        """Seconds of what goes to the host and back, which is beside nothing."""
+        if (host := self.hardware.stores.get("host")) is None:
+            return 0.0
+        there = lowered(replace(stack, offload=()), self.params, self.moments)
+        moved = 2 * (there - lowered(stack, self.params, self.moments))
+        if "activations" in stack.offload:
+            moved += 2 * self.kept // math.prod(stack.parts_by_dim.values())
+        return moved / host[0]
 
     def _sending(self, stack: Stack) -> float:
         """Seconds of the transfers of parameters and gradients, one after another."""

@@ -2,117 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fsfunc.planning.candidates import Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.stacks import PIPE, Choice, Skipped, Stack
+from fsfunc.planning.measured_choices import check_runs, measure_choices
+from fsfunc.planning.search_results import Search, front_of
+from fsfunc.planning.stacks import PIPE, Choice, Stack
 from fsfunc.planning.trials import Trials
-from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
+from fsfunc.printing.tables import of_bytes
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
 SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
-
-
-@dataclass(frozen=True, repr=False)
-class Search(Printed, Sequence[Choice]):
-    """The Pareto front of step time and memory, fastest first; and all there was.
-
-    Args:
-        front: of two, the slower one holds less; all fit.
-        tried: all that were planned, in the order of trial.
-        skipped: all that were not, and why.
-        memory: the bytes that a rank may hold.
-    """
-
-    front: tuple[Choice, ...]
-    tried: tuple[Choice, ...]
-    skipped: tuple[Skipped, ...]
-    memory: float
-
-    def __len__(self) -> int:
-        return len(self.front)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.front[index]
-
-    @property
-    def best(self) -> Choice:
-        """The fastest that fits."""
-        return self.front[0]
-
-    @property
-    def ranked(self) -> list[Choice]:
-        """All that fit, fastest first; of equal ones, the smallest."""
-        return sorted((c for c in self.tried if c.fits), key=_order)
-
-    @property
-    def ties(self) -> list[Choice]:
-        """Those that fit and are slower than the best by less than its band is wide."""
-        bound = self.best.seconds * math.exp(self.best.width)
-        return [c for c in self.ranked if c != self.best and c.seconds <= bound]
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Of the front: step time, of it exposed and bubble, peak, mesh, transforms."""
-        found = []
-        for c in self.front:
-            mesh, _, transforms = str(c.stack).partition(": ")
-            times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
-            found.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
-        return found
-
-    def table(self) -> str:
-        """The front as text, and below it what was tried and skipped."""
-        return self.text()
-
-    def pieces(self, width: int | None) -> list[Table | str]:
-        return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
-
-    def _notes(self) -> list[str]:
-        fit = sum(c.fits for c in self.tried)
-        lines = [
-            f"{len(self.tried)} stacks planned, of which {fit} fit in "
-            f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
-        ]
-        if ties := self.ties:
-            apart = max(c.seconds for c in ties) / self.best.seconds - 1
-            lines.append(
-                f"{len(ties)} more tie with the fastest: they are slower by at most "
-                f"{apart:.1%}, and the estimate may be off by "
-                f"{math.expm1(self.best.width):.0%}"
-            )
-        whys = Counter(HEAVY if s.least else s.why for s in self.skipped)
-        lines += [f"  {n}: {why}" for why, n in whys.most_common()]
-        return lines
-
-    def __repr__(self) -> str:
-        return (
-            f"Search({len(self.front)} of {len(self.tried)} stacks; best {self.best})"
-        )
-
-
-HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
-HEAVY = "parameters and moments alone are too large"
-
-
-def front_of(choices: Iterable[Choice]) -> list[Choice]:
-    """The Pareto front: sorted by time, each smaller than all that are faster."""
-    front: list[Choice] = []
-    for choice in sorted(choices, key=_order):
-        if not front or choice.peak_bytes < front[-1].peak_bytes:
-            front.append(choice)
-    return front
-
-
-def _order(choice: Choice) -> tuple[float, int]:
-    return choice.seconds, choice.peak_bytes
 
 
 def search(
@@ -129,12 +35,14 @@ def search(
     accumulate: Sequence[int] | None = None,
     schedules: Sequence[str] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v"),
     microbatches: Sequence[int] | None = None,
-    compute: torch.dtype | None = None,
+    compute: torch.dtype | Sequence[torch.dtype | None] | None = None,
     reduce: torch.dtype | None = None,
+    offload: Sequence[Sequence[str]] = ((),),
     donate: bool = True,
     layouts: LayoutRules | None = None,
     dims: Mapping[str, int] | None = None,
     plans: int | None = None,
+    run: int = 0,
 ) -> Search:
     """The stacks of transforms that are best in step time and memory, fastest first.
 
@@ -170,7 +78,10 @@ def search(
             part. Not together with a pipeline, whose microbatches do the same.
         schedules: names in ``ff.schedules``.
         microbatches: by default 1, 2 and 4 for each rank of the pipeline.
-        compute, reduce: of ``ff.precision`` around every stack; by default none is.
+        compute, reduce: of ``ff.precision`` around every stack; by default none is. Of
+            several dtypes each is tried: what is named is taken for good enough.
+        offload: what to try to keep with the host, such as ``((), ("moments",),
+            ("params", "moments"))``, each as ``ff.offload`` takes it.
         donate: whether steps are donated.
         layouts: how leaves can be split, as ``init_state`` takes it, such as
             ``{"blocks/*/up": ff.Split(0, "model")}``: its axes are tried at every
@@ -183,6 +94,9 @@ def search(
             finds fastest of those that it finds to fit, and as many more, the smallest,
             where none does; for many ranks, whose meshes make thousands of stacks.
             None: all.
+        run: how many of the fastest are run here, a few steps each, on the processes
+            that there are (one, or those of torchrun), with the parameters and the
+            batch that are given; ``best`` is then the fastest that was measured.
 
     Returns:
         a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
@@ -190,7 +104,9 @@ def search(
 
     Raises:
         ValueError: nothing fits: by how much the closest misses. Every stack is
-            impossible: why. A mesh of other axes, a batch without rows in common.
+            impossible: why. A mesh of other axes, a batch without rows in common. With
+            ``run``, meshes of another number of ranks than there are processes, or
+            parameters or a batch without values.
         RuntimeError: the loss asks for a tensor's value; names the line.
 
     Cost: a plan and an estimate for each stack: about 0.1 s without, 1 s with a
@@ -220,8 +136,9 @@ def search(
         None if accumulate is None else tuple(accumulate),
         tuple(schedules),
         None if microbatches is None else tuple(microbatches),
-        compute,
+        tuple(compute) if isinstance(compute, Sequence) else (compute,),
         reduce,
+        tuple(tuple(x) if not isinstance(x, str) else x for x in offload),  # pyright: ignore
         donate,
         dims or {},
         layouts or {},
@@ -231,11 +148,14 @@ def search(
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
     if plans is not None and plans < 1:
         raise ValueError(f"plans={plans!r}: at least one stack is planned")
+    sizes = meshes(mesh_sizes, hardware, space.named)
+    if run:
+        check_runs(sizes, params, batch)
     at = Trials(loss_fn, optimizer, params, batch, hardware, bound, space)
     if plans is not None:
-        _promising(at, space, meshes(mesh_sizes, hardware, space.named), plans)
-        return _found(at)
-    for axes in meshes(mesh_sizes, hardware, space.named):
+        _promising(at, space, sizes, plans)
+        sizes = ()
+    for axes in sizes:
         if not at.lies_on(axes):
             continue
         if dict(axes).get(PIPE, 1) > 1:
@@ -243,7 +163,11 @@ def search(
         else:
             for ladder in space.flat(axes, at.rows):
                 _climb(at, ladder)
-    return _found(at)
+    found = _found(at)
+    if not run:
+        return found
+    times = measure_choices(found.ranked[:run], at.step, params, optimizer, batch)
+    return found.with_times(times)
 
 
 def _promising(at: Trials, space: Space, every: Sequence[Axes], plans: int) -> None:

@@ -17,6 +17,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
@@ -29,6 +30,7 @@ TRANSFORMS: Mapping[str, Callable[..., Any]] = {
     "accumulate": accumulate,
     "precision": precision,
     "shard": shard,
+    "offload": offload,
     "donate": donate,
 }
 ON_A_MESH = ("pipeline", "shard")
@@ -60,6 +62,7 @@ class Stack:
         schedule: the name of one in ``ff.schedules``; None: no ``pipeline``.
         microbatches: of the pipeline.
         compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
+        offload: what lies with the host: "params", "moments", "activations".
         donate: whether the step may write into its state.
         dims: further axes along which ranks have other parts of the batch, each with
             the dim that it cuts: {"context": 1}.
@@ -85,6 +88,7 @@ class Stack:
     microbatches: int = 1
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    offload: tuple[str, ...] = ()
     donate: bool = True
     dims: Mapping[str, int] = field(default_factory=dict, hash=False)
     layouts: LayoutRules = field(default_factory=dict, hash=False)
@@ -144,6 +148,8 @@ class Stack:
             over = tuple(a for a in self.means if a != NODE)
             found.append(Layer("shard", (over,), {"zero": self.zero, **copies}))
         found += parts if self.each else []
+        if self.offload:
+            found.append(Layer("offload", (), dict.fromkeys(self.offload, "host")))
         if self.donate:
             found.append(Layer("donate"))
         return found
@@ -251,6 +257,7 @@ class Choice:
         fits: whether what an allocator reserves for that, ``needed_bytes``, is within
             the memory asked for.
         width: the natural logarithm of how far ``seconds`` may be off.
+        measured: the seconds of a step that ran, where it did.
     """
 
     stack: Stack
@@ -262,6 +269,7 @@ class Choice:
     bubble: float = 0.0
     width: float = 0.0
     needed_bytes: int = 0
+    measured: float | None = None
 
     @property
     def axes(self) -> dict[str, int]:

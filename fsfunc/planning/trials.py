@@ -13,7 +13,7 @@ from fsfunc import tree
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
-from fsfunc.planning.allocation import needed_bytes
+from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.candidates import (
     Axes,
     Space,
@@ -133,7 +133,7 @@ class Trials:
             stack=stack,
             seconds=timed.seconds,
             peak_bytes=found.peak_bytes,
-            fits=needed <= self.memory,
+            fits=fits(found, self.bounded),
             compute=timed.compute,
             exposed=timed.exposed,
             bubble=timed.bubble,
@@ -229,7 +229,8 @@ class Trials:
 def _computes(stack: Stack) -> Any:
     """The settings that a part's activations depend on, beside its rows."""
     others = tuple((a, n) for a, n in stack.axes if a not in (DATA, NODE))
-    return others, stack.remat, stack.schedule, stack.microbatches
+    kept = stack.compute, "activations" in stack.offload
+    return others, stack.remat, stack.schedule, stack.microbatches, *kept
 
 
 def _activations(own: RankPlan) -> int:

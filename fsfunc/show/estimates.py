@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsfunc.planning.allocation import needed_bytes
+from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
@@ -116,6 +116,11 @@ def room(plan: Plan, hardware: Hardware) -> str:
     """
     most = max(plan.ranks, key=lambda own: own.peak_bytes)
     size, memory = needed_bytes(plan, hardware), hardware.memory
+    if size <= memory and not fits(plan, hardware):
+        return (
+            f"does not fit beside {hardware.name}: a rank offloads "
+            f"{of_bytes(plan.offloaded_bytes)}, more than its part of the host's memory"
+        )
     if size <= memory:
         share, held = of_share(size, memory), most.peak_bytes
         reserved = f", reserved for {of_bytes(held)}" if size > held else ""

@@ -60,7 +60,19 @@ def test_a_config_is_planned_as_the_step_that_it_describes(axes, config, tmp_pat
     assert (plan.count("psum", axis="model") > 0) == ("model" in axes)
 
 
+@pytest.mark.parametrize("axes", ["data=4", "data=2,model=2"])
+def test_the_best_stack_is_searched_for(axes, config, capsys):
+    mesh = ["--mesh", axes, "--hardware", "h100"]
+    assert not main(["plan", "--hf", str(config()), *mesh, "--search"])
+    said = capsys.readouterr().out
+    assert "stacks planned, of which" in said
+    code = said.partition("The fastest, around train_step:")[2]
+    assert "step = ff.precision(train_step, compute=torch.bfloat16" in code
+    assert ("layouts=layouts" in code) == ("model" in axes)
+
+
 REFUSED = {
+    "search without hardware": ({}, ["--search"], "--search is of an estimate"),
     "no such model": ({"model_type": "pelican"}, [], "'pelican' is no model"),
     "no language model": ({"model_type": "vit"}, [], "config.json"),
     "no file": (None, [], "is no config.json of a model"),

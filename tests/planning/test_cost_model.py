@@ -250,8 +250,8 @@ def test_what_lies_beside_the_device_is_copied_and_computed_at_its_rates(
         ran = [e.op for e in found.ranks[0].events if isinstance(e, Ran) and e.op.store]
         assert {x.store for x in ran} <= {"host"}
         sizes = [sum(x.bytes for x in ran if x.crosses is c) for c in (True, False)]
-        for copied, computed in (H100.stores["host"], (2e6, 3e6)):
-            machine = replace(H100, stores={"host": (copied, computed)})
+        for copied, computed, room in (H100.stores["host"], (2e6, 3e6, 1e9)):
+            machine = replace(H100, stores={"host": (copied, computed, room)})
             seconds = sum(op_seconds(x, machine) for x in ran)
             assert seconds == pytest.approx(sizes[0] / copied + sizes[1] / computed)
         times = [estimate(p, machine).seconds for p in (planned(), found)]
@@ -270,13 +270,13 @@ def test_what_lies_beside_the_device_is_copied_and_computed_at_its_rates(
 
     # The device and the host are one, or nobody said how fast a disk is.
     alone = estimate(planned(params="host"), CPU).seconds
-    slow = replace(CPU, stores={"host": (1e6, 1e6)})
+    slow = replace(CPU, stores={"host": (1e6, 1e6, 1e9)})
     assert estimate(planned(params="host"), slow).seconds > alone
     for machine in (CPU, H100):
         with pytest.raises(ValueError, match='store "disk".*stores={"disk": '):
             estimate(planned(params=tmp_path), machine)
     assert estimate(
-        planned(params=tmp_path), replace(H100, stores={"disk": (1e6, 1e6)})
+        planned(params=tmp_path), replace(H100, stores={"disk": (1e6, 1e6, 1e9)})
     )
 
 

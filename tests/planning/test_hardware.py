@@ -110,8 +110,8 @@ VALUES = [
     ("overlap", 1.1, "overlap is a share, 0 to 1, got 1.1"),
     ("rates", {"aten.gelu": 0}, r'rates\["aten.gelu"\]'),
     ("fresh", 0.0, "fresh is finite"),
-    ("stores", {"host": (0.0, 1.0)}, r'stores\["host"\], of copies is finite'),
-    ("stores", {"host": (1.0, -1.0)}, r'stores\["host"\], of computing is finite'),
+    ("stores", {"host": (0.0, 1.0, 1.0)}, r'stores\["host"\], of copies is finite'),
+    ("stores", {"host": (1.0, -1.0, 1.0)}, r'stores\["host"\], of computing is finite'),
     ("levels", [Level(8, 1.0, 0), Level(8, 1.0, 0)], "8 after 8"),
     ("levels", [Level(0, 1.0, 0), Level(8, 1.0, 0)], "8 after 0"),
 ]

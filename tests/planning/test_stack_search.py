@@ -15,7 +15,8 @@ import fsfunc as ff
 from fsfunc.planning.candidates import lowered, meshes
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import CPU, H100, replace
-from fsfunc.planning.stack_search import _climb, front_of, search
+from fsfunc.planning.search_results import front_of
+from fsfunc.planning.stack_search import _climb, search
 from fsfunc.planning.stacks import Choice, Stack
 from tests.models import chain, floats, layer, layers
 
@@ -343,6 +344,14 @@ def test_meshes_have_all_ranks(n):
         ({"remat": ("all",)}, "remat has 'all'"),
         ({"schedules": ("1f1b",)}, "schedules has '1f1b'"),
         ({"accumulate": (0,)}, "accumulate has 0"),
+        ({"compute": ()}, "nothing to try"),
+        ({"offload": ("moments",)}, "offload has 'moments': each is a tuple"),
+        ({"offload": (("gradients",),)}, "offload has.*of 'params', 'moments'"),
+        ({"run": 1}, "there are 1 processes, and mesh_sizes has"),
+        (
+            {"run": 1, "sizes": 1, "batch": BATCH.to("meta")},
+            "batch has a tensor without values",
+        ),
         ({"batch": (BATCH, BATCH[:2])}, r"agree; it has the shapes {'0': \(8, 32\)"),
         ({"batch": torch.tensor(1.0)}, r"has the shapes {'': \(\)}"),
     ],

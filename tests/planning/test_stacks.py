@@ -55,6 +55,7 @@ def stacks(draw):
         accumulate=draw(st.sampled_from([1, 2])),
         compute=draw(st.sampled_from([None, torch.bfloat16])),
         reduce=draw(st.sampled_from([None, torch.float32])),
+        offload=draw(st.sampled_from([(), ("moments",), ("activations",)])),
         donate=draw(st.booleans()),
         **keywords,
     )

@@ -67,7 +67,8 @@ def test_an_axis_over_which_nothing_is_summed_wants_one_batch(zero):
     """Else the parameters of its ranks would go apart, and none would say so."""
     step = ff.shard(STEP, MESH, "data", zero=zero)
     with pytest.raises(
-        RanksDiffer, match=r"along 'node' are given unlike batches(.|\n)*'0': rank 0.*rank 2"
+        RanksDiffer,
+        match=r"along 'node' are given unlike batches(.|\n)*'0': rank 0.*rank 2",
     ):
         run(step)
 
