@@ -116,8 +116,10 @@ def _imported(script: Path) -> ModuleType:
     return module
 
 
-def plan_of(build: Callable[[Mesh], Any], mesh: Mesh, script: Path) -> Plan:
-    """The plan of what ``build`` makes for a mesh.
+def plan_of(
+    build: Callable[[Mesh], Any], mesh: Mesh, script: Path, device: str = "cpu"
+) -> Plan:
+    """The plan of what ``build`` makes for a mesh, on a device.
 
     Raises:
         Refused: it makes something else; fsfunc refuses it on this mesh; the step has
@@ -127,7 +129,8 @@ def plan_of(build: Callable[[Mesh], Any], mesh: Mesh, script: Path) -> Plan:
         made = build(mesh)
     step, init, optimizer, batch, layouts = _checked(made, script)
     with refusing(script):
-        found = plan(step, init, optimizer, batch, mesh=mesh, layouts=layouts)
+        how = {"mesh": mesh, "layouts": layouts, "device": device}
+        found = plan(step, init, optimizer, batch, **how)
     used = set(found.asked)
     for own in found.ranks:
         used |= {axis for record in own.records for axis in record.axis}

@@ -122,7 +122,8 @@ def _run(options: argparse.Namespace) -> None:
     script = options.hf or options.script
     with _builder(options) as build:
         for mesh in options.mesh:
-            found, times = plan_of(build, mesh, script), None
+            device = "cpu" if machine is None else machine.device
+            found, times = plan_of(build, mesh, script, device), None
             if machine is not None:
                 tokens = options.tokens
                 if tokens is None and isinstance(build, HuggingFaceStep):

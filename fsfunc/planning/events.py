@@ -135,11 +135,11 @@ def describe(
     count = FLOPS.get(packet)
     flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     if packet in _LOOKUPS:
-        size = 2 * sum(map(_bytes, made)) + sum(map(_bytes, read[1:]))
+        size = 2 * sum(map(size_of, made)) + sum(map(size_of, read[1:]))
     elif packet is _aten.nll_loss_forward:
-        size = 2 * _bytes(read[1])
+        size = 2 * size_of(read[1])
     else:
-        size = sum(map(_bytes, _each((*read, *made))))
+        size = sum(map(size_of, _each((*read, *made))))
     floats = (x.dtype for x in (*read, *made) if x.dtype.is_floating_point)
     dtype = next(floats, None) or (*made, *read)[0].dtype
     dims = _dims(packet, read)
@@ -153,7 +153,7 @@ def _beside(op: Op, packet: Any, tensors: Sequence[Tensor]) -> Op:
     store = min(filter(None, kinds), default="")
     if packet not in _COPIES or "" not in kinds:
         return op._replace(store=store)
-    size = sum(_bytes(x) for x, kind in zip(tensors, kinds, strict=True) if kind)
+    size = sum(size_of(x) for x, kind in zip(tensors, kinds, strict=True) if kind)
     return op._replace(bytes=size, store=store, crosses=True) if store else op
 
 
@@ -164,7 +164,7 @@ def _each(tensors: Iterable[Tensor]) -> list[Tensor]:
 _name = functools.cache(str)
 
 
-def _bytes(x: Tensor) -> int:
+def size_of(x: Tensor) -> int:
     """Bytes of the elements under ``x``: a broadcast dim is there once."""
     count, steps = x.numel(), x.stride()
     if count and 0 in steps:

@@ -185,6 +185,7 @@ def _gpu(
             Level(ranks=0, bandwidth=network * _LINKS, latency=_HOP),
         ),
         memory=int(gib * 2**30) - _TAKEN,
+        device="cuda",
         overlap=1 - _TAKES,
         stores={"host": (copied * _LINKS, computed * _STREAMING, room)},
         processors=processors,

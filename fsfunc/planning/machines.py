@@ -71,6 +71,7 @@ class Hardware:
             are given, that the host takes to launch it, ahead of the device.
         levels: of the network, the innermost first; () for one that sends nothing.
         memory: bytes that a rank has for tensors.
+        device: "cpu" or "cuda": whose kernels run, for ``plan(device=)``.
         overlap: the share of a transfer's time that goes on beside computing: 1 where
             copy engines move the data, less where the cores that compute do.
         rates: bytes/s of what memory or links alone do not bound: of operators by
@@ -107,6 +108,7 @@ class Hardware:
     overhead: float
     levels: tuple[Level, ...]
     memory: int
+    device: str = "cpu"
     overlap: float = 1.0
     rates: Mapping[str, float] = field(default_factory=dict)
     fresh: float | None = None

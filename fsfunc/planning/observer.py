@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.planning.events import Event, Gave, Ran, Took, describe
+from fsfunc.planning.events import Event, Gave, Op, Ran, Took, describe, size_of
+from fsfunc.planning.fused_chains import FusedChains
 from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
@@ -84,6 +85,8 @@ class Observer(Tracer, OperatorMode):
         strangers: whether memory counts that no operator seen here has made, such as
             what other ranks sent.
 
+        kernels: makes the context in which functions of torch run those of a device.
+
     Attributes:
         link: that of the rank, where the run is a plan; None where tensors have data.
         calls: how often each unit's body ran, by (unit, phase).
@@ -93,8 +96,13 @@ class Observer(Tracer, OperatorMode):
 
     complete = True
 
-    def __init__(self, strangers: bool = False) -> None:
+    def __init__(
+        self,
+        strangers: bool = False,
+        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.link: Any = None
         self.strangers = strangers
         self.always = strangers
@@ -108,6 +116,8 @@ class Observer(Tracer, OperatorMode):
         self._copies: set[int] = set()  # storages computed from those alone
         self._kept: list[tuple[str, list[int]]] = []  # copies of bodies that ran
         self._stand_ins = StorageTable[None]()
+        self.compiled: set[str] = set()  # names of units
+        self.chains = FusedChains()
         # The unit that made the autograd nodes, from which sequence number on.
         self._turns: list[int] = []
         self._names: list[str] = []
@@ -140,14 +150,42 @@ class Observer(Tracer, OperatorMode):
         if phase == "backward":
             self.measure_copies()
         op = describe(func, args, kwargs, out, read, made)
-        if op is not None:
-            self.book.events.append(Ran(op, unit, phase))
         copy = known and known <= self._params | self._copies
+        at = len(self.book.events)
         for x in fresh:
             self.book.take(x, str(func), unit, phase)
             key = _torch.storage_key(x)
             self._params.discard(key)  # of a storage that is gone
             (self._copies.add if copy else self._copies.discard)(key)
+        if op is not None and self.compiled:
+            op = self._fused(func, op, unit, phase, read, made)
+        if op is not None:
+            self.book.events.insert(at, Ran(op, unit, phase))
+
+    def _fused(
+        self,
+        func: Any,
+        op: Op,
+        unit: str,
+        phase: str,
+        read: list[Tensor],
+        made: list[Tensor],
+    ) -> Op | None:
+        """The operator, or the kernel that a compiler makes of it; None: of the last.
+
+        What the library does under a unit's name, such as a cast, is not compiled.
+        """
+        own = bool(self._units) or not current_label()[0]
+        at, compiled = (unit, phase), own and unit in self.compiled
+        return self.chains.add(
+            func, op, at, self._sizes(read), self._sizes(made), compiled
+        )
+
+    def _sizes(self, tensors: list[Tensor]) -> dict[int, int]:
+        """The bytes of tensors, by the number of their storage."""
+        held = self.book.held
+        found = [(held.get(x), size_of(x)) for x in tensors]
+        return {number: size for number, size in found if number is not None}
 
     def _close_over(self, values: Iterable[Any]) -> None:
         """Counts tensors with data, which the step closes over, by their fake ones."""
@@ -170,7 +208,9 @@ class Observer(Tracer, OperatorMode):
             _torch.storage_key(x) for x in given if not _torch.is_wrapped(x)
         }
         self._copies = set()
-        with self._unit(call.name):
+        if (compiler := call.frame.compiler) is not None and compiler.means(call):
+            self.compiled.add(call.name)
+        with self._unit(call.name), self.kernels():
             out = super().body(call, params, inputs, keywords)
         if not running().recompute and not is_silent():
             self._keep_copies(call.name, out)

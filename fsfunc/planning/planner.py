@@ -18,6 +18,7 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.optimizer import Optimizer
+from fsfunc.planning.device_kernels import Kernels, kernels_of
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
@@ -45,6 +46,7 @@ def plan(
     *args: Any,
     mesh: Mesh | None = None,
     layouts: LayoutRules | None = None,
+    device: str = "cpu",
 ) -> Plan:
     """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
 
@@ -66,13 +68,15 @@ def plan(
             transforms around ``step``, or one rank alone.
         layouts: how parameters are split, as ``init_state`` takes it; where the state
             is made here.
+        device: "cuda" plans the kernels of a GPU, and what they save, where those of
+            the CPU, on which tensors without data are, are others.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
 
     Raises:
         RuntimeError: the step asks for a tensor's value; names the line.
-        ValueError: tensors of a device that this torch cannot run.
+        ValueError: tensors of a device that this torch cannot run; another ``device``.
 
     Cost: some 50 microseconds an operator, and no memory beside the events themselves.
 
@@ -99,8 +103,11 @@ def plan(
             "the place or init_state that made it"
         )
 
+    kernels = kernels_of(device)
+
     def main() -> Plan:
-        return _here(step, _made(step, args, layouts) if makes else args, here())
+        given = _made(step, args, layouts) if makes else args
+        return _here(step, given, here(), kernels)
 
     with uncollected():
         if at is None:
@@ -137,17 +144,19 @@ def _made(
         return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 
-def _here(step: Any, args: Sequence[Any], at: Here) -> Plan:
+def _here(step: Any, args: Sequence[Any], at: Here, kernels: Kernels) -> Plan:
     """The plan of this rank."""
-    found, asked = _planned(step, args, at)
+    found, asked = _planned(step, args, at, kernels)
     asks(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
     count = math.prod(at.mesh.axes[a] for a in axes)
     return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
 
 
-def _planned(step: Any, args: Sequence[Any], at: Here) -> tuple[RankPlan, set[str]]:
-    log, observer, asked = Ledger(), Observer(), set[str]()
+def _planned(
+    step: Any, args: Sequence[Any], at: Here, kernels: Kernels
+) -> tuple[RankPlan, set[str]]:
+    log, observer, asked = Ledger(), Observer(kernels=kernels), set[str]()
     refuse_spent(args)
     _check_devices(args)
     now = replace(at, link=PlannedLink(at.rank, observer, log))
@@ -163,7 +172,7 @@ def _planned(step: Any, args: Sequence[Any], at: Here) -> tuple[RankPlan, set[st
             del tensors  # the step may let go of a buffer that the state keeps
         try:
             mine = None if frame().at is None else now
-            with inside(frame().but(tracer=observer, at=mine)), observer:
+            with inside(frame().but(tracer=observer, at=mine)), kernels(), observer:
                 out = step(*args)
         finally:
             restore(args)  # a donated step marks what is the caller's
@@ -174,8 +183,9 @@ def _planned(step: Any, args: Sequence[Any], at: Here) -> tuple[RankPlan, set[st
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
         book.close()
+    events = observer.chains.whole(book.events) if observer.compiled else book.events
     found = RankPlan(
-        at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
+        at.rank, 1, at.mesh.coordinates(at.rank), events, book.kinds,
         leaves, log.records, observer.calls, observer.derived, book.turns,
     )  # fmt: skip
     return found, asked

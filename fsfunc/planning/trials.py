@@ -149,7 +149,8 @@ class Trials:
         try:
             step = stack.apply(self.step, mesh)
             given = step, self.init, self.optimizer, self._local(stack.parts_by_dim)
-            return plan(*given, mesh=mesh, layouts=stack.layouts)
+            how = {"layouts": stack.layouts, "device": self.hardware.device}
+            return plan(*given, mesh=mesh, **how)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and stack.schedule is None:
                 raise

@@ -60,8 +60,9 @@ def jit(
             have no such values.
 
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
-    call. What a backward keeps is the compiler's choice: a plan, which is of the plain
-    functions, may say more than is held.
+    call. What a backward keeps is the compiler's choice: a plan, which runs the plain
+    functions, may say more than is held; of time it counts chains of operators as the
+    kernels that they become.
 
     Source: torch.compile (Ansel et al., 2024); as units of their own, as FSDP2 is
     compiled block by block.
@@ -104,10 +105,7 @@ class _Compiler:
     def of(self, call: Call) -> Callable[..., Any]:
         """The function to run for a unit call: compiled, if its name is meant."""
         name, plain = call.name, call.unit.fn
-        if name not in self._names:
-            self._names[name] = any(matches(p, name) for p in self.patterns)
-            self._in_stages |= call.frame.staged  # others may run those that are meant
-        if not self._names[name]:
+        if not self.means(call):
             return plain
         if keeping():
             raise ValueError(_NAMED.format(name))
@@ -119,6 +117,14 @@ class _Compiler:
                 made = self._compile(plain) if by is None else by(self._compile)
                 self._made[call.unit] = found = _told(made, call.unit.__name__)
         return found
+
+    def means(self, call: Call) -> bool:
+        """True if the unit of a call is one to compile."""
+        name = call.name
+        if name not in self._names:
+            self._names[name] = any(matches(p, name) for p in self.patterns)
+            self._in_stages |= call.frame.staged  # others may run those that are meant
+        return self._names[name]
 
     def check_used(self) -> None:
         """Warns where units ran, and none of them was meant."""

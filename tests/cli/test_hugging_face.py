@@ -48,7 +48,8 @@ def test_a_config_is_planned_as_the_step_that_it_describes(axes, config, tmp_pat
     build = HuggingFaceStep(path, passed)
     abstract = ff.make_mesh(axes, "abstract")
     step, init, optimizer, batch, layouts = build(abstract)
-    plan = ff.plan(step, init, optimizer, batch, mesh=abstract, layouts=layouts)
+    how = {"mesh": abstract, "layouts": layouts, "device": "cuda"}
+    plan = ff.plan(step, init, optimizer, batch, **how)
     assert found["peak_bytes"] == plan.peak_bytes
     assert found["flops"] == plan.flops
     assert build.tokens(abstract) == axes["data"] * 3 * 8

@@ -1,0 +1,189 @@
+"""Kernels of a GPU in a plan, and chains that a compiler fuses, by lists by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc.planning.events import Ran
+from tests.checks import refused
+from tests.models import train_step
+
+DEVICES = ("cpu", "cuda")
+B, T, D, H, INNER = 2, 256, 512, 4, 1376  # a Llama's layer, in small
+
+
+@ff.unit
+def block(p, x):
+    def heads(name):
+        return (h @ p[name]).view(B, T, H, D // H).transpose(1, 2)
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return x * p["cos"] + torch.cat((-b, a), -1) * p["sin"]
+
+    h = F.rms_norm(x, (D,), p["norm1"], 1e-5)
+    q, k, v = turned(heads("q")), turned(heads("k")), heads("v")
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + found.transpose(1, 2).reshape(B, T, D) @ p["o"]
+    h = F.rms_norm(x, (D,), p["norm2"], 1e-5)
+    return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def params():
+    shapes = dict.fromkeys("qkvo", (D, D)) | dict.fromkeys(["norm1", "norm2"], (D,))
+    shapes |= dict.fromkeys(["cos", "sin"], (T, D // H))
+    shapes |= {"gate": (D, INNER), "up": (D, INNER), "down": (INNER, D)}
+    return {name: torch.zeros(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+
+
+def by_phase(plan, name="block"):
+    """Bytes of what is no product and no attention, by phase, in units of B T D."""
+    found = Counter()
+    for event in plan[0].events:
+        if isinstance(event, Ran) and event.unit == name and not event.op.flops:
+            found[event.phase] += event.op.bytes / (B * T * D)
+    return found
+
+
+def zeros():
+    return torch.zeros(B, T, D, dtype=torch.bfloat16)
+
+
+def planned(jit=False, device="cuda"):
+    x = zeros()
+    f = lambda p, x: block(p, x).float().sum()  # noqa: E731
+    grad = ff.value_and_grad(f)
+    return ff.plan(ff.jit(grad) if jit else grad, params(), x, device=device)
+
+
+# Bytes that kernels read and write, 2 an element, in units of [B, T, D]: of what comes
+# broadcast, and of what a row has once, nothing.
+WIDE = INNER / D
+FORWARD = (
+    2 * (2 + 2)  # two norms
+    + 2 * (4 + 6 + 4 + 4 + 4 + 2)  # q and k: x cos, -b, cat, its sin, their sum
+    + 2 * (2 + 2 + 2)  # two residuals
+    + WIDE * ((2 + 2) + (2 + 2 + 2))  # silu, times up
+)
+
+
+def test_a_llamas_kernels_are_those_of_a_gpu():
+    """Within 15% of a list by hand; a CPU's norms alone are more than that."""
+    found, cpu = by_phase(planned()), by_phase(planned(device="cpu"))
+    assert found["forward"] == pytest.approx(FORWARD, rel=0.15)
+    names = Counter(e.op.name for e in planned()[0].events if isinstance(e, Ran))
+    assert names["fsfunc_cuda.rms_norm"] == names["fsfunc_cuda.rms_norm_backward"] == 2
+    assert not names["aten.rsqrt"] and not names["aten.pow"]
+    # Of its two norms a GPU keeps their inputs and a number a row.
+    assert cpu["forward"] > 1.3 * found["forward"]
+    assert cpu["backward"] > 1.3 * found["backward"]
+    assert planned().peak_bytes < planned(device="cpu").peak_bytes
+    assert planned().flops == planned(device="cpu").flops
+    again = ff.remat(ff.value_and_grad(lambda p, x: block(p, x).float().sum()))
+    remat = by_phase(ff.plan(again, params(), zeros(), device="cuda"))
+    assert remat["forward"] == found["forward"]
+    assert remat["recompute"] == found["forward"] - 6  # but for the last residual
+    assert remat["backward"] == found["backward"]
+    other = params() | {"norm1": torch.zeros(D), "norm2": torch.zeros(D)}
+    x = zeros()
+    with pytest.warns(UserWarning, match="Mismatch dtype"):  # as on a GPU
+        mixed = ff.plan(lambda p, x: block(p, x), other, x, device="cuda")
+    assert any(e.op.name == "aten.rsqrt" for e in mixed[0].events if type(e) is Ran)
+
+
+@ff.unit
+def dropping(p, x):
+    q = F.dropout(x @ p, 0.5).view(2, 64, 4, 16).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True)
+
+
+def test_dropout_is_one_kernel_and_leaves_attention_fused():
+    grad = ff.value_and_grad(lambda p, x: dropping(p, x).sum())
+    args = torch.zeros(64, 64), torch.zeros(2, 64, 64)
+    names = [{e.op.name for e in ff.plan(grad, *args, device=device)[0].events
+              if isinstance(e, Ran)} for device in ("cpu", "cuda")]  # fmt: skip
+    assert "aten.native_dropout" in names[1] and "aten.native_dropout" not in names[0]
+    for kinds, word in zip(names, ("softmax", "flash"), strict=True):
+        assert any(word in n for n in kinds)
+    assert not any("softmax" in n for n in names[1])
+
+
+def test_another_device_is_refused():
+    args = (lambda p, x: p, torch.zeros(2), torch.zeros(2))
+    refused(lambda: ff.plan(*args, device="gpu"), ValueError, "device='gpu'.*'cuda'")
+
+
+# What a compiler fuses
+
+
+@ff.unit
+def chain(p, x):
+    """Two products with three operators between them, and two after."""
+    y = x @ p
+    return torch.relu(torch.tanh(y + 1) * 2 @ p) + 3
+
+
+def sizes(plan):
+    events = [e for e in plan[0].events if isinstance(e, Ran) and not e.op.flops]
+    return [(e.phase, e.op.name, e.op.bytes) for e in events if e.unit == "chain"]
+
+
+def test_a_chain_reads_what_comes_and_writes_what_is_read_elsewhere():
+    grad = ff.value_and_grad(lambda p, x: chain(p, x).sum())
+    n, args = 4 * 32 * 32, (torch.zeros(32, 32), torch.zeros(32, 32))
+    eager, fused = ff.plan(grad, *args), ff.plan(ff.jit(grad), *args)
+    assert [row for row in sizes(fused) if row[0] == "forward"] == [
+        ("forward", "fused", 3 * n),  # reads y; writes tanh, kept, and its double
+        ("forward", "fused", 3 * n),  # reads a product; writes relu, kept, and + 3
+    ]
+    assert [row[1] for row in sizes(eager)][:4] == [
+        "aten.add", "aten.tanh", "aten.mul", "aten.relu"
+    ]  # fmt: skip
+    assert sum(x for _, _, x in sizes(fused)) < sum(x for _, _, x in sizes(eager))
+    assert (fused.flops, fused.peak_bytes) == (eager.flops, eager.peak_bytes)
+    with pytest.warns(UserWarning, match="compiles nothing"):
+        assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
+
+
+def test_microbatches_and_ranks_fuse_alike():
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    optimizer = ff.sgd(0.1)
+    train = train_step(lambda p, x: chain(p, x).sum(), optimizer)
+
+    def fused(n):
+        step = ff.shard(ff.jit(ff.accumulate(ff.remat(train), n)), mesh, "data")
+        init = lambda: torch.zeros(32, 32)  # noqa: E731
+        batch = torch.zeros(32 * n, 32)
+        found = ff.plan(step, init, optimizer, batch, mesh=mesh)
+        return Counter(row for row in sizes(found) if row[1] == "fused")
+
+    one, many = fused(1), fused(5)
+    assert many == Counter({row: 5 * count for row, count in one.items()})
+    assert {phase for phase, _, _ in one} == {"forward", "recompute", "backward"}
+
+
+def test_llamas_kernels_halve_where_they_are_compiled():
+    plain, fused = by_phase(planned()), by_phase(planned(jit=True))
+    for phase in ("forward", "backward"):
+        assert fused[phase] < 0.75 * plain[phase]
+
+
+def test_second_derivatives_are_whole():
+    """A norm's backward is of operators where it is differentiated, as on a GPU."""
+
+    @ff.unit
+    def layer(p, x):
+        return torch.tanh(F.rms_norm(x, (8,), p["n"]) @ p["w"])
+
+    def squares(p, x):
+        grads = ff.value_and_grad(lambda p: layer(p, layer(p, x)).sum())(p)[1]
+        return sum(g.square().sum() for g in grads.values())
+
+    args = {"n": torch.zeros(8), "w": torch.zeros(8, 8)}, torch.zeros(4, 8)
+    both = [ff.plan(ff.value_and_grad(squares), *args, device=d) for d in DEVICES]
+    assert both[0].flops == both[1].flops
