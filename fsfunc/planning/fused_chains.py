@@ -11,7 +11,7 @@ Source: TorchInductor's fusion of pointwise operators and reductions (Ansel et a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def _fuses(func: Any) -> bool:
 class _Fused:
     """One kernel: what it reads, and of what it made, what is read elsewhere."""
 
-    def __init__(self, op: Op, at: tuple[str, str]):
+    def __init__(self, op: Op, at: Hashable):
         self.op, self.at = op, at
         self.read: dict[int, int] = {}  # bytes of each storage
         self.made: dict[int, int] = {}
@@ -64,7 +64,7 @@ class FusedChains:
         self,
         func: Any,
         op: Op,
-        at: tuple[str, str],
+        at: Hashable,
         read: dict[int, int],
         made: dict[int, int],
         compiled: bool,
@@ -72,7 +72,7 @@ class FusedChains:
         """The operator to note for one that ran; None for a part of the last one.
 
         Args:
-            at: its unit and phase; ``read``, ``made``: bytes by storage.
+            at: its unit call and phase; ``read``, ``made``: bytes by storage.
         """
         chain = self.open
         if not compiled or op.flops or not _fuses(func):

@@ -175,8 +175,11 @@ class Observer(Tracer, OperatorMode):
 
         What the library does under a unit's name, such as a cast, is not compiled.
         """
-        own = bool(self._units) or not current_label()[0]
-        at, compiled = (unit, phase), own and unit in self.compiled
+        own, node, call = bool(self._units), _torch.current_node(), len(self._turns)
+        if node is not None and not own:
+            call = bisect_right(self._turns, _torch.sequence_number(node))
+        own = own or not current_label()[0]
+        at, compiled = (unit, phase, call), own and unit in self.compiled
         return self.chains.add(
             func, op, at, self._sizes(read), self._sizes(made), compiled
         )

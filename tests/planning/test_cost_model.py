@@ -262,6 +262,8 @@ def test_what_lies_beside_the_device_is_copied_and_computed_at_its_rates(
     # Without moments' arithmetic on the device: they are brought, and go back.
     assert beside(planned()) == [0, 0]
     assert beside(planned(moments="host"))[0] == 2 * 2 * 3 * part
+    # Five residuals go, and come.
+    assert beside(planned(activations="host"))[0] == 2 * 5 * 4 * 64 * 512
     both = beside(planned(params="host", moments="host"))
     # Each part comes, once more for the backward that neither keeps it (the last) nor
     # reads it (the first), and its gradient goes.

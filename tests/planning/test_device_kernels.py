@@ -150,6 +150,14 @@ def test_a_chain_reads_what_comes_and_writes_what_is_read_elsewhere():
         assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
 
 
+def test_units_are_kernels_of_their_own():
+    unit = ff.unit(lambda p, x: torch.tanh(x * p) + 1)
+    two = ff.jit(ff.value_and_grad(lambda p, x: unit(p, unit(p, x)).sum()))
+    events = ff.plan(two, torch.zeros(8), torch.zeros(8))[0].events
+    names = Counter((e.phase, e.op.name) for e in events if isinstance(e, Ran))
+    assert names["forward", "fused"] == names["backward", "fused"] == 2
+
+
 def test_microbatches_and_ranks_fuse_alike():
     mesh = ff.make_mesh({"data": 2}, "abstract")
     optimizer = ff.sgd(0.1)

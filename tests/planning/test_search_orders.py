@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.planning.candidates import whole_gradients
+from fsfunc.planning.candidates import lowered, whole_gradients
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
@@ -88,6 +88,8 @@ def test_moments_and_parameters_with_the_host_are_tried_where_asked():
     assert plain.peak_bytes > moments.peak_bytes > both.peak_bytes
     assert plain.seconds < moments.seconds < both.seconds
     assert [c.stack.offload for c in every.front] == [*kinds]
+    sizes = [lowered(Stack(AXES, zero=3, offload=k), 400, 800) for k in kinds]
+    assert sizes == [300, 100, 0]
     # Where nothing else fits it is what an expert does; the host has room, or has not.
     tight = found(both.peak_bytes, offload=kinds, accumulate=(1,), hardware=hardware)
     assert tight.best.stack == both.stack
