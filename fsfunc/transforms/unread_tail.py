@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
 from fsfunc._torch import UnheardMode
@@ -61,7 +62,7 @@ class _Numbering(UnheardMode):
         self.count, self.made = 0, StorageTable[int]()
 
     def __call__(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        with run_as(replace(running(), around=None)), self:
+        with run_as(replace(running(), around=None)), _Reading(self), self:
             return fn(*args, **keywords)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -100,6 +101,26 @@ class _Numbering(UnheardMode):
                 if others or not _torch.is_held_once(outs[i]):
                     return False
         return True
+
+
+# They give Python the values of a tensor, and no operator tells.
+_READERS = {
+    *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__),
+    *(Tensor.data_ptr, Tensor.__repr__, Tensor.__format__),
+}
+
+
+class _Reading(TorchFunctionMode):
+    """Tells where values are read that no operator reads."""
+
+    def __init__(self, numbering: _Numbering):
+        super().__init__()
+        self.numbering = numbering
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _READERS:
+            self.numbering.meet()
+        return func(*args, **(kwargs or {}))
 
 
 class TailNotes(_Numbering):

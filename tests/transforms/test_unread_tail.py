@@ -3,6 +3,7 @@
 What is not computed is NaN here, so that whoever reads it is found out.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,6 +234,35 @@ def test_what_a_function_reads_by_other_means_was_computed():
     want = differentiated(loss)
     for _ in range(2):
         same(differentiated(loss, wrap=ff.remat), want)
+
+
+READ = {
+    "numpy": lambda y: float(y.detach().numpy()[0, 0, 0]),
+    "tolist": lambda y: y.tolist()[0][0][0],
+    "dlpack": lambda y: float(np.from_dlpack(y.detach())[0, 0, 0]),
+    "array": lambda y: float(np.asarray(y.detach())[0, 0, 0]),
+    "printed": lambda y: float(str(y.detach()[0, 0]).split("[")[1].split(",")[0]),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("how", READ)
+def test_what_python_reads_past_the_operators_was_computed(how, turned):
+    on = [not turned]  # or a later call is the first that reads
+
+    def body(p, x):
+        y = x @ p["a"]
+        scale = READ[how](y) if on[0] else 1.0
+        column = 3 if abs(scale) > 1e-9 else 0
+        z = y + x
+        z.register_hook(lambda g: g * scale)
+        return z + x[..., column, None]
+
+    _, loss = loss_of(body)
+    for _ in range(2):
+        want = differentiated(loss)
+        same(differentiated(loss, wrap=ff.remat), want)
+        on[0] = True
 
 
 class Seen(ff.Interpretation):
