@@ -149,7 +149,8 @@ class Recorder(Findings, Tracer, Watcher):
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
         said: the numbers that torch's functions were given.
-        axes: those of its collectives, and along which it asked for its place.
+        axes: those of its collectives, but of mere numbers outside losses, and along
+            which it asked for its place.
         updates: whether it returns sharded leaves that are no gradients.
     """
 
@@ -216,7 +217,8 @@ class Recorder(Findings, Tracer, Watcher):
         self._alive.extend(found)
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        self.axes.update(where.axis)
+        if x.ndim or x.requires_grad or frame().in_loss or _torch.is_wrapped(x):
+            self.axes.update(where.axis)  # a metric's mean makes no ranks agree
         if frame().path and not where.mean:
             return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")

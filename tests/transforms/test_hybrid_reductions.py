@@ -72,6 +72,13 @@ def test_an_axis_over_which_nothing_is_summed_wants_one_batch(zero):
     ):
         run(step)
 
+    def told(state, batch):  # a mean of what is told makes no parameters equal
+        state, metrics = STEP(state, batch)
+        return state, ff.tree.map(lambda x: ff.pmean(x, "node"), metrics)
+
+    with pytest.raises(RanksDiffer, match="along 'node' are given unlike batches"):
+        run(ff.shard(told, MESH, "data", zero=zero))
+
     def main(example):
         init_state = lambda f: ff.init_state(f, params(), OPTIMIZER, example)  # noqa: E731
         state = init_state(step)
