@@ -106,7 +106,9 @@ class _Numbering(UnheardMode):
 # They give Python the values of a tensor, and no operator tells.
 _READERS = {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__),
-    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__repr__, Tensor.__format__),
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
+    *(Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__),
+    *(Tensor.apply_, Tensor.map_, Tensor.map2_),
 }
 
 
