@@ -81,7 +81,8 @@ def offload(
     Cost: of what is offloaded, on the device, two units' parameters at most, or one's
     and its gradients, on any number of ranks, beside the whole ones of zero 1 and 2;
     for that, on the way back, transfers run beside nothing. A step reads parameters
-    twice (at zero 1 and 2 once) and writes gradients once; an update reads and writes
+    twice (at zero 1 and 2 once) and writes gradients once (at zero=1 whole, which come
+    back to be reduced); an update reads and writes
     each moment once. On disk, blocks are taken when memory is made: under ``donate`` in
     the first step alone. Files have no names: two runs may share a folder, and a run
     that is killed leaves nothing there.
