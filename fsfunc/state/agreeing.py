@@ -158,7 +158,10 @@ def compare_programs(
     if recorder.updates and (
         apart := {a for a, n in at.mesh.axes.items() if n > 1} - known
     ):
-        _compare_batches(rest, _along(apart, at))
+        compare_batches(rest, _along(apart, at), summed=False)
+    means = {axis for h in transforms for axis in getattr(h, "axes", ())}
+    if split := over - means:
+        compare_batches(rest, _along(split, at))
     for h in handlers:
         h.ran(at)
 
@@ -167,18 +170,31 @@ def _along(axes: set[str], at: Here) -> RankGroup:
     return group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
-def _compare_batches(rest: Any, where: RankGroup) -> None:
-    """Raises where ranks that would train apart are given unlike batches."""
-    found = whole_values(*tree.flatten_with_paths(rest)[:2], where.link.notes)
+def compare_batches(rest: Any, where: RankGroup, summed: bool = True) -> None:
+    """Raises where ranks that must be given one batch are given unlike ones.
+
+    Args:
+        where: along axes that parameters are split over; or, not ``summed``, along
+            axes over which nothing is summed, whose ranks would train apart.
+    """
+    found = whole_values(
+        *tree.flatten_with_paths(rest, is_leaf=is_sharded)[:2], where.link.notes
+    )
     names = " and ".join(map(repr, where.axis))
-    title = (
-        f"the ranks along {names} are given unlike batches, and nothing in the step "
-        f"sums over {names}: their parameters would differ"
+    title = f"the ranks along {names} are given unlike batches, and " + (
+        "parameters are split over it: together they compute one batch"
+        if summed
+        else f"nothing in the step sums over {names}: their parameters would differ"
     )
     advice = (
-        f"Shard over {names} too, or say replicate={where.axis[0]!r}; give the ranks "
-        "along it one batch; or, if they are to train apart, a program of their own"
+        f"Give the ranks along {names} one batch, ff.local_batch(batch, mesh, axes) of "
+        f"the other axes; or shard over {names} too"
     )
+    if not summed:
+        advice += (
+            f", or replicate={where.axis[0]!r}; or, if they are to train apart, make "
+            "each a program of its own"
+        )
     compare([replace(found, title=title, advice=advice)], where)
 
 

@@ -21,6 +21,7 @@ from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
 from fsfunc.state.agreeing import (
     Agreement,
+    compare_batches,
     compare_programs,
     compared,
     kind_of,
@@ -153,6 +154,7 @@ def lay_out(
         at = here()
         if where := compared(at, over):
             compare([unlike_steps(said()), values()], where)
+            compare_batches(rest, where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 import fsfunc.nn as nn
 from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, refused, simulated
 from tests.probes import LiveBytes
@@ -387,10 +388,13 @@ def test_a_gate_that_nobody_averages_is_refused() -> None:
     mesh = simulated(data=2, expert=2)
     loss = ff.unit(lambda p, x: loss_of("top 2")(p, x)[0])
 
-    def main():
+    def main(example=None):
         step, x = ff.value_and_grad(loss), groups[ff.axis_index(("data", "expert"))]
         step, rules = ff.shard(step, mesh, "data"), {"experts/*": ff.Split(0, "expert")}
-        step(ff.place(step, params, x, layouts=rules), x)
+        example = x if example is None else example
+        step(ff.place(step, params, example, layouts=rules), x)
 
-    with pytest.raises(LawError, match="by 'gate' differs along \"expert\""):
+    with pytest.raises(RanksDiffer, match="along 'expert' are given unlike batches"):
         ff.spmd(main, mesh)()
+    with pytest.raises(LawError, match="by 'gate' differs along \"expert\""):
+        ff.spmd(lambda: main(groups[0]), mesh)()  # alike when it was laid out

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.nn import column_linear, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import assert_equals_one_device
@@ -45,6 +46,24 @@ def test_a_block_sends_four_sums_of_an_activation(n, dim):
     # Of one weight's gradient, and of the bias that meets split activations.
     vectors = 0 if dim is None else 2 * 2 * (n - 1) * DIM * 8 // n
     assert counts[1] - counts[0] == sums + vectors
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_ranks_that_split_a_layer_are_given_one_batch(sharded):
+    """Else each adds its part of other rows to theirs, and no shape tells."""
+    mesh = simulated(data=2, model=2)
+    loss = ff.value_and_grad(model({"model": 2}, None))
+    step = ff.shard(loss, mesh, "data") if sharded else loss
+
+    def main(axes):
+        mine = samples(int(ff.axis_index(axes)))
+        placed = ff.place(step, parameters(1), mine, layouts=LAYOUTS)
+        return step(placed, mine)[0]
+
+    with pytest.raises(RanksDiffer, match="along 'model' are given unlike batches"):
+        ff.spmd(lambda: main(("data", "model")), mesh)()
+    found = ff.spmd(lambda: main(("data",)), mesh)()
+    assert found[0] == found[1] and found[2] == found[3]
 
 
 def test_second_derivatives_are_those_of_one_device():
