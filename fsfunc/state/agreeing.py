@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from fsfunc.comm.comparison import (
     RanksDiffer,
     Section,
     compare,
+    has_values,
     unlike,
     whole_values,
 )
@@ -148,20 +148,15 @@ def compare_programs(
     if shardings := [h for h in handlers if isinstance(h, Sharding)]:
         agreement.among = group(shardings[0].axes, at)
     if same := {axis for h in handlers for axis in h.same_batch}:
-        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
-        shapes = [
-            (f"{p!r}", f"{kind_of(x)}") for p, x in found if isinstance(x, Tensor)
-        ]
-        title = f"the ranks along {sorted(same)} are given unlike batches"
-        compare([Section(title, shapes)], _along(same, at))
+        compare_batches(rest, _along(same, at), STAGES)
     known = over.union(recorder.axes, *(getattr(h, "axes", ()) for h in transforms))
     if recorder.updates and (
         apart := {a for a, n in at.mesh.axes.items() if n > 1} - known
     ):
-        compare_batches(rest, _along(apart, at), summed=False)
+        compare_batches(rest, _along(apart, at), "")
     means = {axis for h in transforms for axis in getattr(h, "axes", ())}
     if split := over - means:
-        compare_batches(rest, _along(split, at))
+        compare_batches(rest, _along(split, at), SPLIT)
     for h in handlers:
         h.ran(at)
 
@@ -170,32 +165,41 @@ def _along(axes: set[str], at: Here) -> RankGroup:
     return group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
-def compare_batches(rest: Any, where: RankGroup, summed: bool = True) -> None:
+SPLIT, STAGES = "parameters are split over it", "stages lie along it"
+
+
+def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
     """Raises where ranks that must be given one batch are given unlike ones.
 
     Args:
-        where: along axes that parameters are split over; or, not ``summed``, along
-            axes over which nothing is summed, whose ranks would train apart.
+        because: the reason why they compute one batch together; "" along axes over
+            which nothing is summed, whose ranks would train apart.
     """
-    found = whole_values(
-        *tree.flatten_with_paths(rest, is_leaf=is_sharded)[:2], where.link.notes
-    )
+    paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
+    found = whole_values(paths, leaves, where.link.notes)
+    others = [
+        (repr(p), str(kind_of(x)))
+        for p, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor) and not has_values(x)
+    ]
     names = " and ".join(map(repr, where.axis))
     title = f"the ranks along {names} are given unlike batches, and " + (
-        "parameters are split over it: together they compute one batch"
-        if summed
+        f"{because}: together they compute one batch"
+        if because
         else f"nothing in the step sums over {names}: their parameters would differ"
     )
     advice = (
         f"Give the ranks along {names} one batch, ff.local_batch(batch, mesh, axes) of "
-        f"the other axes; or shard over {names} too"
+        "the other axes"
     )
-    if not summed:
+    if because != STAGES:
+        advice += f"; or shard over {names} too"
+    if not because:
         advice += (
             f", or replicate={where.axis[0]!r}; or, if they are to train apart, make "
             "each a program of its own"
         )
-    compare([replace(found, title=title, advice=advice)], where)
+    compare([Section(title, [*found.lines, *others], advice)], where)
 
 
 def kind_of(x: Any) -> Any:

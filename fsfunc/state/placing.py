@@ -20,6 +20,7 @@ from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
 from fsfunc.state.agreeing import (
+    SPLIT,
     Agreement,
     compare_batches,
     compare_programs,
@@ -154,7 +155,7 @@ def lay_out(
         at = here()
         if where := compared(at, over):
             compare([unlike_steps(said()), values()], where)
-            compare_batches(rest, where)
+            compare_batches(rest, where, SPLIT)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)

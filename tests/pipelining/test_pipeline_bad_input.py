@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.comparison import RanksDiffer
 from tests.checks import close, held, nothing_sent, same, simulated
 from tests.pipelining.models import batch_of, chain, join, layer, parameters, through
 
@@ -361,3 +362,16 @@ def test_a_rank_with_another_batch_is_seen():
 
     with pytest.raises(Exception, match="send|receive|shape|collectives"):
         ff.spmd(main, MESH)()
+
+
+def test_ranks_that_lay_out_with_other_rows_are_refused():
+    """Of one shape: the first stage would read some, and the last compare others."""
+
+    def main(other):
+        step, rows = on(GRADIENT), batch_of(4, other * int(ff.axis_index("pipe")))
+        placed = ff.place(step, parameters(), {key: rows[key] for key in "xy"})
+        return step(placed, batch())[0].item()
+
+    with pytest.raises(RanksDiffer, match="along 'pipe' are given unlike batches"):
+        ff.spmd(lambda: main(1), MESH)()
+    assert ff.spmd(lambda: main(0), MESH)() == [chain(parameters(), batch()).item()] * 2
