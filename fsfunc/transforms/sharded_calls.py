@@ -29,7 +29,12 @@ from fsfunc.transforms.gradients import (
     kept_here,
     shown,
 )
-from fsfunc.transforms.ownership import Ownership, enter_tracked
+from fsfunc.transforms.ownership import (
+    Ownership,
+    compare_replicas,
+    enter_tracked,
+    unnamed_axes,
+)
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
@@ -56,6 +61,7 @@ class Sharding(Interpretation):
         self.min_bytes = options.min_bytes
         self.compared_whole: frozenset[Any] = frozenset()
         self.new = True  # nothing was returned as yet
+        self.returned: set[int] = set()  # the ranks whose first state was compared
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
     @property
@@ -94,7 +100,17 @@ class Sharding(Interpretation):
             out = tree.unflatten(outdef, made) if again else out
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
+            if at.rank not in self.returned and found.tracer is None:
+                self._compare_first(f, found, state, out, at)
             return out
+
+    def _compare_first(
+        self, f: Any, found: Frame, state: Sequence[Any], out: Any, at: Here
+    ) -> None:
+        """Compares the first state that a real call returns, along unnamed axes."""
+        if not (_torch.functorch_active() or _torch.fake_active()):
+            self.returned.add(at.rank)
+            compare_replicas(out, unnamed_axes(f, found.handlers, state, at), at)
 
     def entered(
         self,

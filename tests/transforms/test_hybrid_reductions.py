@@ -96,6 +96,49 @@ def test_an_axis_over_which_nothing_is_summed_wants_one_batch(zero):
         same(other, first)
 
 
+DRIFTS = {
+    "seeds, in a unit": lambda x: x,
+    "seeds": lambda x: torch.nn.functional.dropout(x, 0.5, True),
+    "draws of its own": lambda x: own_dropout(x),
+    "its place": lambda x: x * (1 + ff.axis_index("node")),
+}
+
+
+def own_dropout(x):
+    with ff.nn.own_draws("node"):
+        return torch.nn.functional.dropout(x, 0.5, True)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("why", DRIFTS)
+def test_ranks_that_a_first_step_drives_apart_are_told(zero, why):
+    """Along an axis that nothing names: by seeds, draws, or their place on it."""
+
+    @ff.unit
+    def noisy(p, x):
+        return linear(p, torch.nn.functional.dropout(x, 0.5, "unit" in why))
+
+    def loss(params, x):
+        for p in params:
+            x = DRIFTS[why](noisy(p, x))
+        return x.square().mean()
+
+    step = ff.shard(train_step(loss, OPTIMIZER), MESH, "data", zero=zero)
+
+    def main(apart):
+        batch = ff.local_batch(BATCH, MESH, "data")
+        state = ff.init_state(step, params(), OPTIMIZER, batch)
+        torch.manual_seed(MESH.rank if apart else 1)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        ff.testing.check_replicated(state.params, "node")
+
+    if "seeds" in why:
+        ff.spmd(main, MESH)(False)  # right as long as they are seeded alike
+    with pytest.raises(RanksDiffer, match="along 'node' come to unlike states"):
+        ff.spmd(main, MESH)("seeds" in why)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_bytes_over_data_are_of_each_and_over_replicas_of_one(zero):
     how = {"zero": zero, "replicate": "node"}
