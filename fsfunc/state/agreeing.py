@@ -147,6 +147,8 @@ def compare_programs(
     agreement.compared = True
     if shardings := [h for h in handlers if isinstance(h, Sharding)]:
         agreement.among = group(shardings[0].axes, at)
+        for h in shardings:
+            h.returned.discard(at.rank)  # a new state is compared anew
     if same := {axis for h in handlers for axis in h.same_batch}:
         compare_batches(rest, _along(same, at), STAGES)
     known = over.union(recorder.axes, *(getattr(h, "axes", ()) for h in transforms))
