@@ -35,7 +35,13 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
-from fsfunc.tracing.runs import Noted, NotedShard, place_without_data, without_data
+from fsfunc.tracing.runs import (
+    Noted,
+    NotedShard,
+    place_without_data,
+    shadows,
+    without_data,
+)
 from fsfunc.tracing.steadiness import NumbersGiven, check_steady
 from fsfunc.tracing.torch_calls import Reads
 
@@ -110,20 +116,17 @@ def _record(
         asked=asked,
         told=_TOLD if fake else None,
     ) as mode:
-
-        def convert(x: Any) -> Any:
-            return _torch.fake_of(mode, x) if mine and isinstance(x, Tensor) else x
-
+        if mine:
+            params, rest = shadows(mode, (params, rest), apart=True)
         # What is fake may be written: an optimizer then copies nothing.
         donated = Everything() if fake else None
         handlers = tuple(map(recorder.standing_for, f.handlers))
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
-            leaves, treedef = recorder.leaves(params, convert, splits)
-            others = tree.map(convert, rest, is_leaf=is_sharded)
+            leaves, treedef = recorder.leaves(params, splits)
             with Reads(recorder):
                 given = tree.unflatten(treedef, leaves)
-                out = fn(given, *others)
+                out = fn(given, *rest)
             recorder.carries((given,), out)
     asks(asked)
     recorder.end(asked)
@@ -168,17 +171,14 @@ class Recorder(Findings, Tracer, Watcher):
     _alive: list[Tensor] = field(default_factory=list)
 
     def leaves(
-        self,
-        params: Any,
-        convert: Callable[[Tensor], Tensor],
-        splits: Mapping[str, tuple[Split, ...]],
+        self, params: Any, splits: Mapping[str, tuple[Split, ...]]
     ) -> tuple[list[Any], Any]:
         """The leaves of what the step is given first, each :class:`Recorded`."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
-                leaves[i] = Recorded(convert(x).detach(), layout)
+                leaves[i] = Recorded(x.detach(), layout)
                 self.layouts[path] = replace(layout, parts=splits.get(path, ()))
         return leaves, treedef
 
