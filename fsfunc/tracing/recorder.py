@@ -183,7 +183,7 @@ class Recorder(Findings, Tracer, Watcher):
         return leaves, treedef
 
     def end(self, asked: set[str]) -> None:
-        """Says whether what the step did is ``plain``.
+        """Says if it was ``plain``: of a run with its backward no gradient is known.
 
         Args:
             asked: the axes along which it asked for its place.
@@ -192,8 +192,7 @@ class Recorder(Findings, Tracer, Watcher):
         taken = {path for t in self.taken for path in t.leaves}
         apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
         means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
-        known = self.forward_only and apart and not asked & means
-        self.plain = self.plain and known  # else no gradient is known
+        self.plain &= self.forward_only and apart and not asked & means
         done = "nothing" if self.plain else "something"
         self.claims.append(("done with gradients or leaves outside units", done))
 
@@ -241,11 +240,12 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
-    def touched(self, values: Any) -> None:
-        """Hears that a function of torch was called with these values, by anybody."""
+    def touched(self, args: tuple[Any, ...]) -> None:
+        """Hears that a function of torch was called with these, by anybody."""
         f = frame()
         if self.plain and not (f.path or f.in_loss):
-            leaves = tree.leaves(values, is_leaf=is_sharded)
+            one = len(args) == 1 and isinstance(args[0], Tensor)  # it asks of a tensor
+            leaves = args if one else tree.leaves(args, is_leaf=is_sharded)
             if any(map(self._is_leaf, leaves)) and not is_own_call():
                 self.plain = False
 
