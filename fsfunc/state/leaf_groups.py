@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,14 +64,16 @@ def lay_groups(
         applied: what optimizers were applied to; ``like``: see `place`.
     """
     coordinates = at.mesh.coordinates(at.rank)
-    groups: list[LeafGroup] = []
-    if recorder.handlers:  # else no unit is called, and all stay whole
-        least = 0 if sharding is None else sharding.min_bytes
-        groups = recorder.groups(least, sharding is not None)
-        if sharding is not None:
-            units = ["/".join(t.path) for t in recorder.taken]
-            sharding.cut.check_names({*units, *(p for g in groups for p in g.paths)})
-    order = [] if sharding is None else recorder.order(groups, coordinates)
+    # Ranks that share a record have leaves of the same shapes, and transforms of the
+    # same settings, but for the mesh. Where a unit call belongs to one coordinate, a
+    # rank's own tells which calls it has.
+    owners = {p.axis for t in recorder.taken for p in t.owner}
+    mine = tuple(n for a, n in coordinates.items() if a in owners)
+    key = tuple(at.mesh.axes.items()), mine
+    plan = recorder.planned.get(key)
+    if plan is None:
+        plan = recorder.planned[key] = _plan(recorder, sharding, coordinates)
+    groups = plan.groups
 
     def lay(part: PlacedGroup) -> None:
         for path in part.paths.values():
@@ -81,7 +82,7 @@ def lay_groups(
             laid = _owned(part, recorder, found, source)
         else:
             laid = _packed(
-                sharding, part, recorder, found, coordinates, source, order, stores
+                sharding, part, recorder, found, coordinates, source, plan, stores
             ).leaves()
         found.update(zip(part.paths.values(), laid, strict=True))
 
@@ -92,6 +93,33 @@ def lay_groups(
     moments = moments_like(applied, found)
     for part in _groups_like(taken, {**moments, **told_like}, whole):
         lay(part)
+
+
+@dataclass
+class _Plan:
+    """What ranks lay out alike: groups, the buffers that calls want, and layouts.
+
+    ``layouts`` are by group and by the leaves that lie as it does, made as they are
+    asked for.
+    """
+
+    groups: list[LeafGroup]
+    order: list[tuple[str, ...]]
+    layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
+
+
+def _plan(
+    recorder: Recorder, sharding: Sharding | None, coordinates: Mapping[str, int]
+) -> _Plan:
+    if not recorder.handlers:  # no unit is called, and all stay whole
+        return _Plan([], [])
+    least = 0 if sharding is None else sharding.min_bytes
+    groups = recorder.groups(least, sharding is not None)
+    if sharding is None:
+        return _Plan(groups, [])
+    units = ["/".join(t.path) for t in recorder.taken]
+    sharding.cut.check_names({*units, *(p for g in groups for p in g.paths)})
+    return _Plan(groups, recorder.order(groups, coordinates))
 
 
 def _groups_taken(
@@ -215,17 +243,14 @@ def _prefixes(path: str) -> list[str]:
     return ["/".join(parts[:k]) for k in range(len(parts) + 1)]
 
 
-def _packed(
+def _layouts(
     handler: Sharding,
     placed: PlacedGroup,
     recorder: Recorder,
     leaves: dict[str, Any],
-    coordinates: dict[str, int],
-    source: GivenLeaves,
     order: list[tuple[str, ...]],
-    stores: Stores,
-) -> FlatShard:
-    """This rank's part of whole tensors, as views of one flat buffer."""
+) -> tuple[Layout, ...]:
+    """The layouts of the leaves of a group that are laid out, side by side."""
     g = placed.group
     apart = recorder.layouts[g.paths[0]].split_axes
     axes = handler.cut.beside(apart) if handler.zero else ()
@@ -233,19 +258,37 @@ def _packed(
     shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
     names = [placed.paths.get(p, p) for p in g.paths]
     every = pack_flat(shapes, placed.dtype, names, axes, sizes, g.buffer, outer=outer)
-    layouts = tuple(
+    return tuple(
         replace(x, order=order, compute=g.compute)
         for x, p in zip(every, g.paths, strict=True)
         if p in placed.paths
     )
+
+
+def _packed(
+    handler: Sharding,
+    placed: PlacedGroup,
+    recorder: Recorder,
+    leaves: dict[str, Any],
+    coordinates: dict[str, int],
+    source: GivenLeaves,
+    plan: _Plan,
+    stores: Stores,
+) -> FlatShard:
+    """This rank's part of whole tensors, as views of one flat buffer."""
+    g, key = placed.group, (placed.group, tuple(placed.paths.items()), placed.dtype)
+    layouts = plan.layouts.get(key)
+    if layouts is None:
+        layouts = _layouts(handler, placed, recorder, leaves, plan.order)
+        plan.layouts[key] = layouts
     full = [leaves[p] for p in placed.paths.values()]
     own = {a: coordinates[a] for a in layouts[0].axes}
-    chunk = chunk_here(layouts[0], own)
+    place, chunk = layouts[0].flat, chunk_here(layouts[0], own)
     store = stores.moments if placed.copies else stores.params
     cached = handler.zero in (1, 2) and g.compute is None and not placed.copies
-    if cached and store is None:
-        whole = source.zeros(math.prod(sizes) * chunk, placed.dtype, full[0])
-        index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
+    if cached and store is None and place is not None:
+        whole = source.zeros(place.size * chunk, placed.dtype, full[0])
+        index = place.index(coordinates)
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
         whole = None

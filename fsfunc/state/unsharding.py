@@ -7,6 +7,7 @@ is the entry of a unit. `laid_like` has the ways back.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.donated import refuse_spent
-from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.layout import Layout, Region, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.plain_leaves import lay_leaf
@@ -102,9 +103,8 @@ def _gathered(x: Sharded) -> Tensor:
             local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
-    regions = [layout.region(at.mesh.coordinates(rank)) for rank in where.ranks]
-    counts = [stop - start for _, start, stop in regions]
-    size = max(counts)
+    regions = _regions(layout)
+    size = max(stop - start for _, start, stop in regions)
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
     every = sent
@@ -114,6 +114,15 @@ def _gathered(x: Sharded) -> Tensor:
     for region, row in zip(regions, every.view(len(regions), size), strict=True):
         write(full, region, row)
     return assumed(full, "A")
+
+
+@lru_cache(1024)
+def _regions(layout: Layout) -> list[Region]:
+    """Each rank's region, in the order of its axes: simulated ranks ask alike.
+
+    What makes layouts equal (shape, dtype and parts) is all that regions follow from.
+    """
+    return [layout.region(at) for at in every_coordinate(layout)]
 
 
 def _entered(x: Sharded) -> Tensor:

@@ -138,7 +138,7 @@ class Checker(Tracer, Watcher, Operators):
     def laid(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)
         if seen.kind not in PARTS and leaf.ndim > 1:
-            self.known.put(leaf._local, replace(seen, flat=True))
+            self.known.put(leaf._local, seen._replace(flat=True))
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
         y = y.clone()
@@ -174,7 +174,7 @@ class Checker(Tracer, Watcher, Operators):
                 if isinstance(x, Sharded):
                     cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
                     seen = placed(x, Kind.S if cut else Kind.I, name)
-                    self.known.meet(x._local, replace(seen, value=value))
+                    self.known.meet(x._local, seen._replace(value=value))
                 elif isinstance(x, Tensor):
                     how = laid_as(x)
                     own = i and how is None or isinstance(how, Own) or self._varies(x)
@@ -280,7 +280,7 @@ class Checker(Tracer, Watcher, Operators):
                 seen = placed(g, kind, name)
                 key = memory(g._local)
                 flat |= {key} if seen.flat else set()
-                seen = replace(seen, where=source_line(), flat=key in flat)
+                seen = seen._replace(where=source_line(), flat=key in flat)
                 self.known.put(g._local, seen)
                 if kind is Kind.I:
                     self._parameters.add(memory(x._local))

@@ -152,6 +152,7 @@ class Findings:
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where) and ``trained``. ``claims``: what else is to be the same on
     every rank. ``own_paths``: of a returned state, those of each rank's own values.
+    ``planned``: what was made of it, once for all simulated ranks that share it.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -163,6 +164,7 @@ class Findings:
     differentiated: bool = False
     own_paths: set[str] = field(default_factory=set)
     claims: list[tuple[str, str]] = field(default_factory=list)
+    planned: dict[Any, Any] = field(default_factory=dict)
 
     def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:
         """The placements of a group's leaves before they are cut to fit the buffer."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """Facts about a tensor.
 
     Args:
@@ -121,11 +119,11 @@ class Known:
             self.own.add(_torch.unwrapped(x), seen.value, seen.root, seen.what)
 
     def _told_apart(self, seen: Seen) -> Seen:
-        return seen if seen.value else replace(seen, value=next(self._numbers))
+        return seen if seen.value else seen._replace(value=next(self._numbers))
 
     def change(self, x: Tensor, **changes: Any) -> None:
         """Says something else of a tensor that is known."""
-        self.put(x, replace(self.of(x), **changes))
+        self.put(x, self.of(x)._replace(**changes))
 
     def write(self, x: Tensor, seen: Seen) -> None:
         """The same of a tensor that is written into: its type does not fall."""
@@ -136,7 +134,7 @@ class Known:
             rises = joint({before.kind, seen.kind}) is not before.kind
         again = before.kind is seen.kind is Kind.K  # another constant
         if not rises and not again:
-            seen = replace(before, value=seen.value, made_of=seen.made_of)
+            seen = before._replace(value=seen.value, made_of=seen.made_of)
         if self.seen(x) is not None:  # of which `x` may be a part
             self._seen[x] = self._told_apart(seen)
         else:
@@ -151,7 +149,7 @@ class Known:
         if before is None or before.kind is Kind.K:
             self.put(x, seen)
         elif seen.flat and not before.flat:
-            self.put(x, replace(before, flat=True))
+            self.put(x, before._replace(flat=True))
 
 
 def digest_of(x: Tensor) -> Any:
@@ -162,8 +160,7 @@ def digest_of(x: Tensor) -> Any:
         return tuple(x.shape), checksums([x])[0]
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The operator that an autograd node is of; ``trusted``: the library called it."""
 
     name: str
@@ -218,9 +215,12 @@ class Nodes:
 
 def operand(x: Tensor, seen: Seen) -> Operand:
     """A tensor of which something is known."""
-    steps = zip(x.shape, x.stride(), strict=True) if x.layout == torch.strided else ()
-    number = x.numel() == 1 or all(n == 1 or step == 0 for n, step in steps)
-    return Operand(seen.kind, number or seen.uniform, tuple(x.shape))
+    number = seen.uniform or x.numel() == 1
+    if not number:
+        dense = x.layout == torch.strided
+        steps = zip(x.shape, x.stride(), strict=True) if dense else ()
+        number = all(n == 1 or step == 0 for n, step in steps)
+    return Operand(seen.kind, number, tuple(x.shape))
 
 
 # Rows of own tensors, told by their memory
@@ -228,8 +228,7 @@ def operand(x: Tensor, seen: Seen) -> Operand:
 _SEVERAL = 4  # of fewer rows the halves are single rows too
 
 
-@dataclass(frozen=True)
-class _Own:
+class _Own(NamedTuple):
     """An own tensor in its memory: where it begins, and how its rows lie."""
 
     value: int
@@ -307,6 +306,8 @@ class OwnTensors:
 def _span(x: Tensor) -> tuple[int, int]:
     """The range of memory, in elements, that a tensor's elements lie in."""
     start = int(x.storage_offset())
+    if x.is_contiguous():
+        return start, start + x.numel()
     reach = sum(
         (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
     )

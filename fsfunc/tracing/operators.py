@@ -180,9 +180,18 @@ def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], An
 
 def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """True if an operator is given dims to work along."""
-    said = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}
-    said |= kwargs
-    return any(said.get(name) not in (None, [], ()) for name in ("dim", "dims"))
+    for i, name in _dims_of(func):
+        x = args[i] if i < len(args) else kwargs.get(name)
+        if x not in (None, [], ()):
+            return True
+    return False
+
+
+@functools.cache
+def _dims_of(func: Any) -> list[tuple[int, str]]:
+    """Which of an operator's arguments are dims to work along, and their names."""
+    names = enumerate(a.name for a in func._schema.arguments)
+    return [(i, name) for i, name in names if name in ("dim", "dims")]
 
 
 def number(x: Any) -> Any:

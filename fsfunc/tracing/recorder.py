@@ -35,7 +35,13 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
-from fsfunc.tracing.runs import Noted, NotedShard, place_without_data, without_data
+from fsfunc.tracing.runs import (
+    Noted,
+    NotedShard,
+    place_without_data,
+    shadows,
+    without_data,
+)
 from fsfunc.tracing.steadiness import NumbersGiven, check_steady
 from fsfunc.tracing.torch_calls import Reads
 
@@ -110,20 +116,17 @@ def _record(
         asked=asked,
         told=_TOLD if fake else None,
     ) as mode:
-
-        def convert(x: Any) -> Any:
-            return _torch.fake_of(mode, x) if mine and isinstance(x, Tensor) else x
-
+        if mine:
+            params, rest = shadows(mode, (params, rest), apart=True)
         # What is fake may be written: an optimizer then copies nothing.
         donated = Everything() if fake else None
         handlers = tuple(map(recorder.standing_for, f.handlers))
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
-            leaves, treedef = recorder.leaves(params, convert, splits)
-            others = tree.map(convert, rest, is_leaf=is_sharded)
+            leaves, treedef = recorder.leaves(params, splits)
             with Reads(recorder):
                 given = tree.unflatten(treedef, leaves)
-                out = fn(given, *others)
+                out = fn(given, *rest)
             recorder.carries((given,), out)
     asks(asked)
     recorder.end(asked)
@@ -168,22 +171,19 @@ class Recorder(Findings, Tracer, Watcher):
     _alive: list[Tensor] = field(default_factory=list)
 
     def leaves(
-        self,
-        params: Any,
-        convert: Callable[[Tensor], Tensor],
-        splits: Mapping[str, tuple[Split, ...]],
+        self, params: Any, splits: Mapping[str, tuple[Split, ...]]
     ) -> tuple[list[Any], Any]:
         """The leaves of what the step is given first, each :class:`Recorded`."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
-                leaves[i] = Recorded(convert(x).detach(), layout)
+                leaves[i] = Recorded(x.detach(), layout)
                 self.layouts[path] = replace(layout, parts=splits.get(path, ()))
         return leaves, treedef
 
     def end(self, asked: set[str]) -> None:
-        """Says whether what the step did is ``plain``.
+        """Says if it was ``plain``: of a run with its backward no gradient is known.
 
         Args:
             asked: the axes along which it asked for its place.
@@ -192,8 +192,7 @@ class Recorder(Findings, Tracer, Watcher):
         taken = {path for t in self.taken for path in t.leaves}
         apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
         means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
-        known = self.forward_only and apart and not asked & means
-        self.plain = self.plain and known  # else no gradient is known
+        self.plain &= self.forward_only and apart and not asked & means
         done = "nothing" if self.plain else "something"
         self.claims.append(("done with gradients or leaves outside units", done))
 
@@ -241,11 +240,12 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
-    def touched(self, values: Any) -> None:
-        """Hears that a function of torch was called with these values, by anybody."""
+    def touched(self, args: tuple[Any, ...]) -> None:
+        """Hears that a function of torch was called with these, by anybody."""
         f = frame()
         if self.plain and not (f.path or f.in_loss):
-            leaves = tree.leaves(values, is_leaf=is_sharded)
+            one = len(args) == 1 and isinstance(args[0], Tensor)  # it asks of a tensor
+            leaves = args if one else tree.leaves(args, is_leaf=is_sharded)
             if any(map(self._is_leaf, leaves)) and not is_own_call():
                 self.plain = False
 

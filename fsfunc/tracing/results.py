@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +53,7 @@ def seen_of(
     """
     forward = _torch.current_node() is None
     told = forward and not op.random
-    return replace(
-        _seen(op, kind, sources, digest),
+    return _seen(op, kind, sources, digest)._replace(
         uniform=(uniform or op.factory or op.alike) and not op.random,
         flat=forward and rows and any(x.flat for x in sources) and made.ndim == 1,
         made_of=made_of(known, op, given, made) if forward else NOTHING,
@@ -65,17 +63,15 @@ def seen_of(
 
 
 def _seen(op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any) -> Seen:
-    made = Seen(kind, f"what {op.name} made", source_line(), digest)
-    source = next((x for x in sources if x.kind is kind), None)
-    of_one = any(x.parameter or x.kind is Kind.I for x in sources)
-    if kind is Kind.A and of_one:
-        return replace(source or made, parameter=True)
-    if source is not None and kind is not Kind.K:
-        return source
-    if kind in PARTS:  # a sum over parts, which is of the same leaf
-        part = next((x for x in sources if x.kind in PARTS), made)
-        return replace(part, kind=kind)
-    return made
+    found = next((x for x in sources if x.kind is kind), None)
+    if kind in PARTS and found is None:  # a sum over parts, which is of the same leaf
+        part = next((x for x in sources if x.kind in PARTS), None)
+        found = part and part._replace(kind=kind)
+    if found is None or kind is Kind.K:
+        found = Seen(kind, f"what {op.name} made", source_line(), digest)
+    if kind is Kind.A and any(x.parameter or x.kind is Kind.I for x in sources):
+        return found._replace(parameter=True)
+    return found
 
 
 def _root(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:

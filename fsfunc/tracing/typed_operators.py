@@ -7,7 +7,7 @@ every transform of ``torch.func``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,8 +97,8 @@ class Operators(OperatorMode):
             self._captured(path[0], args, kwargs)
             return out
         written = _torch.written(func, args, kwargs)
-        made = [x for x in flat([out, written]) if isinstance(x, Tensor)]
-        if made:
+        found = flat([out, written]) if written else flat(out)
+        if made := [x for x in found if isinstance(x, Tensor)]:
             op = class_of_call(func, args, kwargs)
             self._paused = True
             try:
@@ -107,7 +107,7 @@ class Operators(OperatorMode):
                         self._note(op, row, results, bool(written), numbers)
                 else:
                     self._along = names_dims(func, args, kwargs)
-                    given = [*flat(args), *flat(kwargs)]
+                    given = flat(args) + flat(kwargs) if kwargs else flat(args)
                     self._note(op, given, made, bool(written), numbers)
             finally:
                 self._paused = False
@@ -181,7 +181,8 @@ class Operators(OperatorMode):
             self.used(x)
         read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
         sources = [self.known.of(x) for x in tensors]
-        operands = [operand(x, self.known.of(x)) for x in read]
+        known = sources[-len(read) :] if read else []
+        operands = list(map(operand, read, known))
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
         if by_user:
             self._placed(op, tensors, sources, made, view)
@@ -198,7 +199,7 @@ class Operators(OperatorMode):
             kind = self.own  # the ranks' default generators are their own
         digest = None
         if by_user and kind is not Kind.V:
-            kind, digest = self._event(op, given, tensors, kind)
+            kind, digest = self._event(op, given, tensors, sources, kind)
         numbers_alone = all(x.number for x in operands)
         seen = seen_of(
             self.known, op, kind, given, sources, made[0], digest,
@@ -206,7 +207,7 @@ class Operators(OperatorMode):
         )  # fmt: skip
         for i, y in enumerate(made):
             one = (
-                replace(seen, value=hash((seen.value, i))) if seen.value and i else seen
+                seen._replace(value=hash((seen.value, i))) if seen.value and i else seen
             )
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, one)
@@ -287,10 +288,10 @@ class Operators(OperatorMode):
         op: OperatorClass,
         given: Sequence[Any],
         tensors: Sequence[Tensor],
+        seen: Sequence[Seen],
         kind: Kind,
     ) -> tuple[Kind, Any]:
         """Notes what the ranks must agree on; what they do not is each rank's own."""
-        seen = [self.known.of(x) for x in tensors]
         if op.name in COPIES:  # a rank may make more of them
             return kind, seen[-1].digest if seen else None
         numbers = tuple(number(x) for x in given if not isinstance(x, Tensor))

@@ -23,8 +23,8 @@ them by ``tree_scale``, which takes terms back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -37,8 +37,7 @@ PARTS = frozenset({Kind.S, Kind.P, Kind.R})
 _ORDER = {Kind.K: 0, Kind.I: 1, Kind.A: 2, Kind.V: 3}
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor that an operator is given: what is known of it.
 
     Args:

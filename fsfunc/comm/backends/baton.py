@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,12 +112,19 @@ def restore(state: TorchState) -> None:
     _torch.set_compiler_stance(stance)
 
 
+def _shut() -> threading.Lock:
+    """A lock that is held already: a semaphore of none, without its Python."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Baton:
     """The ``n`` ranks of one ``spmd`` call and the baton among them."""
 
     def __init__(self, n: int):
-        self.wake = [threading.Semaphore(0) for _ in range(n)]
-        self.done = threading.Semaphore(0)
+        self.wake = [_shut() for _ in range(n)]  # each is released to one who waits
+        self.done = _shut()
         self.state = ["ready"] * n
         self.results: list[Any] = [None] * n
         self.waits: dict[int, Meeting] = {}
@@ -132,7 +140,7 @@ class Baton:
         """Passes the baton to the next rank that can run, and waits for it."""
         self.states[rank] = torch_state()
         n = len(self.state)
-        order = [(rank + k) % n for k in range(1, n + 1)]
+        order = chain(range(rank + 1, n), range(rank + 1))
         chosen = next((r for r in order if self.state[r] == "ready"), None)
         if chosen is None:
             if all(state == "done" for state in self.state):
