@@ -101,16 +101,18 @@ class Sharding(Interpretation):
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             if at.rank not in self.returned and found.tracer is None:
-                self._compare_first(f, found, state, out, at)
+                self._compare_first(f, found, args, out, at)
             return out
 
     def _compare_first(
-        self, f: Any, found: Frame, state: Sequence[Any], out: Any, at: Here
+        self, f: Any, found: Frame, args: tuple[Any, ...], out: Any, at: Here
     ) -> None:
         """Compares the first state that a real call returns, along unnamed axes."""
         if not (_torch.functorch_active() or _torch.fake_active()):
             self.returned.add(at.rank)
-            compare_replicas(out, unnamed_axes(f, found.handlers, state, at), at)
+            leaves = tree.leaves(args[:1], is_leaf=is_sharded)
+            axes = unnamed_axes(f, found.handlers, leaves, at)
+            compare_replicas(args, out, axes, at)
 
     def entered(
         self,
