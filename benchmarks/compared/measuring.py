@@ -210,14 +210,10 @@ def _sampled() -> Iterator[Callable[[], int]]:
 
 
 def import_seconds(package: str, *, after: str, runs: int, timeout: float) -> float:
-    """Median seconds of `import package` once `after` is imported, fresh each time.
-
-    Garbage is collected in between: what `after` has made is due to be walked by then,
-    in whatever comes next, and would be counted as this package's.
-    """
+    """Median seconds of `import package` once `after` is imported, fresh each time."""
     code = (
-        f"import gc, time, {after}; gc.collect(); start = time.perf_counter();"
-        f"import {package}; print(time.perf_counter() - start)"
+        f"import time, {after}; start = time.perf_counter(); import {package};"
+        "print(time.perf_counter() - start)"
     )
 
     def once() -> float:
