@@ -1,8 +1,11 @@
-"""Collectives as backends move them, along dim 0 of a rank's tensor: a row each.
+"""A table of the collectives that backends run, along dim 0 of a rank's tensor.
 
-The ledger's bytes, shapes of results, sums and extremes, types, and the rounds of an
-estimate are read off the row. A collective of one's own kind is a row here, the rows of
-its transposes in ``linear_maps``, and its public function.
+A row gives the bytes in a ledger, the shape of the result, the reduction, and the
+rounds of an estimate. To add a collective: a row here; its transpose in
+``linear_maps.TRANSPOSES``; how it moves tensors in ``linear_maps.combine`` (the
+reference, which simulated ranks run), ``backends.process_collectives`` and
+``backends.abstract``, unless it is a reduction; and its function in ``collectives``.
+One that is made of others needs none of this: see ``collective_pairs``.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fold:
-    """One tensor of several ranks', element by element.
+    """An elementwise reduction over ranks.
 
     Args:
-        name: of torch's ``ReduceOp``.
-        pair: of two tensors, with ``out=``.
-        ordered: whether it picks one by order: it has no derivative here, and complex
-            numbers have none.
+        name: that of torch's ``ReduceOp``.
+        pair: the reduction of two tensors, a function that takes ``out=``.
+        ordered: whether it compares elements, as a maximum does: then it has no
+            derivative, and takes no complex numbers.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Fold:
     ordered: bool = False
 
     def of(self, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """That of two tensors or more, in their order, which fixes the bits."""
+        """Reduces two tensors or more in rank order, which fixes the bits."""
         total = xs[0]
         for x in xs[1:]:  # of mapped tensors nothing is made in ``out``
             total = self.pair(total, x) if out is None else self.pair(total, x, out=out)
@@ -46,13 +49,13 @@ MIN = Fold("MIN", torch.minimum, ordered=True)
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective.
+    """The properties of one collective.
 
     Args:
-        sends: of n ranks, the share of its input's bytes that a rank sends.
-        rows: the power of n by which dim 0 grows: 1 joins the ranks', -1 cuts.
-        fold: what becomes of the ranks' tensors; None: they stay apart.
-        agrees: whether all ranks have one result.
+        sends: the bytes that each of n ranks sends, over those of its input.
+        rows: the power of n by which dim 0 grows: 1 concatenates, -1 splits.
+        fold: the reduction; None where the ranks' tensors are not combined.
+        agrees: whether the result is equal on all ranks.
     """
 
     sends: Callable[[int], Any]
@@ -62,11 +65,11 @@ class Operation:
 
     @property
     def all_reduces(self) -> bool:
-        """True if every rank has the whole reduction."""
+        """True if every rank receives the whole reduction."""
         return self.fold is not None and not self.rows
 
     def result_shape(self, shape: Sequence[int], n: int) -> tuple[int, ...]:
-        """The shape of a rank's result, where its parts are equal."""
+        """The shape of a rank's result, for parts of equal size."""
         if not self.rows:
             return tuple(shape)
         return (shape[0] * n if self.rows > 0 else shape[0] // n, *shape[1:])
@@ -88,10 +91,10 @@ OPERATIONS = {
     "psum_scatter": Operation(_ring, rows=-1, fold=SUM),
     "all_to_all": Operation(_ring),
     "pbroadcast": Operation(_ring, agrees=True),
-    "ppermute": Operation(lambda n: 1),  # by a source; by others nothing
+    "ppermute": Operation(lambda n: 1),  # of a source; other ranks send nothing
 }
 
 
 def is_source(pairs: Sequence[tuple[int, int]] | None, index: int) -> bool:
-    """True if a rank sends to another one: of pairs a source; without any, all do."""
+    """True if a rank sends to another: it is a source in ``pairs``, or there are none."""
     return pairs is None or any(s == index != d for s, d in pairs)
