@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes, fake_results, products
 from fsfunc.runtime.memory import BufferPool
 from tests.probes import Watch
 
@@ -239,11 +240,11 @@ def test_errors_of_the_compiler_are_told():
 
 def test_a_meta_tensor_is_a_fake_one_of_the_cpu():
     what = "plans of models on meta hold every score of their attention"
-    mode = _torch.fake_mode_of(())
+    mode = fake_modes.fake_mode_of(())
     x = torch.empty(2, 3, device="meta", requires_grad=True).t()
-    for found in (_torch.fake_of(mode, x.detach()), _under(mode, lambda: x * 1)):
+    for found in (fake_modes.fake_of(mode, x.detach()), _under(mode, lambda: x * 1)):
         assert found.device.type == "cpu" and found.shape == (3, 2), breaks(what)
-    one, other = _torch.fake_of(mode, x), _torch.fake_of(mode, x)
+    one, other = fake_modes.fake_of(mode, x), fake_modes.fake_of(mode, x)
     assert one is other and one.stride() == x.stride(), breaks(what)
 
 
@@ -263,10 +264,10 @@ def test_modes_are_seen():
 
 def test_fake_tensors_say_what_they_are():
     assert not _torch.fake_active()
-    mode = _torch.fake_mode_of([])
-    x = _torch.fake_of(mode, torch.ones(2))
-    assert isinstance(x, _torch.FakeTensor) and _torch.fake_of(mode, x) is x
-    assert _torch.fake_mode_of([x]) is mode, breaks("fake batches are refused")
+    mode = fake_modes.fake_mode_of([])
+    x = fake_modes.fake_of(mode, torch.ones(2))
+    assert isinstance(x, _torch.FakeTensor) and fake_modes.fake_of(mode, x) is x
+    assert fake_modes.fake_mode_of([x]) is mode, breaks("fake batches are refused")
     with mode:
         assert _torch.fake_active()
         with pytest.raises(Exception) as caught:
@@ -296,27 +297,27 @@ def test_products_say_what_they_multiplied():
     bias = torch.ones(4, requires_grad=True)
     what = "a pipeline makes each weight gradient in memory of its own"
     for y in x @ w, torch.addmm(bias, x, w):
-        assert _torch.kind_of(y.grad_fn) == "product", breaks(what)
-        assert torch.equal(_torch.first_factor(y.grad_fn), x), breaks(what)
-        assert _torch.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
-    assert _torch.weight_edge((x @ w.detach()).grad_fn) is None
-    assert _torch.weight_edge(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
-    assert _torch.weight_edge((x * x).grad_fn) is None
+        assert products.kind_of(y.grad_fn) == "product", breaks(what)
+        assert torch.equal(products.first_factor(y.grad_fn), x), breaks(what)
+        assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
+    assert products.weight_edge((x @ w.detach()).grad_fn) is None
+    assert products.weight_edge(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
+    assert products.weight_edge((x * x).grad_fn) is None
     kinds = [x.t().grad_fn, x.view(6).grad_fn, (x * 1).grad_fn.next_functions[0][0]]
-    found = list(map(_torch.kind_of, kinds))
+    found = list(map(products.kind_of, kinds))
     assert found == ["turn", "view", "leaf"], breaks(what)
-    assert _torch.kind_of(x.exp().grad_fn) is None
+    assert products.kind_of(x.exp().grad_fn) is None
 
 
 def test_lookups_say_what_they_looked_up():
     w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([[1, 3]])
     look, what = torch.nn.functional.embedding, "embeddings' gradients are made anew"
     y = look(rows, w)
-    assert _torch.kind_of(y.grad_fn) == "lookup", breaks(what)
-    assert torch.equal(_torch.looked_up(y.grad_fn), rows), breaks(what)
-    assert _torch.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
+    assert products.kind_of(y.grad_fn) == "lookup", breaks(what)
+    assert torch.equal(products.looked_up(y.grad_fn), rows), breaks(what)
+    assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
     for how in {"padding_idx": 1}, {"sparse": True}, {"scale_grad_by_freq": True}:
-        assert _torch.weight_edge(look(rows, w, **how).grad_fn) is None, how
+        assert products.weight_edge(look(rows, w, **how).grad_fn) is None, how
     # the engine comes to an edge that is asked for, and to no leaf that is not
     edge, came = torch.autograd.graph.get_gradient_edge(y), []
     edge.node.register_prehook(lambda grads: came.append(grads[0]))
@@ -335,7 +336,7 @@ def test_attention_on_the_cpu_has_the_names_that_are_counted():
     what = "attention, or its backward, counts for nothing"
     assert ran.seen.count(_torch.CPU_ATTENTION) == 1, breaks(what)
     assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(what)
-    q = _torch.fake_of(_torch.fake_mode_of([]), q.detach())
+    q = fake_modes.fake_of(fake_modes.fake_mode_of([]), q.detach())
     with Watch() as ran:
         attend(q, q, q)
     assert _torch.CPU_ATTENTION in ran.seen, breaks(what)
@@ -343,11 +344,11 @@ def test_attention_on_the_cpu_has_the_names_that_are_counted():
 
 def test_a_hook_on_a_leaf_is_seen():
     w = torch.ones(2, requires_grad=True)
-    assert not _torch.is_hooked(w)
+    assert not products.is_hooked(w)
     handle = w.register_hook(lambda g: g)
-    assert _torch.is_hooked(w), breaks("a pipeline passes by hooks on parameters")
+    assert products.is_hooked(w), breaks("a pipeline passes by hooks on parameters")
     handle.remove()
-    assert not _torch.is_hooked(w), breaks("gradients are added in place more rarely")
+    assert not products.is_hooked(w), breaks("gradients are added in place more rarely")
 
 
 def test_attention_on_the_cpu_has_the_name_that_is_counted():
@@ -355,8 +356,8 @@ def test_attention_on_the_cpu_has_the_name_that_is_counted():
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
-    mode = _torch.fake_mode_of([])
-    q = _torch.fake_of(mode, q)
+    mode = fake_modes.fake_mode_of([])
+    q = fake_modes.fake_of(mode, q)
     with Watch() as ran:
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert _torch.CPU_ATTENTION in ran.seen, breaks("attention counts for nothing")
@@ -451,16 +452,16 @@ def check_alike(fast, slow, mode, given, op):
 def test_quick_fakes_are_those_of_the_mode():
     quick = 0
     for op, make, rest, how in QUICK:
-        mode = _torch.fake_mode_of([])
+        mode = fake_modes.fake_mode_of([])
         with mode:
             try:
                 given = [] if make is None else [make()]
                 slow = op(*given, *rest, **how)
             except RuntimeError:  # no view of these strides
                 with pytest.raises(RuntimeError):
-                    _torch.quick_fake(mode, op, (*given, *rest), how)
+                    fake_results.quick_fake(mode, op, (*given, *rest), how)
                 continue
-            fast = _torch.quick_fake(mode, op, (*given, *rest), how)
+            fast = fake_results.quick_fake(mode, op, (*given, *rest), how)
         quick += fast is not NotImplemented
         assert fast is not NotImplemented, (op, how)
         assert type(fast) is type(slow)
@@ -471,7 +472,7 @@ def test_quick_fakes_are_those_of_the_mode():
 
 
 def test_quick_fakes_leave_the_rest_to_the_mode():
-    mode, other = _torch.fake_mode_of([]), _torch.fake_mode_of([])
+    mode, other = fake_modes.fake_mode_of([]), fake_modes.fake_mode_of([])
     with mode:
         x, on_meta = torch.ones(3), torch.ones(3, device="meta")
         constant = torch.tensor(3.0)
@@ -486,20 +487,23 @@ def test_quick_fakes_leave_the_rest_to_the_mode():
         ((x,), {"layout": torch.sparse_coo}),
         ((x,), {"pin_memory": True}),
     ):
-        found = _torch.quick_fake(mode, aten.zeros_like.default, args, how)
+        found = fake_results.quick_fake(mode, aten.zeros_like.default, args, how)
         assert found is NotImplemented, (args, how)
-    assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
-    assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
+    assert fake_results.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
+    assert (
+        fake_results.quick_fake(mode, aten.ones_like.default, (x,), {})
+        is NotImplemented
+    )
 
 
 def test_quick_answers_are_those_of_the_operators():
     kinds = [torch.ones(4, 6), torch.ones(10, 6)[2:6], torch.ones(4, 6).t()]
     kinds += [torch.ones(4, 6, dtype=torch.float64), torch.ones(())]
-    mode = _torch.fake_mode_of([])
+    mode = fake_modes.fake_mode_of([])
     for op in aten.is_same_size.default, aten._has_same_storage_numel.default:
         for x, y in itertools.product(kinds, kinds):
-            fakes = [_torch.fake_of(mode, z) for z in (x, y)]
-            assert _torch.quick_fake(mode, op, fakes, {}) == op(x, y), (op, x, y)
+            fakes = [fake_modes.fake_of(mode, z) for z in (x, y)]
+            assert fake_results.quick_fake(mode, op, fakes, {}) == op(x, y), (op, x, y)
 
 
 def wide(dtype=torch.float32):
@@ -545,7 +549,7 @@ def test_remembered_fakes_are_those_of_the_mode():
         ]
 
     for op, make, how, remembered in REMEMBERED:
-        mode = _torch.fake_mode_of([])
+        mode = fake_modes.fake_mode_of([])
         asked = []
 
         def counted(*args, op=op, asked=asked, **kwargs):
@@ -560,7 +564,7 @@ def test_remembered_fakes_are_those_of_the_mode():
             for _ in range(3):
                 given = make()
                 run = functools.partial(func, *given, **how)
-                out = _torch.fake_result(mode, run, func, given, how)
+                out = fake_results.fake_result(mode, run, func, given, how)
                 assert looks(out) == slow, (op, breaks("plans have other shapes"))
                 assert (out is given[0]) == op._schema.is_mutable
                 assert type(out) is type(op(*given, **how))
@@ -572,14 +576,14 @@ def test_a_mode_asks_the_fake_mode_below_as_torch_does():
 
     class Asking(_torch.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return _torch.result_below(func, args, kwargs or {})
+            return fake_modes.result_below(func, args, kwargs or {})
 
     def seen():
         x = torch.ones(4, 6).requires_grad_()
         y = (x @ x.t()).add_(1)[1:].sum()
         return [y, *torch.autograd.grad(y, x)]
 
-    mode = _torch.fake_mode_of([])
+    mode = fake_modes.fake_mode_of([])
     with mode:
         plain = seen()
         with Asking():
@@ -595,7 +599,7 @@ def test_a_mode_asks_the_fake_mode_below_as_torch_does():
 
 
 def test_views_of_fake_tensors_are_told():
-    mode = _torch.fake_mode_of([])
+    mode = fake_modes.fake_mode_of([])
     with mode:
         x = torch.ones(2, 3)
     for func in aten.t.default, aten.unbind.int, aten.detach.default:
@@ -610,11 +614,11 @@ def test_a_quick_fake_keeps_autograd_s_history():
 
     class Quick(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = _torch.quick_fake(mode, func, args, kwargs or {})
+            out = fake_results.quick_fake(mode, func, args, kwargs or {})
             seen.append(out is not NotImplemented)
             return func(*args, **(kwargs or {})) if out is NotImplemented else out
 
-    mode, seen = _torch.fake_mode_of([]), []
+    mode, seen = fake_modes.fake_mode_of([]), []
     with mode, Quick():
         x = torch.ones(4, 6).requires_grad_()
         y = x.t()[1:].view(5, 2, 2).select(0, 1).detach().requires_grad_()
@@ -630,23 +634,23 @@ def test_a_quick_fake_keeps_autograd_s_history():
 
 def test_the_fake_mode_that_is_on_is_found():
     assert _torch.fake_mode() is None
-    one, two = _torch.fake_mode_of([]), _torch.fake_mode_of([])
+    one, two = fake_modes.fake_mode_of([]), fake_modes.fake_mode_of([])
     with one, Watch():
         assert _torch.fake_mode() is one
         with two:
             assert _torch.fake_mode() is two
         assert _torch.fake_mode() is one
     assert _torch.fake_mode() is None
-    mode = _torch.abstract_mode()  # abstract meshes have one
-    assert _torch.abstract_mode() is mode and mode.allow_non_fake_inputs
+    mode = fake_modes.abstract_mode()  # abstract meshes have one
+    assert fake_modes.abstract_mode() is mode and mode.allow_non_fake_inputs
     with mode:
         x = torch.ones(2)
-    with _torch.abstract_mode():
+    with fake_modes.abstract_mode():
         assert (x + torch.ones(2)).shape == (2,), "tensors of two modes cannot meet"
 
 
 def test_a_device_is_told_without_an_operator():
-    with _torch.fake_mode_of([]):
+    with fake_modes.fake_mode_of([]):
         x, y = torch.ones(2), torch.ones(2, device="meta")
     with Watch(lambda func: func) as ran:
         what = "asking each fake tensor for its device makes plans slow"
@@ -683,7 +687,7 @@ def test_saved_tensors_are_those_without_hooks():
 
 def test_no_mode_sees_what_is_done_to_a_real_tensor():
     x = torch.ones(4)
-    with _torch.fake_mode_of([]):
+    with fake_modes.fake_mode_of([]):
         fake = torch.ones(4)
         with _torch.beneath_modes(x):
             part = x[1:]
@@ -709,10 +713,10 @@ def test_devices_that_cannot_run_are_refused():
     if torch.cuda.is_available():
         pytest.skip("this torch can run them")
     for device in "cpu", "meta":
-        _torch.check_device(torch.device(device))
+        fake_modes.check_device(torch.device(device))
     with pytest.raises(Exception, match="cuda"):
-        _torch.check_device(torch.device("cuda"))
-    with _torch.fake_mode_of([]), pytest.raises(Exception, match="cuda"):
+        fake_modes.check_device(torch.device("cuda"))
+    with fake_modes.fake_mode_of([]), pytest.raises(Exception, match="cuda"):
         torch.ones(2, device="cuda").requires_grad_()
 
 
@@ -766,7 +770,7 @@ def test_fakes_that_are_forgotten_can_be_swapped():
     with mode:
         linear = torch.nn.Linear(2, 2)
         weight = linear.weight
-        _torch.forget_fakes(mode)
+        fake_modes.forget_fakes(mode)
         what = "a module cannot be converted within an init function"
         assert not weakref.getweakrefs(weight), breaks(what)
 
@@ -790,13 +794,13 @@ def test_where_a_backward_starts_is_told():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_fakes_do_need_not_be_remembered():
     """Twice, as the second time torch would hand out what it remembers."""
-    mode = _torch.fake_mode_of(())
+    mode = fake_modes.fake_mode_of(())
 
     def slopes(x):
         return torch.func.vmap(torch.func.jacfwd(lambda x: torch.tanh(x @ x)))(x)
 
     for _ in range(2):
-        with mode, _torch.remembering_nothing(mode):
+        with mode, fake_modes.remembering_nothing(mode):
             assert slopes(torch.ones(3, 2)).shape == (3, 2)
             what = "a step with forward mode in it cannot be recorded twice"
             assert not mode.cache_enabled, breaks(what)
@@ -866,8 +870,8 @@ def test_who_asks_for_a_value_is_told():
 
 
 def test_fakes_that_refuse_may_be_quiet(caplog):
-    mode = _torch.fake_mode_of(())
-    with mode, _torch.quiet_fakes(), pytest.raises(RuntimeError):
+    mode = fake_modes.fake_mode_of(())
+    with mode, fake_modes.quiet_fakes(), pytest.raises(RuntimeError):
         torch.ones(3) * torch.ones(4)
     what = "a step that raises is logged by torch as it is tried"
     assert not caplog.records, breaks(what)
@@ -957,7 +961,7 @@ def test_fakes_know_the_product_of_groups(dtype):
         every = [y, *grads, odd, pairs]
         return [(x.shape, x.stride(), x.dtype, x.device) for x in every]
 
-    with _torch.fake_mode_of(()):
+    with fake_modes.fake_mode_of(()):
         fake = found()
     what = "a model with experts cannot be recorded"
     assert fake == found(), breaks(what)

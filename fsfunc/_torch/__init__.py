@@ -2,9 +2,14 @@
 
 Everything here was written against torch 2.13 and runs on 2.11.
 
-internals.py graph.py   of storages, modules and the like; of the autograd graph
-dispatch.py functorch.py   modes and operators; levels
-fake_modes.py fake_results.py   fake tensors; results of theirs, faster
+internals.py graph.py   storages, modules, the compiler; the autograd graph
+dispatch.py functorch.py   modes and operators; levels of torch.func
+fake_tensors.py     which tensors are fake
+
+Not exported here, as few modules use them:
+
+fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
+products.py         nodes of matrix products and lookups in the autograd graph
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,24 +33,11 @@ from fsfunc._torch.dispatch import (
     value_of,
     written,
 )
-from fsfunc._torch.fake_modes import (
-    abstract_mode,
-    check_device,
+from fsfunc._torch.fake_tensors import (
     device_of,
-    device_of_fake,
     fake_active,
     fake_mode,
-    fake_mode_of,
-    fake_of,
-    forget_fakes,
     is_data_dependent,
-    quiet_fakes,
-    remembering_nothing,
-    result_below,
-)
-from fsfunc._torch.fake_results import (
-    fake_result,
-    quick_fake,
 )
 from fsfunc._torch.functorch import (
     beneath_functorch,
@@ -66,22 +58,15 @@ from fsfunc._torch.functorch import (
     unwrapped,
 )
 from fsfunc._torch.graph import (
-    KINDS,
     LOOKING,
     current_node,
-    first_factor,
     function_around,
     function_under_func,
     graph_nodes,
-    has_two_products,
     hook_residuals,
     hook_saved,
-    is_hooked,
     keeps_graph,
-    kind_of,
     last_saving,
-    leaf_behind,
-    looked_up,
     next_sequence_number,
     output_shape,
     reaches_leaves,
@@ -90,7 +75,6 @@ from fsfunc._torch.graph import (
     saving_function,
     seeds_a_backward,
     sequence_number,
-    weight_edge,
 )
 from fsfunc._torch.internals import (
     compiler_at_work,

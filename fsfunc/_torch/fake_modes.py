@@ -1,4 +1,4 @@
-"""The mode of fake tensors, and what is asked of it."""
+"""Modes of fake tensors: made, with faster rules of their own, and their results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsfunc._torch.dispatch import GROUPED_PRODUCT, arguments_of
 from fsfunc._torch.fake_results import CPU, fake_result
+from fsfunc._torch.fake_tensors import device_of
 
 
 class HereFakeMode(FakeTensorMode):
@@ -160,17 +161,6 @@ def abstract_mode() -> FakeTensorMode:
     return _new_fake_mode()
 
 
-def fake_mode() -> FakeTensorMode | None:
-    """The fake tensor mode that is on in this thread, if one is."""
-    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
-    return next((m for m in reversed(stack) if isinstance(m, FakeTensorMode)), None)
-
-
-def fake_active() -> bool:
-    """True if a fake tensor mode is on in this thread."""
-    return fake_mode() is not None
-
-
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """``x`` without its data."""
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
@@ -179,22 +169,6 @@ def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
 def device_of_fake(x: Tensor) -> torch.device:
     """The device of a tensor's fake one: see ``_take_meta_for_cpu``."""
     return CPU if x.device.type == "meta" else x.device
-
-
-def device_of(x: Tensor) -> torch.device:
-    """``x.device``, without the operator that a fake tensor runs to tell it."""
-    return x.fake_device if isinstance(x, FakeTensor) else x.device
-
-
-def is_data_dependent(error: BaseException) -> bool:
-    """True if ``error`` is a fake tensor refusing to tell a value."""
-    return isinstance(
-        error,
-        (
-            fake_tensor.DataDependentOutputException,
-            fake_tensor.DynamicOutputShapeException,
-        ),
-    )
 
 
 def remembering_nothing(mode: FakeTensorMode) -> Any:

@@ -21,8 +21,9 @@ from fsfunc.checkpoint.parsing import Wrong, check_path
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
-from fsfunc.sharded.layout import Coordinates, Layout, stacked
+from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.packed_layouts import stacked
 from fsfunc.sharded.placements import describe
 from fsfunc.sharded.slices import Box, boxes
 

@@ -27,13 +27,13 @@ from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
-from fsfunc.runtime.memory import is_held
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
-from fsfunc.sharded.donated import overlaps, refuse_spent, spend
+from fsfunc.sharded.donated import is_held, overlaps
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
+from fsfunc.sharded.spent import refuse_spent, spend
 
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "

@@ -40,7 +40,7 @@ from fsfunc.comm.collectives import pmax
 from fsfunc.comm.comparison import Section, checksums, difference
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here
-from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.spent import refuse_spent
 
 _ADVICE = (
     "Every rank saves the same paths, shapes, dtypes and values. A number that is each "

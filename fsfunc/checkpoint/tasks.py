@@ -27,7 +27,7 @@ from fsfunc.checkpoint.stored import (
     StoredTensor,
 )
 from fsfunc.comm.mesh import Here
-from fsfunc.runtime.memory import hold
+from fsfunc.sharded.donated import hold
 from fsfunc.transforms.donation import version
 
 

@@ -96,5 +96,5 @@ OPERATIONS = {
 
 
 def is_source(pairs: Sequence[tuple[int, int]] | None, index: int) -> bool:
-    """True if a rank sends to another: it is a source in ``pairs``, or there are none."""
+    """True if a rank sends to another: a source of ``pairs``, or any without pairs."""
     return pairs is None or any(s == index != d for s, d in pairs)

@@ -19,7 +19,6 @@ from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
 from fsfunc.runtime.scopes import refuse_compiled
-from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.inputs import check_function
 
 
@@ -185,7 +184,7 @@ class Frame:
         path: names of the units around us; ``numbers``: which call each one was.
         casts: the dtypes that ``precision`` asked for, if any.
         compiler: says by ``of(call)`` which function runs for a unit's, under ``jit``.
-        donated: the memory of the state that may be written in place, if any.
+        donated: the `Donation` of the state that may be written in place, if any.
         tracer: looks on while a step is recorded, checked, or planned.
         in_loss: how many gradient calls are around us.
         whole: whether a unit around us gathered all of its parameters (see ``unit``).
@@ -205,7 +204,7 @@ class Frame:
     counter: Counter = field(default_factory=Counter)
     casts: Casts | None = None
     compiler: Any = None
-    donated: Donation | None = None
+    donated: Any = None
     tracer: Tracer | None = None
     in_loss: int = 0
     whole: bool = False

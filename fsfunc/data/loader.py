@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
 from fsfunc.data.dataset import BatchDataset, Order, Share
@@ -200,7 +201,7 @@ class Batches(Iterator[Any]):
             self._epoch, self._batch = self._epoch + 1, 0
         if mode is None:
             return batch
-        fake = lambda x: _torch.fake_of(mode, x) if isinstance(x, Tensor) else x  # noqa: E731
+        fake = lambda x: fake_modes.fake_of(mode, x) if isinstance(x, Tensor) else x  # noqa: E731
         return tree.map(fake, batch)
 
     def epoch(self) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsfunc import _torch
+from fsfunc._torch import products
 from fsfunc.interop.stubs import hook_tables
 
 
@@ -120,7 +121,7 @@ def _check_tensor(name: str, x: Tensor) -> None:
             f"{name!r} is a {type(x).__name__}, sharded already: give the module "
             "before fully_shard or parallelize_module"
         )
-    if _torch.is_hooked(x) or getattr(x, "_post_accumulate_grad_hooks", None):
+    if products.is_hooked(x) or getattr(x, "_post_accumulate_grad_hooks", None):
         raise TypeError(
             f"{name!r} has a hook, which no transform would run: change the gradients "
             "that value_and_grad returns"

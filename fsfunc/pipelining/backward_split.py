@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc import _torch
+from fsfunc._torch import products
 from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.memory import BufferPool
@@ -112,7 +113,7 @@ class SplitBackward:
             user, group = next(iter(by_user)), group_of[c]
             if group.crossed:
                 continue
-            parted = hasattr(user, "pull_recomputed") or _torch.has_two_products(user)
+            parted = hasattr(user, "pull_recomputed") or products.has_two_products(user)
             if len(by_user) == 1 and parted:
                 late[user] += dict.fromkeys(by_user[user])
                 group.users.add(user)

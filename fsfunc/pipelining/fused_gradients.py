@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fsfunc import _torch
+from fsfunc._torch import products
 from fsfunc.runtime.memory import BufferPool
 
 
@@ -53,9 +53,9 @@ class Addition:
         (g,) = grads
         if g is None:
             return _nothing
-        if _torch.kind_of(self.node) == "lookup":
-            return partial(self._rows, _torch.looked_up(self.node), g)
-        return partial(self._product, _torch.first_factor(self.node), g)
+        if products.kind_of(self.node) == "lookup":
+            return partial(self._rows, products.looked_up(self.node), g)
+        return partial(self._product, products.first_factor(self.node), g)
 
     @torch.no_grad()
     def _product(self, x: Tensor, g: Tensor) -> None:
@@ -86,20 +86,20 @@ def _nothing() -> None:
 
 def addition(node: Any, pool: BufferPool) -> Addition | None:
     """The addition of ``node`` to a parameter: of a product with it, or a lookup."""
-    edge = _torch.weight_edge(node)
+    edge = products.weight_edge(node)
     if edge is None:
         return None
     between: list[Any] = []
     turned, (below, _) = False, edge
-    while below is not None and _torch.kind_of(below) in ("turn", "view"):
-        if _torch.kind_of(below) == "turn":
-            if between or _torch.kind_of(node) == "lookup":
+    while below is not None and products.kind_of(below) in ("turn", "view"):
+        if products.kind_of(below) == "turn":
+            if between or products.kind_of(node) == "lookup":
                 return None
             turned = True
         between.append(below)
         below = below.next_functions[0][0]
     leaf = None if below is None else getattr(below, "variable", None)
-    if leaf is None or not leaf.is_contiguous() or _torch.is_hooked(leaf):
+    if leaf is None or not leaf.is_contiguous() or products.is_hooked(leaf):
         return None
     if leaf.grad is not None and not leaf.grad.is_contiguous():
         return None
@@ -151,7 +151,7 @@ def _alone(
     """The additions to parameters that nothing else in the graph reads."""
     wanted = {id(p) for p in parameters}
     users: dict[Any, int] = dict.fromkeys(roots, 1)
-    stack, nodes, kinds = list(users), [], _torch.KINDS
+    stack, nodes, kinds = list(users), [], products.KINDS
     while stack:
         node = stack.pop()
         if kinds[type(node)] in ("product", "lookup"):

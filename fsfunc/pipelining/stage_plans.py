@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsfunc import _torch
+from fsfunc._torch import fake_modes
 from fsfunc.pipelining.balanced_cuts import balance
 from fsfunc.tracing.programs import Origins, Program, Spec, Value
 
@@ -80,7 +81,7 @@ class Cut:
     @cached_property
     def stand_ins(self) -> tuple[tuple[Any, ...], ...]:
         """For each call the leaves of its output, without data."""
-        mode = _torch.fake_mode_of(())
+        mode = fake_modes.fake_mode_of(())
 
         def stand_in(x: Any) -> Any:
             if not isinstance(x, Spec):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.execution_context import running
@@ -127,7 +128,7 @@ class Observer(Tracer, OperatorMode):
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not (self.strangers or self.paused or func is _CONSTANT):
             self._close_over((*args, *kwargs.values()))
-        out = _torch.result_below(func, args, kwargs)
+        out = fake_modes.result_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
             if self.strangers or not _torch.is_view(func, args):
                 self._note(func, args, kwargs, out)
@@ -198,7 +199,7 @@ class Observer(Tracer, OperatorMode):
                 self._close_over(x)
             elif isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
                 if mode is not None and self._closed.get(x) is None:
-                    self._closed[x] = fake = _torch.fake_of(mode, x)
+                    self._closed[x] = fake = fake_modes.fake_of(mode, x)
                     self.book.take(fake, "", "", "")
 
     # Bodies of units

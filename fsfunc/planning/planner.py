@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
@@ -24,9 +25,9 @@ from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
 from fsfunc.runtime.scopes import uncollected
-from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.spent import refuse_spent
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
@@ -197,7 +198,7 @@ def _planned(
 def _check_devices(values: Any) -> None:
     for x in tree.leaves(values):
         if isinstance(x, Tensor):
-            _torch.check_device(_torch.device_of(x))
+            fake_modes.check_device(_torch.device_of(x))
 
 
 def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:

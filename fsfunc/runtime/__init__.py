@@ -1,10 +1,10 @@
-"""The process: scopes, generators, buffers, memory spaces, compiled functions.
+"""State of the process: context managers, generators, pools of memory, memory spaces.
 
-scopes.py           a context variable, no collector, no compiled functions, for a block
-generators.py       random states, kept and put back; seeds
-memory.py           purposes of memory; its pages; what no step may write; facts by
-                    storage, gone with it; buffers that are used in turn
-memory_spaces.py    the device's memory, the host's, mapped files
-block_codes.py      numbers in 8 bits, by blocks that share a scale
+scopes.py           context managers for a variable, the collector, compiled functions
+generators.py       states of random generators, saved and restored; seeds
+memory.py           pools of buffers; tables by storage; the kinds of memory in a plan
+memory_spaces.py stores.py   where a tensor is stored; the host's memory, mapped files
+pages.py            pages of memory, allocated and advised
+block_codes.py      numbers in 8 bits, in blocks that share a scale
 random_blocks.py    random numbers of which any range can be drawn alone
 """

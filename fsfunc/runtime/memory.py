@@ -1,13 +1,9 @@
-"""Memory: its purposes, its pages, facts about it, what is saved, buffers in turn."""
+"""Memory: pools of buffers, tables by storage, and kinds of memory for counters."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,102 +18,38 @@ from fsfunc import _torch
 from fsfunc.runtime.scopes import Scoped
 
 KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
-OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
-NO_MEMORY = "no memory"  # of stand-ins: what is computed of them costs nothing either
+OFFLOADED = "offloaded"  # not on the device, so it is not counted
+NO_MEMORY = "no memory"  # of placeholders, and of what is computed from them
 
 _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
 
 def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
-    """Tells a counter the kind of the memory of ``tensors``, if there is one."""
+    """Tells the counter in force, if any, the kind of the memory of ``tensors``."""
     counter = _COUNTER.get()
     if counter is not None:
         counter.count_as(kind, tensors)
 
 
 def has_no_memory(x: Tensor) -> bool:
-    """True if a counter was told so of ``x``, or of what it was computed from."""
+    """True if the counter in force takes ``x`` for a placeholder."""
     counter = _COUNTER.get()
     return counter is not None and counter.has_no_memory(x)
 
 
 def counting(counter: Any) -> Scoped:
-    """Inside, ``counter.count_as(kind, tensors)`` hears what memory is for."""
+    """Inside, ``counter.count_as(kind, tensors)`` is told the kinds of memory."""
     return Scoped(_COUNTER, counter)
-
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-
-
-@functools.cache
-def _madvise() -> Any:
-    try:
-        return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-    except (OSError, AttributeError):
-        return None
-
-
-def populate(x: Tensor) -> None:
-    """Takes the pages of ``x``, which will be written next, at once.
-
-    A fault for each page of 4 KiB is a third of the time in which fresh memory is
-    filled with random numbers; taken together they cost a fifth less. Nothing happens
-    where the system does not know how, or ``x`` is not on the CPU.
-    """
-    advise(x, _POPULATE_WRITE)
-
-
-def advise(x: Tensor, how: int) -> None:
-    """Tells the system ``how`` the pages that ``x`` fills will be used."""
-    madvise = _madvise()
-    if madvise is None or x.device.type != "cpu" or not x.is_contiguous():
-        return
-    first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), how)
-
-
-_held: Counter[int] = Counter()
-_lock = Lock()
-
-
-def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Holds the memory of ``tensors`` until the function returned is called.
-
-    A donated step leaves held memory as it is and makes a new state, as the pure step
-    does. The caller keeps the tensors alive.
-    """
-    keys = {_torch.storage_key(x) for x in tensors}
-    with _lock:
-        _held.update(keys)
-
-    def release() -> None:
-        with _lock:
-            _held.subtract(keys)
-            for key in keys:
-                if not _held[key]:
-                    del _held[key]
-            keys.clear()
-
-    return release
-
-
-def is_held(tensors: Iterable[Tensor]) -> bool:
-    """True if any of ``tensors`` lies in held memory."""
-    return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)
 
 
 Fact = TypeVar("Fact")
 
 
 class StorageTable(Generic[Fact]):
-    """Facts by storage: views share one, and it goes when the storage is freed.
-
-    An address may be another storage's afterwards, which begins without a fact.
+    """A table by storage: views share an entry, which goes when the storage is freed.
 
     Args:
-        freed: is called with the fact of each storage that is freed.
+        freed: is called with the entry of each storage that is freed.
     """
 
     def __init__(self, freed: Callable[[Fact], Any] = lambda fact: None):
@@ -126,7 +58,7 @@ class StorageTable(Generic[Fact]):
         self._alive: dict[int, weakref.ref] = {}
 
     def get(self, x: Tensor) -> Fact | None:
-        """The fact of a tensor's storage, if there is one."""
+        """The entry of a tensor's storage, or None."""
         return self.facts.get(_torch.storage_key(_torch.unwrapped(x)))
 
     def __setitem__(self, x: Tensor, fact: Fact) -> None:
@@ -138,21 +70,20 @@ class StorageTable(Generic[Fact]):
         self.facts[key] = fact
 
     def _forget(self, key: int, gone: Any) -> None:
-        if self._alive.get(key) is gone:  # else its address is another one's by now
+        if self._alive.get(key) is gone:  # else the address is another storage's by now
             del self._alive[key]
             self.freed(self.facts.pop(key))
 
 
 class BufferPool:
-    """Buffers that are handed out again once nothing else holds them (CPU only).
+    """A pool of buffers for gathers and reductions (CPU only).
 
-    A fresh buffer costs page faults, at each gather and reduction anew. A buffer is
-    free when the pool's own handle is the last one on its storage, so nobody has to
-    give anything back, and nothing is taken away from a tensor that still lives. CUDA's
-    allocator does the like by itself.
+    A new buffer costs page faults. A buffer of the pool is free when the pool has the
+    last handle on its storage: so nothing has to be returned, and no tensor that lives
+    loses its memory. On CUDA torch's caching allocator does this.
 
-    With ``poison`` a buffer that is handed out, or let go of, is filled with NaN, for
-    tests.
+    With ``poison``, for tests, a buffer is filled with NaN when it is handed out and
+    when it is dropped.
     """
 
     poison = False
@@ -169,7 +100,7 @@ class BufferPool:
         if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)
         size = count * dtype.itemsize
-        # What lasts longer than an inference_mode around is read by autograd then.
+        # Autograd may read a buffer after an inference_mode around this has ended.
         with self._lock, torch.inference_mode(False):
             best, spare = None, []
             for i, storage in enumerate(self.storages):
@@ -196,7 +127,7 @@ class BufferPool:
         return found
 
     def trim(self, keep: int) -> None:
-        """Lets go of free buffers, but for the ``keep`` largest."""
+        """Frees unused buffers, but for the ``keep`` largest."""
         with self._lock:
             if len(self.storages) <= keep:
                 return
@@ -207,14 +138,14 @@ class BufferPool:
             self.storages = [*kept, *free[:keep]]
 
     def spoil(self, buffer: Tensor) -> None:
-        """Fills ``buffer`` with NaN under ``poison``, unless it is still held."""
+        """Fills ``buffer`` with NaN under ``poison``, unless it has other uses."""
         if self.poison and _torch.storage_uses(buffer) <= 2:
             buffer.view(torch.uint8).fill_(255)
 
 
 @contextmanager
 def fresh_buffers() -> Iterator[None]:
-    """Inside, each buffer is made anew: for who tells values apart by their memory."""
+    """Inside, no buffer is used again: for recorders, which know values by storage."""
     BufferPool.fresh += 1
     try:
         yield
@@ -226,5 +157,5 @@ _POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()
 
 
 def pool_of(mesh: Any, rank: int) -> BufferPool:
-    """The memory of one rank of a mesh, for as long as the mesh is there."""
+    """The pool of one rank of a mesh, which lives as long as the mesh."""
     return _POOLS.setdefault(mesh, {}).setdefault(rank, BufferPool())

@@ -1,17 +1,16 @@
-"""Memory spaces: the device's own memory, the host's, and mapped files.
+"""Memory spaces: the device's own memory, and stores that tensors are offloaded to.
 
-The space of a tensor is a property of its storage, fake ones too: :func:`space_of`
-tells it. Where a buffer is computed with its space fetches it, ``fetch``; what takes
-its place is put back, ``put``. To the device's own space both are nothing, so code that
-moves buffers need not ask where they are.
+The space of a tensor is a property of its storage, also of a fake one: see
+:func:`space_of`. Its ``fetch`` copies a buffer to the device before it is computed
+with, and its ``put`` copies the result back. In the device's own space both return
+what they are given, so code that moves buffers need not ask where these are.
+
+To offload to something else, derive from :class:`Store`; `stores` has two.
 """
 
 from __future__ import annotations
 
 import copy
-import mmap
-import os
-import tempfile
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,17 +21,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.memory import OFFLOADED, StorageTable, advise, count_as
+from fsfunc.runtime.memory import OFFLOADED, StorageTable, count_as
 from fsfunc.runtime.scopes import Scoped
 
 
 class Store:
-    """Memory beside the device that computes; ``offload`` takes one in any place.
+    """Memory outside the device that computes: an argument of ``offload``.
 
-    The host's and a folder's disk are two. One of your own derives from this and says
-    ``allocate``, and holds nothing of what that gave, or nobody frees it; what is
-    fetched and put back is copied as between any two tensors.
-    ``kind`` names it alike on all ranks.
+    To define one, derive from this class and implement ``allocate``, which must keep no
+    reference to what it returns, or that is never freed. Tensors are copied from and
+    to it as between any two tensors. ``kind`` names it, equally on all ranks.
 
     >>> import torch, fsfunc as ff
     >>> class Shared(ff.Store):
@@ -60,17 +58,17 @@ class Store:
         return self.kind or type(self).__name__
 
     def check(self) -> None:
-        """Raises where nothing can be kept here.
+        """Raises if nothing can be stored here.
 
         Raises:
             OSError: names the place, and the way out.
         """
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``[count]`` elements here, at the start of memory of their own.
+        """A new tensor ``[count]`` in this store, at offset 0 of its own storage.
 
         Args:
-            device: computes with what is kept in them.
+            device: the device that computes with it.
 
         Raises:
             OSError: there is no room.
@@ -78,10 +76,10 @@ class Store:
         raise NotImplementedError(f"{type(self).__name__} is a Store without allocate")
 
     def read_ahead(self, x: Tensor) -> None:
-        """Hears that ``x``, which is here, will be read soon."""
+        """Called some time before ``x``, a tensor of this store, is read."""
 
     def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """``[count]`` elements that lie here and are computed with on ``device``."""
+        """A new tensor ``[count]`` in this store, computed with on ``device``."""
         device = torch.device(device)
         if _torch.fake_active() or device.type == "meta" or not count:
             on = "meta" if device.type == "meta" else "cpu"
@@ -92,7 +90,7 @@ class Store:
         return Offloaded(self, device).mark(found)
 
     def _check_new(self, x: Any, count: int, dtype: torch.dtype) -> None:
-        """Raises where ``allocate`` gave something else than new memory."""
+        """Raises if ``allocate`` returned something else than new memory."""
         said, asked = _described(x), f"{dtype}[{count}]"
         if isinstance(x, Tensor) and x.dtype == dtype and x.shape == (count,):
             strange = x.requires_grad or x.is_inference() or not x.is_contiguous()
@@ -105,15 +103,15 @@ class Store:
         )
 
     def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """The same, in memory that is handed out again once it is free."""
+        """The same, from a pool of this store's memory."""
         if _torch.fake_active() or torch.device(device).type == "meta":
             return self.empty(count, dtype, device)
         size = count * dtype.itemsize
         with self._lock:
             for asked, storage in self._spare:
                 if asked == size and _torch.uses_of(storage._cdata) == 1:
-                    return _over(storage, count, dtype)
-            # Marked as another one's: a mark that led here would keep all of it alive.
+                    return over_storage(storage, count, dtype)
+            # Of a twin: a mark that refers to this store would keep its pool alive.
             if self._twin is None:
                 self._twin = copy.copy(self)
                 self._twin._begin()
@@ -124,108 +122,38 @@ class Store:
 
 
 def _described(x: Any) -> str:
-    """A tensor's dtype and shape, or what else something is."""
+    """A tensor's dtype and shape, or the name of a type."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-class HostMemory(Store):
-    """The host's memory, pinned where the device is a GPU."""
-
-    kind = "host"
-
-    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-class Folder(Store):
-    """A folder's disk.
-
-    Memory is a file of its own that is mapped, whose blocks are taken at once (or a
-    write into memory would find the disk full, and kill the process), and which has no
-    name any more: no two ranks, processes or runs can meet in it, whatever they call
-    their folder, nothing is left behind by a run that is killed, and whoever deletes
-    the folder takes nothing away from a state.
-
-    Args:
-        path: it is made where it is not there.
-    """
-
-    kind = "disk"
-
-    def __init__(self, path: str | os.PathLike):
-        self.path = os.path.abspath(os.fspath(path))
-
-    def __str__(self) -> str:
-        return self.path
-
-    def check(self) -> None:
-        try:
-            os.makedirs(self.path, exist_ok=True)
-        except OSError as error:
-            raise self._said(error, "keeps memory in this folder") from error
-        self._mapped(mmap.PAGESIZE)
-
-    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return _over(self._mapped(count * dtype.itemsize), count, dtype)
-
-    def read_ahead(self, x: Tensor) -> None:
-        advise(x, mmap.MADV_WILLNEED)
-
-    def _mapped(self, size: int) -> torch.UntypedStorage:
-        """A file's ``size`` bytes, all zero."""
-        path = None
-        try:
-            file, path = tempfile.mkstemp(prefix="offload-", dir=self.path)
-            try:
-                os.posix_fallocate(file, 0, size)
-            finally:
-                os.close(file)
-            made = torch.UntypedStorage.from_file
-            return made(path, shared=True, nbytes=size)  # pyright: ignore
-        except (OSError, RuntimeError) as error:
-            raise self._said(error, f"takes {size} bytes of its disk") from error
-        finally:
-            if path is not None:
-                os.unlink(path)
-
-    def _said(self, error: Exception, what: str) -> OSError:
-        return OSError(
-            getattr(error, "errno", None) or 0,
-            f"offload to {self.path!r} {what}, and cannot: "
-            f"{getattr(error, 'strerror', None) or error}. Make room there and go on "
-            "from the state that the step was given, or save that and give offload "
-            'a folder on another disk, or "host"',
-        )
-
-
 class MemorySpace:
-    """The memory of the device that computes: where tensors are unless offloaded."""
+    """The memory of the device that computes: the space of tensors by default."""
 
     offloaded = False
-    kind = ""  # what a store calls itself
+    kind = ""  # that of its store
 
     def on_device(self, x: Tensor) -> Tensor:
-        """``x``, or an empty tensor like it, on the device that computes with it."""
+        """``x``, or an empty tensor of its dtype, on the device that computes."""
         return x
 
     def fetch(
         self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """``x`` on the device, in ``dtype``: in ``out`` or new memory if it moves."""
+        """``x`` on the device, in ``dtype``; a copy goes to ``out`` if it is given."""
         return x if dtype is None else x.to(dtype)
 
     def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``x`` in this space, in ``dtype``; if it moves, in memory from a pool."""
+        """``x`` in this space, in ``dtype``; a copy lies in memory of a pool."""
         return x if dtype is None else x.to(dtype)
 
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Uninitialized pooled memory here, by default of the dtype of ``x``."""
+        """An uninitialized tensor here, from a pool, by default of ``x``'s dtype."""
         return x.new_empty(shape, dtype=dtype)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
-        """Memory like ``x`` here; ``scratch`` is handed out again later."""
+        """An uninitialized tensor like ``x`` here; from a pool if it is ``scratch``."""
         return torch.empty_like(x)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -237,10 +165,10 @@ class MemorySpace:
         return x.clone()
 
     def read_ahead(self, x: Tensor) -> None:
-        """Says that ``x`` will be read soon: the system reads files meanwhile."""
+        """Announces that ``x`` will be read soon, so that files can be read ahead."""
 
     def mark(self, x: Tensor) -> Tensor:
-        """``x``, of which it is noted that it is here."""
+        """Records that the storage of ``x`` is in this space; returns ``x``."""
         return x
 
 
@@ -249,7 +177,7 @@ _DEVICE = MemorySpace()
 
 @dataclass(frozen=True, eq=False)
 class Offloaded(MemorySpace):
-    """A store beside the device on which its tensors are computed with."""
+    """The space of tensors in a store, together with the device that computes."""
 
     store: Store
     device: torch.device
@@ -309,7 +237,9 @@ _SPACES = StorageTable[Offloaded]()
 _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 
 
-def _over(storage: torch.UntypedStorage, count: int, dtype: torch.dtype) -> Tensor:
+def over_storage(
+    storage: torch.UntypedStorage, count: int, dtype: torch.dtype
+) -> Tensor:
     empty = torch.empty(0, dtype=dtype)
     return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
@@ -320,17 +250,17 @@ def any_offloaded() -> bool:
 
 
 def space_of(x: Tensor) -> MemorySpace:
-    """The space in which ``x`` is."""
+    """The memory space of a tensor."""
     if not _SPACES.facts or _torch.is_wrapped(x) or x.layout != torch.strided:
         return _DEVICE
     return _SPACES.get(x) or _DEVICE
 
 
 def moments_go_to(store: Store | None) -> Scoped:
-    """Puts into ``store`` the moments that an optimizer makes inside."""
+    """Inside, an optimizer makes its moments in ``store``."""
     return Scoped(_MOMENTS, store)
 
 
 def moments_store() -> Store | None:
-    """The store of what an optimizer makes now, if that is not the device."""
+    """The store in which an optimizer makes its moments; None: on the device."""
     return _MOMENTS.get()

@@ -1,13 +1,16 @@
-"""Values that carry their sharding: layouts, placements, parts packed into buffers.
+"""Sharded leaves, their layouts, and the packed buffers that hold their parts.
 
-Nothing here sends anything. A `leaf.Sharded` is a rank's part of a tensor, with its
-`layout.Layout`; those of one unit lie in one `leaf.FlatShard`, which is what is
-gathered, reduced, updated and saved.
+Nothing here communicates. A `leaf.Sharded` is one rank's part of a tensor, with its
+`layout.Layout`. The parts of one unit's leaves lie in one `leaf.FlatShard`, and that
+buffer is what is gathered, reduced, updated and saved.
 
-leaf.py             Sharded, the leaf; FlatShard, the buffer that leaves lie in
-layout.py placements.py slices.py   where elements lie; ways to cut; a rank's own
-plain_leaves.py     one value on all ranks, or each rank's own: leaves of no unit
+placements.py layout.py   how a tensor is spread over an axis, and over a mesh
+leaf.py             Sharded, the leaf; FlatShard, a rank's range of a packed buffer
 packing.py          leaves packed into buffers, and again after a tree_map
-inputs.py           what a step may be given
-donated.py          memory that a step may write into, leaves that it took
+plain_leaves.py     replicated and rank-local leaves: plain tensors with a layout
+inputs.py           checks of a step's arguments
+spent.py            leaves whose memory was given away
+donated.py          memory that a donated step may write into
+slices.py           a rank's part of a whole tensor, and back
+packed_layouts.py   layouts of leaves in one buffer; of stacks of ranks' own values
 """

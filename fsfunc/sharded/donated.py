@@ -1,26 +1,18 @@
-"""Memory that a donated step writes into, and leaves that it has taken.
-
-A leaf whose memory was given away is *spent*: whatever is done with it raises, and says
-why. A `Sharded` leaf looks at its mark; a plain tensor, which has no place for one, is
-made one of a class of its own, as torch does with its uninitialized parameters. That
-costs nothing before, and a tenth of a microsecond then.
-"""
+"""Donation: which memory of a state a step may write into, and memory that is held."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from fsfunc import _torch, tree
-from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
-from fsfunc.tree import nodes
+from fsfunc import _torch
+from fsfunc.sharded.leaf import Sharded
+from fsfunc.sharded.spent import spend_all
 
 _OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
@@ -30,19 +22,18 @@ _OVERWRITTEN = (
 
 
 class Donation:
-    """The memory that a donated step may write into: what nobody else holds.
+    """The memory that a donated step may write into: storages without other users.
 
-    A view, a detached tensor or a graph that somebody keeps is another tensor over the
-    same storage. Where there is one, beside those that are known, the memory stays as
-    it is and the new value gets its own, as without donation.
+    A view, a detached tensor or an autograd graph that the caller keeps is another use
+    of a storage. A storage that has uses beside the known ones is not written: the new
+    value gets memory of its own, as without donation.
 
     Args:
-        tensors: those over the memory of the state that was given.
-        leaves: what the step was given; their tensors are known too.
-        keys: of ``tensors``, each once, what tells their storages apart, if somebody
-            has asked.
-        twins: tensors over the same memory, one a storage, and these ``storages``.
-        why: what a leaf says of itself, once it is written over.
+        tensors: the known tensors in the memory of the state.
+        leaves: the arguments of the step; their tensors are known too.
+        keys: the storage key of each of ``tensors``, if they have been computed.
+        twins: further known tensors, one for each of ``storages``.
+        why: the error of a leaf that was overwritten.
     """
 
     def __init__(
@@ -56,21 +47,21 @@ class Donation:
         why: str = _OVERWRITTEN,
     ):
         self.why = why
-        # Held to the end: one that went meanwhile would be taken for somebody's view.
+        # Kept alive: of one that is freed meanwhile the count would still include it.
         self.known = list({id(x): x for x in tensors}.values()) if tensors else []
         found = map(_torch.storage_key, self.known) if keys is None else keys
         self.uses = Counter(found)
         self.seen: dict[int, int] = {}  # by the id of a twin: its key
-        self.storages = storages  # so that each has one handle, and no more is made
+        self.storages = storages  # each has one handle, and gets no other
         if twins:
             its = [storage._cdata for storage in storages]
             self.seen = dict(zip(map(id, twins), its, strict=True))
             self.known += twins
             self.uses.update(its)
-        self.lazy = list(leaves)  # which are looked at when somebody would write
+        self.lazy = list(leaves)  # counted when something is to be written
 
     def add(self, leaves: Iterable[Any]) -> None:
-        """Knows of leaves over the memory, and of the tensors that they will make."""
+        """Adds leaves to what is known, with the tensors that they will make."""
         found = []
         for leaf in leaves:
             if isinstance(leaf, Sharded):
@@ -84,13 +75,13 @@ class Donation:
         self.uses.update(map(_torch.storage_key, found))
 
     def look(self) -> None:
-        """Learns of the tensors of leaves, as far as they are made."""
+        """Adds the tensors that leaves have made by now."""
         if self.lazy:
             leaves, self.lazy = self.lazy, []
             self.add(leaves)
 
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
-        """Of each, whether nobody would see what is written into it."""
+        """For each tensor, whether its storage has known uses alone."""
         tensors = list(tensors)
         # What is seen is among ``known``, so that no other tensor has its id.
         keys = [k for x in tensors if (k := self.seen.get(id(x))) is not None]
@@ -106,106 +97,16 @@ class Donation:
         return _torch.held(storage) <= uses + 1  # the handle that asks
 
     def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
-        """Marks leaves that were written over; those in their place are known."""
+        """Marks overwritten leaves as spent, and adds those in their place."""
         spend_all(old, self.why)
         self.lazy += new
 
 
 class Everything(Donation):
-    """For a step that is recorded on fake tensors: nothing is written, nor copied."""
+    """The donation of a step that is recorded on fake tensors: nothing is copied."""
 
     def __init__(self) -> None:
         super().__init__(())
-
-
-class Spent:
-    """A tensor whose memory was given away: mixed into the class that it was of."""
-
-    why: str
-    was: type
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for x in tree.leaves((args, kwargs)):
-            if isinstance(x, Spent):
-                x.refuse()
-        raise RuntimeError(cls.why)
-
-    def refuse(self) -> None:
-        with _torch.plain_tensors():
-            said = describe(self.shape, self.dtype)  # type: ignore[attr-defined]
-        raise RuntimeError(f"{said}: {self.why}")
-
-    def __repr__(self) -> str:
-        return f"a spent {self.was.__name__}: {self.why}"
-
-
-@lru_cache(maxsize=64)
-def _spent(was: type, why: str) -> type:
-    kind = type(f"Spent{was.__name__}", (Spent, was), {"was": was, "why": why})
-    # torch.func wraps tensors out of our sight; but first it flattens what it is given.
-    nodes.refuse(kind, lambda x: x.refuse())
-    return kind
-
-
-def spend(leaf: Any, why: str) -> None:
-    """Marks a leaf as given away: using it raises ``why``."""
-    if isinstance(leaf, Sharded):
-        leaf.spent, leaf = why, leaf._part
-    if isinstance(leaf, Tensor):
-        was = leaf.was if isinstance(leaf, Spent) else type(leaf)
-        leaf.__class__ = _spent(was, why)
-
-
-def spend_all(leaves: Iterable[Any], why: str) -> None:
-    """Marks each of ``leaves``, of which most are of one class."""
-    kinds: dict[type, type] = {}
-    for leaf in leaves:
-        was = type(leaf)
-        kind = kinds.get(was)
-        if kind is not None:
-            leaf.__class__ = kind
-            continue
-        spend(leaf, why)
-        if was in (Tensor, Parameter):
-            kinds[was] = type(leaf)
-
-
-def any_spent(leaves: Sequence[Any]) -> bool:
-    """True if one of ``leaves`` was donated."""
-    kinds = set(map(type, leaves))
-    if not any(issubclass(kind, Spent | Sharded) for kind in kinds):
-        return False
-    return any(map(why_spent, leaves))
-
-
-def unspend(leaf: Any) -> None:
-    """Takes the mark off again."""
-    if isinstance(leaf, Sharded):
-        leaf.spent, leaf = "", leaf._part
-    if isinstance(leaf, Spent):
-        leaf.__class__ = leaf.was
-
-
-def why_spent(leaf: Any) -> str:
-    """The reason why a leaf is spent; empty where it is not."""
-    if isinstance(leaf, Sharded):
-        return leaf.spent
-    return leaf.why if isinstance(leaf, Spent) else ""
-
-
-def refuse_spent(t: Any) -> None:
-    """Raises where a leaf of ``t`` was donated.
-
-    Raises:
-        RuntimeError: names the first such leaf, and what became of it.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    for path, x in zip(paths, leaves, strict=True):
-        if why := why_spent(x):
-            raise RuntimeError(f"{path!r}: {why}")
 
 
 def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
@@ -226,3 +127,35 @@ def _reach(x: Tensor) -> tuple[int, int]:
     steps = zip(x.shape, x.stride(), strict=True)
     last = start + sum((n - 1) * step for n, step in steps)
     return (start, int(last + 1)) if x.numel() else (start, start)
+
+
+_held: Counter[int] = Counter()
+
+
+_lock = Lock()
+
+
+def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Keeps donated steps from writing ``tensors``, until what it returns is called.
+
+    A donated step then makes a new state, as the pure step does. The caller keeps the
+    tensors alive.
+    """
+    keys = {_torch.storage_key(x) for x in tensors}
+    with _lock:
+        _held.update(keys)
+
+    def release() -> None:
+        with _lock:
+            _held.subtract(keys)
+            for key in keys:
+                if not _held[key]:
+                    del _held[key]
+            keys.clear()
+
+    return release
+
+
+def is_held(tensors: Iterable[Tensor]) -> bool:
+    """True if any of ``tensors`` lies in memory that `hold` protects."""
+    return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)

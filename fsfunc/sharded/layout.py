@@ -1,15 +1,15 @@
 """Layouts of tensors on a mesh: pure arithmetic, no communication.
 
-A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
-over mesh axes, outermost first. What a rank holds follows from it and from the rank's
-coordinates alone: shapes and ranges here, elements in `slices`.
+A `Layout` is a tensor's global shape and dtype and its placements over mesh axes,
+outermost first. With a rank's coordinates it gives the shape and range of the rank's
+part; `slices` has the elements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -23,7 +23,6 @@ from fsfunc.sharded.placements import (
     Whole,
     check,
     describe,
-    room,
     say,
 )
 
@@ -35,20 +34,22 @@ Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unna
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's global shape and dtype and how it lies on a mesh.
+    """A tensor's global shape and dtype, and its placements on a mesh.
 
     Args:
         shape: the global shape.
         dtype: the dtype of the elements.
-        parts: how it is spread, outermost first; a `Flat` comes last, and an axis
+        parts: the placements, outermost first; a `Flat` comes last, and an axis
             appears once. `()` is replicated.
-        name: the leaf's path, for messages; it takes no part in `==` and `hash`.
-        order: the buffers that each unit call of the program wants for which it was
-            laid out, call by call: what to gather ahead by. No part of these either.
-        compute: the dtype in which that program wants it, if not its own; nor this.
+        name: the leaf's path, for messages.
+        order: for each unit call of the program, the buffers that it gathers: the
+            order of prefetching.
+        compute: the dtype in which the program gathers it, if not its own.
+
+    ``name``, ``order`` and ``compute`` take no part in ``==`` and ``hash``.
 
     Raises:
-        ValueError: a part that does not suit the shape; names leaf, axis and way out.
+        ValueError: a part that does not fit the shape; names leaf, axis and way out.
 
     >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
     >>> layout = Layout((10, 7), torch.float32, (flat,), "blocks/3/w")
@@ -89,41 +90,41 @@ class Layout:
 
     @cached_property
     def flat(self) -> Flat | None:
-        """The last part, where that is a `Flat`."""
+        """Its `Flat` placement, if it lies in a packed buffer."""
         last = self.parts[-1] if self.parts else None
         return last if isinstance(last, Flat) else None
 
     @cached_property
     def owned(self) -> tuple[Owned, ...]:
-        """Its parts that leave it whole on one coordinate of an axis."""
+        """Its `Owned` placements."""
         return tuple(p for p in self.parts if isinstance(p, Owned))
 
     @cached_property
     def splits(self) -> tuple[Split, ...]:
-        """Its parts that cut it along a dim."""
+        """Its `Split` placements."""
         return tuple(p for p in self.parts if isinstance(p, Split))
 
     @cached_property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other blocks of it."""
+        """The axes of its `Split` placements."""
         return tuple(split.axis for split in self.splits)
 
     @cached_property
     def in_units(self) -> Layout | None:
-        """The layout in a unit that has gathered it; None where it is whole there."""
+        """The layout inside the unit that gathers it; None where it is whole there."""
         if not self.splits:
             return None
         return Layout(self.shape, self.dtype, self.splits, self.name)
 
     @cached_property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape that a unit sees: what the parts before a flat one leave."""
+        """The shape inside the unit that gathers it: without the `Flat` placement."""
         at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owned}
         return tuple(n for _, n in self.block(at) or ())
 
     @cached_property
     def view(self) -> View:
-        """Shape, strides and offset in the whole buffer, as a unit sees it."""
+        """Shape, strides and offset of the leaf in the gathered buffer."""
         shape, steps, step = self.unit_shape, [], 1
         for n in reversed(shape):
             steps.append(step)
@@ -132,12 +133,12 @@ class Layout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis it is spread over, outermost first."""
+        """The size of each axis of its placements, outermost first."""
         return {axis: n for part in self.parts for axis, n in part.spread}
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes it is spread over, outermost first."""
+        """The axes of its placements, outermost first."""
         return tuple(self.sizes)
 
     @property
@@ -146,7 +147,7 @@ class Layout:
         return describe(self.shape, self.dtype, repr(self.name) if self.name else "")
 
     def key(self, coordinates: Coordinates) -> Key:
-        """The coordinates over `axes`, checked; those of other axes are ignored."""
+        """The coordinates along `axes`, checked; other axes are ignored."""
         for axis, size in self.sizes.items():
             at = coordinates.get(axis)
             if at is None or not 0 <= at < size:
@@ -159,10 +160,10 @@ class Layout:
         return tuple(coordinates[axis] for axis in self.axes)
 
     def block(self, coordinates: Coordinates) -> tuple[tuple[int, int], ...] | None:
-        """(start, length) along each dim of what `Owned` and `Split` leave here.
+        """(start, length) along each dim of the block that a rank has, before `Flat`.
 
-        A `Flat` cuts the row-major flattening of this block (`span`). None where the
-        tensor is absent.
+        `Owned` and `Split` give the block; a `Flat` cuts its row-major flattening
+        (`span`). None where the rank has none.
         """
         self.key(coordinates)
         box = [(0, n) for n in self.shape]
@@ -177,7 +178,7 @@ class Layout:
         return tuple(box)
 
     def region(self, coordinates: Coordinates) -> Region:
-        """`block`, and the (start, stop) of the local part in its flattening."""
+        """`block`, and (start, stop) of the rank's part in its flattening."""
         box = self.block(coordinates)
         n = 0 if box is None else math.prod(n for _, n in box)
         if self.flat is None:
@@ -186,18 +187,18 @@ class Layout:
         return box, min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
 
     def span(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(start, stop) of the local part in the row-major flattening of `block`."""
+        """(start, stop) of the rank's part in the row-major flattening of `block`."""
         return self.region(coordinates)[1:]
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """The shape of the part that the rank at these coordinates holds."""
+        """The shape of the part of the rank at these coordinates."""
         box, start, stop = self.region(coordinates)
         if self.flat is None and box is not None:
             return tuple(n for _, n in box)
         return (stop - start,)
 
     def check_part(self, shape: Sequence[int], coordinates: Coordinates) -> None:
-        """Raises where a part is neither of `local_shape` nor a row of its elements."""
+        """Raises unless a part has `local_shape`, or that flattened."""
         due = self.local_shape(coordinates)
         if tuple(shape) not in (due, (math.prod(due),)):
             raise ValueError(
@@ -206,7 +207,7 @@ class Layout:
             )
 
     def buffer_range(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(start, stop) of the local part in this rank's `chunk` of the buffer.
+        """(start, stop) of the rank's part in its `chunk` of the buffer.
 
         >>> flat = Flat(("data",), 2, "u", offset=6, chunk=8)
         >>> layout = Layout((5,), torch.float32, (flat,))
@@ -227,57 +228,6 @@ class Layout:
         return f"{describe(self.shape, self.dtype, self.name)} {parts or 'whole'}"
 
 
-def pack_flat(
-    shapes: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    names: Sequence[str],
-    axes: Sequence[str],
-    size: int | Sequence[int],
-    buffer: str,
-    *,
-    outer: Sequence[Sequence[Placement]] | None = None,
-) -> tuple[Layout, ...]:
-    """The layouts of leaves that lie one after another in one flat buffer.
-
-    chunk = ceil(total / size); all padding is at the buffer's end.
-
-    Args:
-        shapes: the leaves' global shapes.
-        dtype: that of all of them.
-        names: their paths.
-        axes: the axes over which the buffer is cut, the major one first.
-        size: the number of ranks; with several axes, the size of each.
-        buffer: the name that tells this buffer from others.
-        outer: for each leaf the parts that come before its `Flat`, if any. A leaf then
-            takes the room of its largest block, the same on every rank.
-
-    >>> shapes = [(3,), (), (5,)]
-    >>> for layout in pack_flat(shapes, torch.float32, "abc", ["data"], 4, "u"):
-    ...     print(layout)
-    a f32[3] flat over data=4 at 0:3 of 4x3
-    b f32[] flat over data=4 at 3:4 of 4x3
-    c f32[5] flat over data=4 at 4:9 of 4x3
-    """
-    sizes = (size,) if isinstance(size, int) else tuple(size)
-    before = [()] * len(shapes) if outer is None else [tuple(parts) for parts in outer]
-    blocks = [
-        Layout(tuple(shape), dtype, parts, name)
-        for shape, parts, name in zip(shapes, before, names, strict=True)
-    ]
-    offsets = [0]
-    for block in blocks:
-        offsets.append(offsets[-1] + room(block.shape, block.parts))
-    chunk = -(-offsets[-1] // math.prod(sizes)) if math.prod(sizes) else 0
-    flats = [
-        Flat(tuple(axes), math.prod(sizes), buffer, offset, chunk, sizes)
-        for offset in offsets[:-1]
-    ]
-    return tuple(
-        Layout(block.shape, block.dtype, (*block.parts, flat), block.name)
-        for block, flat in zip(blocks, flats, strict=True)
-    )
-
-
 def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Each point of a layout's axes, or of the axes of the sizes given, row-major.
 
@@ -289,40 +239,3 @@ def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int
     sizes = over.sizes if isinstance(over, Layout) else over
     for key in product(*(range(size) for size in sizes.values())):
         yield dict(zip(sizes, key, strict=True))
-
-
-# Rank-local values are no tensor that is one value along their axes, but their stack is
-# one, `[n, *shape]`, split along dim 0: it is saved and loaded as any other.
-
-
-def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:
-    """The parts by which ranks along these axes hold a row each of a stack."""
-    return tuple(Split(0, axis, size) for axis, size in sizes.items())
-
-
-def stacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """The layout of the stack of what ranks along axes hold, each as ``layout`` says.
-
-    Args:
-        sizes: of the axes, the first varying slowest; the leaf lies over others.
-
-    >>> print(stacked(Layout((3,), torch.float32, name="h"), {"data": 2}))
-    h f32[2, 3] split over data=2 along dim 0
-    """
-    parts = (*rows_over(sizes), *_moved(layout.parts, 1))
-    return replace(
-        layout, shape=(math.prod(sizes.values()), *layout.shape), parts=parts
-    )
-
-
-def unstacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """The layout of one row: `stacked` is the inverse."""
-    parts = _moved(layout.parts[len(sizes) :], -1)
-    return replace(layout, shape=layout.shape[1:], parts=parts)
-
-
-def _moved(parts: Sequence[Placement], by: int) -> tuple[Placement, ...]:
-    """Parts of a tensor that has one dim more, or less, in front."""
-    return tuple(
-        replace(p, dim=p.dim + by) if isinstance(p, Split) else p for p in parts
-    )

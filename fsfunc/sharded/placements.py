@@ -1,7 +1,7 @@
-"""Layouts of a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Own`, `Whole`.
+"""Placements of a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Own`, `Whole`.
 
-A part is data. What a sequence of parts means for a shape is told by `layout.Layout`;
-here are the parts themselves, the room they need, what they refuse, and their text.
+They are data, as DTensor's placements are: a sequence of them, outermost first, makes
+a `layout.Layout`. Here are the classes, their checks, and their text in messages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class Flat:
-    """One contiguous range for each rank of a buffer that several leaves share.
+    """A range of a packed buffer that several leaves share, cut evenly over ranks.
 
-    The tensor (what earlier parts left of it), flattened row-major, lies at
+    The tensor (or the block that earlier placements left), flattened row-major, lies at
     `[offset, offset + numel)` of a buffer of `size * chunk` elements. The rank with
     index i over `axes` (the first axis is the major one) holds the buffer's range
     `[i * chunk, (i + 1) * chunk)`, so the local part is 1-D and may be empty.
@@ -26,7 +26,7 @@ class Flat:
 
     axes: tuple[str, ...]
     size: int
-    buffer: str = field(compare=False)  # a copy of parameters adds up with them
+    buffer: str = field(compare=False)  # so that copies have equal layouts
     offset: int
     chunk: int
     sizes: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Whole:
-    """Spread over nothing. A layout drops it, so `(Whole(),)` and `()` are equal."""
+    """Replicated. A layout drops it, so `(Whole(),)` and `()` are equal."""
 
     @property
     def spread(self) -> tuple[tuple[str, int], ...]:
@@ -98,7 +98,7 @@ Placement = Flat | Split | Owned | Whole
 
 
 def row_major(places: Iterable[tuple[int, int]]) -> int:
-    """The number of a place, of (index, count) by dim: the first varies slowest.
+    """The row-major number of a place, given as (index, count) for each dim.
 
     >>> row_major([(1, 2), (2, 3)])
     5
@@ -110,7 +110,7 @@ def row_major(places: Iterable[tuple[int, int]]) -> int:
 
 
 def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
-    """Elements of the largest block that the `Split`s among these parts leave.
+    """The elements of the largest block that the `Split`s among ``parts`` make.
 
     >>> room((10, 7), (Split(0, "model", 4),))
     21
@@ -123,7 +123,11 @@ def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
 
 
 def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> None:
-    """Raises ValueError, naming the leaf, its axis and the way out, at a bad part."""
+    """Raises if a placement does not fit the shape.
+
+    Raises:
+        ValueError: names the leaf, the axis and the way out.
+    """
     if any(n < 0 for n in shape):
         raise ValueError(f"cannot lay out {subject}: a dim has a negative length")
     seen: set[str] = set()
@@ -148,7 +152,7 @@ def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> Non
 def _problem(
     part: Placement, shape: Sequence[int], before: Sequence[Placement], last: bool
 ) -> str | None:
-    """The fault of a part, as the end of an error message."""
+    """What is wrong with a placement, as the end of an error message."""
     if isinstance(part, Split) and not 0 <= part.dim < len(shape):
         found = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
         ways = f"pass a dim from 0 to {len(shape) - 1}" if shape else "lay it flat"
@@ -177,7 +181,7 @@ def _problem(
 
 
 def _over(part: Placement) -> str:
-    """The axes and sizes of a part, as error messages name them."""
+    """The axes and sizes of a placement, for error messages."""
     if isinstance(part, Flat):
         axes = ", ".join(f'"{axis}"' for axis in part.axes)
         return f"{'axis' if len(part.axes) == 1 else 'axes'} {axes} of size {part.size}"
@@ -185,7 +189,7 @@ def _over(part: Placement) -> str:
 
 
 def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> str:
-    """A part in one phrase: `flat over data=4 at 0:70 of 4x20`."""
+    """A placement in one phrase: `flat over data=4 at 0:70 of 4x20`."""
     over = ",".join(f"{axis}={size}" for axis, size in part.spread)
     match part:
         case Flat(offset=offset):
@@ -209,7 +213,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype, name: str = "") -> str:
-    """A leaf in one phrase, as messages name it.
+    """A leaf in one phrase, for messages.
 
     >>> describe((10, 7), torch.bfloat16, "blocks/3/w")
     'blocks/3/w bf16[10, 7]'

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.runtime.memory import StorageTable
-from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
+from fsfunc.sharded.spent import refuse_spent
 
 WHOLE = Whole()
 _Range = tuple[int, int, int]  # of a storage: offset, number of elements, extent

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.comparison import checksums
 from fsfunc.comm.descriptions import stated
@@ -70,7 +71,7 @@ class InitTape(_torch.DispatchMode):
         before = exchange((args, kwargs), Tensor, self.ref)  # as they lie before it
         wrote = _torch.written(func, *before)
         out = func(*args, **kwargs)
-        _torch.forget_fakes(self.fake)
+        fake_modes.forget_fakes(self.fake)
         if _METADATA in func.tags:
             if func.overloadpacket in _RESIZING:
                 self._check_size(args[0])
@@ -149,7 +150,7 @@ class InitTape(_torch.DispatchMode):
             with _torch.beneath_all_modes():
                 whole = torch.empty(0, dtype=x.dtype, device=x.device)
                 whole.set_(x.untyped_storage(), 0, (size,))  # type: ignore[call-overload]
-            self._shadows[key] = _torch.fake_of(self.fake, whole)
+            self._shadows[key] = fake_modes.fake_of(self.fake, whole)
             self._know(self._shadows[key], whole)
         with torch.no_grad():
             base = self._shadows[key].view(x.dtype)

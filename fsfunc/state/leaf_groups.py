@@ -13,8 +13,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import Here, here
 from fsfunc.sharded.inputs import refuse
-from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import chunk_here
 from fsfunc.sharded.slices import take
 from fsfunc.state.leaf_sources import GivenLeaves

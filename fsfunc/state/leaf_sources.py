@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import told_where
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.comparison import ALIKE, Section, whole_values
@@ -154,7 +155,7 @@ def defer(
     """
     if _torch.fake_active():
         return init_fn(), GivenLeaves()
-    fake = _torch.fake_mode_of(tree.leaves(beside, is_leaf=is_sharded))
+    fake = fake_modes.fake_mode_of(tree.leaves(beside, is_leaf=is_sharded))
     tape = InitTape(fake, draws)
     source = Deferred(tape)
     tape.value = source.replay.value

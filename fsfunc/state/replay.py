@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.memory import populate
+from fsfunc.runtime.pages import populate
 from fsfunc.runtime.random_blocks import BLOCK, draw, seeded
 from fsfunc.state.init_tape import InitTape
 from fsfunc.state.taped_ops import Ref, TapedOp, exchange

@@ -27,12 +27,12 @@ from fsfunc.comm.typed_maps import (
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
-from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout, Region, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import write
+from fsfunc.sharded.spent import refuse_spent
 
 
 def unshard(

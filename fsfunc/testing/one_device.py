@@ -14,8 +14,8 @@ from fsfunc import tree
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import Ledger, ledger, silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
-from fsfunc.sharded.donated import any_spent
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.spent import any_spent
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.state.unsharding import unshard

@@ -16,7 +16,8 @@ from torch import Tensor
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.pipelining.actions import Action, Schedule
-from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
+from fsfunc.sharded.layout import Layout, Owned, Split
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.testing.drawn_models import EXTRAS, DrawnModel, DrawnStack, DrawnStep, rows
 
 try:

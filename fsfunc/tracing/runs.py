@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.ledgers import Ledger, only, silence
@@ -72,9 +73,9 @@ def without_data(
             stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
         if fake and mode is None:
-            mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(values)))
+            mode = stack.enter_context(fake_modes.fake_mode_of(tree.leaves(values)))
             if not remembers:
-                stack.enter_context(_torch.remembering_nothing(mode))
+                stack.enter_context(fake_modes.remembering_nothing(mode))
         stack.enter_context(Outside())
         if asked is not None:
             stack.enter_context(asking(asked))
@@ -150,7 +151,7 @@ def _like(mode: Any, x: Tensor) -> Tensor:
     if mode is None or isinstance(x, _torch.FakeTensor) or _is_odd(x):
         return _shadow(mode, x, {})
     with mode:
-        where = _torch.device_of_fake(x)
+        where = fake_modes.device_of_fake(x)
         fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
         space_of(x).mark(fake)
     return fake.requires_grad_(x.requires_grad)
@@ -161,12 +162,12 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
     if isinstance(x, _torch.FakeTensor):
         return x if mode is not None else with_data(x)
     if _is_odd(x):
-        return x.clone() if mode is None else _torch.fake_of(mode, x.detach())
+        return x.clone() if mode is None else fake_modes.fake_of(mode, x.detach())
     size = x.untyped_storage().nbytes()
     key = _torch.storage_key(x)
     with nullcontext() if mode is None else mode:
         if key not in storages:
-            where = x.device if mode is None else _torch.device_of_fake(x)
+            where = x.device if mode is None else fake_modes.device_of_fake(x)
             storages[key] = torch.empty(size, dtype=torch.uint8, device=where)
             if mode is None:
                 storages[key].untyped_storage().copy_(x.untyped_storage())

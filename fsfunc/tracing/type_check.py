@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines
@@ -214,7 +215,7 @@ class _Trial:
                 remembers=not self.forgets,
                 asked=self.asked,
             ) as mode,
-            _torch.quiet_fakes(),
+            fake_modes.quiet_fakes(),
         ):
             f, coordinates = frame(), at.mesh.coordinates(at.rank)
             copying = None if self.real else mode

@@ -14,19 +14,11 @@ from torch.nn import Parameter
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.runtime.memory import is_held
-from fsfunc.sharded.donated import (
-    Donation,
-    any_spent,
-    overlaps,
-    refuse_spent,
-    spend,
-    spend_all,
-    unspend,
-)
+from fsfunc.sharded.donated import Donation, is_held, overlaps
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
+from fsfunc.sharded.spent import any_spent, refuse_spent, spend, spend_all, unspend
 
 _DENSE, _HELD = {Tensor, Parameter}, (Tensor, Sharded)
 

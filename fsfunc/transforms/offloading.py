@@ -12,14 +12,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
-from fsfunc.runtime.memory_spaces import (
-    Folder,
-    HostMemory,
-    MemorySpace,
-    Offloaded,
-    Store,
-    space_of,
-)
+from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
+from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
 

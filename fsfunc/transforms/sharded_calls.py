@@ -17,11 +17,11 @@ from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFee
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory import pool_of
-from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
 from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
+from fsfunc.sharded.spent import refuse_spent
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.layout import pack_flat
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.slices import take
 
 MESHES = [

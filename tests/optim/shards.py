@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from fsfunc import tree
 from fsfunc.comm.mesh import here
-from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.placements import Owned, Split
 from fsfunc.sharded.slices import assemble, take
 

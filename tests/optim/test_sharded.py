@@ -11,8 +11,9 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim.adam import sharded_adam
 from fsfunc.optim.descent import sgd
-from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.sharded.placements import Split
 from tests.checks import simulated

@@ -7,7 +7,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.donated import Donation, spend, unspend, why_spent
+from fsfunc.sharded.donated import Donation
+from fsfunc.sharded.spent import spend, unspend, why_spent
 from tests.checks import same
 from tests.models import chain, floats, layers
 

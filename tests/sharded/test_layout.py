@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsfunc.sharded.layout import Layout, every_coordinate, pack_flat
+from fsfunc.sharded.layout import Layout, every_coordinate
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.placements import Flat, Owned, Split, Whole, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 from tests.checks import refusals, refused

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
+from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import KEPT, Sharded
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import (
     chunk_here,
     in_a_row,

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fsfunc.runtime.memory import populate
+from fsfunc.runtime.pages import populate
 
 
 def faults():

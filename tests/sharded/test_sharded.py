@@ -11,8 +11,8 @@ import torch.utils._pytree as torch_pytree
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.sharded.slices import take
 from tests.sharded.packed_trees import repack

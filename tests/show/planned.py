@@ -10,7 +10,7 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.events import Gave, Op, Ran, Took
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
-from fsfunc.sharded.layout import pack_flat
+from fsfunc.sharded.packed_layouts import pack_flat
 
 F32 = torch.float32
 _KEYS = itertools.count(1000)

@@ -11,7 +11,7 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.hardware import A100_40, H100
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.tables import of_bytes, of_seconds
-from fsfunc.sharded.layout import pack_flat
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.show import html
 from fsfunc.show.lanes import named
 from tests.show.planned import lone, ran, small, stages

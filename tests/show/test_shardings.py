@@ -11,7 +11,8 @@ import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.planner import plan as plan_of
 from fsfunc.printing.folding import together
-from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate, pack_flat
+from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate
+from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.slices import take
 from fsfunc.show import plan, sharding
 from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words

@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.memory import hold
+from fsfunc.sharded.donated import hold
 from tests.checks import same, simulated
 from tests.models import WIDTH, chain, floats, layer, layers, train_step
 from tests.probes import LiveBytes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import told_where
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import note
@@ -111,11 +112,11 @@ def run_abstract(
     Raises:
         ValueError: more than 512 programs.
     """
-    mode, found = _torch.abstract_mode(), {}
+    mode, found = fake_modes.abstract_mode(), {}
     notes: dict[Any, Any] = {}  # a step that all ranks are laid out by is recorded once
 
     def fake(x: Any) -> Any:
-        return _torch.fake_of(mode, x) if isinstance(x, Tensor) else x
+        return fake_modes.fake_of(mode, x) if isinstance(x, Tensor) else x
 
     while todo := [r for r in _lowest(mesh, asked) if r not in found]:
         for rank in todo:

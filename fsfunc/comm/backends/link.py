@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.comm.watch.mailboxes import Board
 
 
 class Handle:
@@ -47,7 +46,7 @@ class Link:
     moves: bool = True  # data; what is only planned stays where it is
     device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
-    board: Board | None = None  # messages beside the collectives, where there are any
+    board: Any = None  # a `Board` for messages beside the collectives, if there is one
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(

@@ -24,8 +24,9 @@ from fsfunc.optim.coded_moments import decoded, encoded, is_coded
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import local, map_flat
 from fsfunc.optim.matching import Matched
-from fsfunc.sharded.layout import Layout, rows_over, stacked, unstacked
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packed_layouts import rows_over, stacked, unstacked
 from fsfunc.sharded.plain_leaves import lay_leaves
 
 

@@ -22,9 +22,9 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.schedules import answers
-from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import check_laid_out, holds_own, lay_leaves
+from fsfunc.sharded.spent import spend, why_spent
 from fsfunc.transforms.local.averaging import (
     LocalState,
     Relabeled,

@@ -1,0 +1,35 @@
+"""Facts about fake tensors, which have no data: the mode that is on, their devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """The fake tensor mode that is on in this thread, if one is."""
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
+    return next((m for m in reversed(stack) if isinstance(m, FakeTensorMode)), None)
+
+
+def fake_active() -> bool:
+    """True if a fake tensor mode is on in this thread."""
+    return fake_mode() is not None
+
+
+def device_of(x: Tensor) -> torch.device:
+    """``x.device``, without the operator that a fake tensor runs to tell it."""
+    return x.fake_device if isinstance(x, FakeTensor) else x.device
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """True if ``error`` is a fake tensor refusing to tell a value."""
+    return isinstance(
+        error,
+        (
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.DynamicOutputShapeException,
+        ),
+    )
