@@ -27,7 +27,8 @@ _INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
-_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
+# Modes pass on a call, and so do the operators of a leaf that is recorded.
+_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch", "passed_on")
 
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
 INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)

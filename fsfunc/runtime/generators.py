@@ -48,11 +48,19 @@ def generators_kept() -> Iterator[States]:
 
 
 @contextmanager
-def other_generators_kept() -> Iterator[None]:
-    """The same of those of Python and of numpy, if that is there."""
+def other_generators_kept(seed: int | None = None) -> Iterator[None]:
+    """The same of those of Python and of numpy, if that is there.
+
+    Args:
+        seed: with which they begin inside; None: as they stand.
+    """
     numpy = sys.modules.get("numpy")
     python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
     try:
+        if seed is not None:
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
         yield
     finally:
         random.setstate(python)

@@ -85,10 +85,10 @@ def block(x: Any, layout: Layout) -> Any:
 
 
 def _forward(name: str) -> Any:
-    def method(self: Recorded, *args: Any) -> Any:
+    def passed_on(self: Recorded, *args: Any) -> Any:  # `attribution` knows the name
         return getattr(self.local, name)(*map(plain, args))
 
-    return method
+    return passed_on
 
 
 for _name in OPERATORS:

@@ -50,6 +50,7 @@ def without_data(
     log: Ledger | None = None,
     asked: set[str] | None = None,
     told: tuple[str, str] | None = None,
+    seed: int | None = None,
 ) -> Iterator[Any]:
     """Inside, nothing is computed or sent; gives the mode of fake tensors.
 
@@ -63,10 +64,11 @@ def without_data(
         log: the ledger that hears what would be sent; by default none.
         asked: is given the axes along which somebody asks for his place.
         told: (who, what to do instead), for the error where a value is asked for.
+        seed: with which the generators of Python and numpy begin, if not as they stand.
     """
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
-        stack.enter_context(other_generators_kept())
+        stack.enter_context(other_generators_kept(seed))
         stack.enter_context(silence() if log is None else only(log))
         stack.enter_context(plainly())
         if not fake:

@@ -214,6 +214,8 @@ class _Trial:
                 fake=not self.real,
                 remembers=not self.forgets,
                 asked=self.asked,
+                # Ranks of one process share these, and none draws what another does.
+                seed=None if at.link.notes is None else at.rank,
             ) as mode,
             fake_modes.quiet_fakes(),
         ):

@@ -15,6 +15,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.transforms.offloaded_residuals import offloaded
 
 Where = str | os.PathLike | Store | None
@@ -264,6 +265,8 @@ def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
                 moved[id(shard)] = dict(zip(map(id, shard.members), new, strict=True))
             leaves[i] = moved[id(shard)][id(leaf.layout)]
         else:
-            x = to.copied(x)
-            leaves[i] = leaf.with_local(x) if isinstance(leaf, Sharded) else x
+            part = to.copied(x)
+            if leaf is x:  # plain: whose it is stands by its memory
+                lay_leaf(part, laid_as(x))
+            leaves[i] = leaf.with_local(part) if isinstance(leaf, Sharded) else part
     return changed

@@ -1,7 +1,9 @@
 """Steps that once gave another number than one device, in silence: refused by name."""
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 from torch.func import vjp
@@ -330,3 +332,26 @@ def test_a_deep_copy_of_parameters_lies_as_they_do():
     alone = (W + by(torch.sub)(W, X)) / 2
     for found in run(step, 3):
         torch.testing.assert_close(found, alone)
+
+
+NOISE = {
+    "torch's": lambda g: g + torch.randn(1),
+    "scaled by torch's": lambda g: torch.rand(()) * g,
+    "Python's": lambda g: g * random.random(),
+    "numpy's": lambda g: g * float(numpy.random.rand()),
+}
+
+
+@by_turns(NOISE, (0, 1, 3))
+def test_what_a_rank_draws_of_its_own_is_no_part_of_an_update(name, zero):
+    """Of a leaf that no unit takes too, whose gradient is a plain tensor."""
+    params, optimizer = {"w": W, "scale": torch.ones(1)}, ff.sgd(0.5)
+
+    def step(state, x):
+        loss = lambda p, x: (unit(p["w"], x) * p["scale"]).square().mean()  # noqa: E731
+        g = ff.value_and_grad(loss)(state.params, x)[1]
+        g["scale"] = NOISE[name](g["scale"])
+        return state.apply_gradients(g, optimizer)
+
+    with pytest.raises(LawError, match="differs from rank to rank|not the same on"):
+        run(step, zero, ff.TrainState(params, optimizer.init(params)))

@@ -221,6 +221,18 @@ def test_whatever_else_a_step_is_made_of(
     same(list(found), list(plain))
 
 
+def test_factors_that_lie_beside_the_device_are_one_value_still():
+    """They are plain tensors, whose layout is noted for the memory that they leave."""
+    factored, given = ff.adafactor(0.01), (layers(3, make=floats), floats(8, 4))
+    how = chain(), *given, simulated(), ("shard", "offload")
+    plain = trained(factored, *how)
+    for (state, sent, lay), (expected, before, _) in zip(
+        trained(factored, *how, moments="host"), plain, strict=True
+    ):
+        same(state, expected)
+        assert sent == before and lay
+
+
 # Memory
 
 
