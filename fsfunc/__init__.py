@@ -67,10 +67,10 @@ from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.frames import Interpretation, recording, transformed
 from fsfunc.core.losses import Summed, Weighted
-from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.optim.adam import sharded_adam
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
+from fsfunc.optim.observing import observe_gradients
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine

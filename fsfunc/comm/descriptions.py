@@ -76,7 +76,7 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
         given = [(str(i), x) for i, x in enumerate(value.args)]
         return stated(value.func), [*given, *value.keywords.items()]
     made = getattr(value, "configuration", None)
-    if isinstance(value, type) or not isinstance(made, tuple):
+    if isinstance(value, type) or not isinstance(made, tuple | list):
         return None
     return getattr(value, "called", "") or type(value).__name__, list(made)
 

@@ -14,7 +14,7 @@ outcomes.py         GradientCall and Outcome, as interpretations pass them along
 frames.py           the context of a call; Interpretation; transformed
 tracers.py          hooks for recordings; the check of a call of new shapes
 execution_context.py   state of the pass that runs
-reduction_hooks.py  interpretations that take part in reductions; observe_gradients
+reduction_hooks.py  interfaces of transforms that take part in reductions
 casts.py            the dtypes in which units compute
 losses.py           the outputs of a loss, and how several become one
 """

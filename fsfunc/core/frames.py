@@ -14,7 +14,6 @@ from typing import Any
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
-from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
@@ -73,10 +72,6 @@ class Interpretation:
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         """(name, value): what tells it from others of its kind, beside a mesh."""
         return ()
-
-    def __str__(self) -> str:
-        said = ", ".join(f"{k}={stated(v)}" for k, v in self.configuration)
-        return f"{self.called or type(self).__name__}({said})"
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""

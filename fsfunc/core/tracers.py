@@ -123,6 +123,20 @@ class FirstCalls:
     def check_returned(self, out: Any) -> None:
         """Raises where a real call returns what it made as it was checked."""
 
+    def compare_whole(
+        self, chosen: Sequence[Any], is_whole: Callable[[Tensor], bool], where: Any
+    ) -> None:
+        """Raises where ranks differentiate unequal values of a replicated leaf."""
+
+    def compare_state(
+        self, f: Any, handlers: Any, args: tuple[Any, ...], out: Any, at: Here
+    ) -> None:
+        """Raises where a first step makes ranks differ along axes that nothing names.
+
+        Args:
+            f: the step; ``handlers``: the transforms around it.
+        """
+
     def knows(self, rank: int, key: Any = None) -> bool:
         """True if a call was checked, or needs no check.
 

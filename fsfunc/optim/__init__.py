@@ -9,7 +9,7 @@ schedules.py        learning rates; checks of arguments
 layerwise.py        steps at the scale of each leaf: LAMB and LARS
 factored.py         Adafactor: moments by row and column, of any part
 averaging.py iterates.py   ema, swa and eval_params; schedule_free
-adaptive_scale.py   adascale: rates that grow with the batch
+observing.py adaptive_scale.py   observe_gradients; adascale: rates for large batches
 widening.py         master_weights, stochastic_rounding
 loss_scaling.py     apply_if_finite; one scale of the loss
 layerwise_scaling.py   a loss scale for each unit

@@ -13,9 +13,9 @@ from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
-from fsfunc.core.reduction_hooks import observe_gradients
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
+from fsfunc.optim.observing import observe_gradients
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 

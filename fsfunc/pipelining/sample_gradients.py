@@ -27,7 +27,7 @@ class SampleGradients:
     of one leaf is held until all did.
 
     Args:
-        observers: ``Observation`` handlers.
+        observers: ``GradientObserver`` handlers.
         call: the gradient call; ``leaves``: what it differentiates; ``values``: those
             that autograd differentiates.
         batches: its microbatches, in stages that are on the ranks ``owners``.

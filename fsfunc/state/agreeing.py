@@ -19,6 +19,7 @@ from fsfunc.comm.comparison import (
     unlike,
     whole_values,
 )
+from fsfunc.comm.descriptions import stated
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -141,7 +142,7 @@ def compare_programs(
         return
     transforms = getattr(fn, "interpretations", ()) or handlers
     lines = [("raised", "nothing")]  # a rank that has raised names its error here
-    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines += [(f"transform {i}", stated(h)) for i, h in enumerate(transforms)]
     lines += [*said(), *recorder.lines()]
     compare([unlike_steps(lines), values()], where)
     agreement.compared = True

@@ -26,7 +26,8 @@ tracer.py programs.py   ff.program: the unit calls of a loss, which pipelines cu
 dataflow.py         dependencies and FLOPs
 recorder.py groups.py   leaves that units take, and their buffers
 type_check.py checker.py typed_operators.py   the type check of a sharded step
-torch_calls.py      torch functions that both of these hear of
+torch_calls.py      torch functions that recorder and checker watch
+replicas.py         comparison of values that must be equal on all ranks
 types.py knowledge.py   the types, and the facts about tensors
 provenance.py results.py   gradients of rows that are averaged too early
 steadiness.py       placeholders for values; steps that differ from run to run

@@ -21,6 +21,7 @@ from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
+from fsfunc.tracing.replicas import compare_replicas, compare_whole, unnamed_axes
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
@@ -120,6 +121,15 @@ class TypeCheck(FirstCalls):
 
     def check_returned(self, out: Any) -> None:
         check_data(out)
+
+    def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
+        compare_whole(chosen, is_whole, where)
+
+    def compare_state(
+        self, f: Any, handlers: Any, args: Any, out: Any, at: Here
+    ) -> None:
+        leaves = tree.leaves(args[:1], is_leaf=is_sharded)
+        compare_replicas(args, out, unnamed_axes(f, handlers, leaves, at), at)
 
 
 class _Trial:

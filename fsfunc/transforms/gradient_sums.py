@@ -15,8 +15,8 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
 from fsfunc.core.reduction_hooks import (
+    GradientObserver,
     GradientSteps,
-    Observation,
     Observed,
     ReductionFeedback,
 )
@@ -54,7 +54,7 @@ class GradientSums:
         pool: BufferPool,
         defers: bool,
         *,
-        observers: Sequence[Observation] = (),
+        observers: Sequence[GradientObserver] = (),
         feedback: ReductionFeedback | None = None,
         steps: GradientSteps | None = None,
     ):

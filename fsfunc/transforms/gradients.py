@@ -19,7 +19,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, TOTAL, LawError, check_samples
@@ -205,22 +204,6 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
         weight=weight,
         aux=tree.unflatten(spec, aux),
     )
-
-
-def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
-    """Raises where ranks differentiate unlike values of what must be one value.
-
-    Raises:
-        RanksDiffer: on every rank.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(
-        runtime.differentiated, is_leaf=is_sharded
-    )
-    mine = [
-        x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
-    ]
-    if any(x is not None for x in mine):
-        compare([whole_values(paths, mine, where.link.notes)], where)
 
 
 def _packed(

@@ -13,7 +13,11 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
-from fsfunc.core.reduction_hooks import GradientSteps, Observation, ReductionFeedback
+from fsfunc.core.reduction_hooks import (
+    GradientObserver,
+    GradientSteps,
+    ReductionFeedback,
+)
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory import pool_of
@@ -25,15 +29,12 @@ from fsfunc.sharded.spent import refuse_spent
 from fsfunc.transforms.gradients import (
     Gradients,
     averaged,
-    check_whole,
     kept_here,
     shown,
 )
 from fsfunc.transforms.ownership import (
     Ownership,
-    compare_replicas,
     enter_tracked,
-    unnamed_axes,
 )
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -110,9 +111,7 @@ class Sharding(Interpretation):
         """Compares the first state that a real call returns, along unnamed axes."""
         if not (_torch.functorch_active() or _torch.fake_active()):
             self.returned.add(at.rank)
-            leaves = tree.leaves(args[:1], is_leaf=is_sharded)
-            axes = unnamed_axes(f, found.handlers, leaves, at)
-            compare_replicas(args, out, axes, at)
+            self.first_calls.compare_state(f, found.handlers, args, out, at)
 
     def entered(
         self,
@@ -264,7 +263,7 @@ class Sharding(Interpretation):
         keeps, plain = {}, 0
         if not (call.composable or f.create_graph):
             keeps, plain = kept_here(chosen, self.cut)
-        observers = [h for h in f.handlers if isinstance(h, Observation)]
+        observers = [h for h in f.handlers if isinstance(h, GradientObserver)]
         feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
             raise ValueError(_TWICE.format(*(h.called for h in feedback)))
@@ -286,7 +285,8 @@ class Sharding(Interpretation):
         )
         key = at.rank, plain, call.argnums
         if plain and at.link.moves and key not in self.compared_whole:
-            check_whole(runtime, group(self.axes, at))
+            where = group(self.axes, at)
+            self.first_calls.compare_whole(chosen, runtime.averages, where)
             self.compared_whole |= {key}
         return runtime
 
