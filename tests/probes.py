@@ -17,12 +17,12 @@ class LiveBytes(TorchDispatchMode):
 
     ``known`` tensors were there before and do not count: a view of one is not new.
     Storages are told apart by identity, since fake ones all have the address 0; without
-    ``fakes`` they do not count.
+    ``fakes`` they do not count. With ``size`` only those of so many bytes do.
     """
 
-    def __init__(self, *known: Any, fakes: bool = True):
+    def __init__(self, *known: Any, fakes: bool = True, size: int | None = None):
         super().__init__()
-        self.kinds = () if fakes else (FakeTensor,)
+        self.kinds, self.size = () if fakes else (FakeTensor,), size
         self.live = self.peak = 0
         self.seen: dict[int, int] = {}
         for x in tree.leaves(known):
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
+        if key in self.seen or self.size not in (None, size):
             return
         self.seen[key] = size
         self.live += size

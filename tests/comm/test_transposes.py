@@ -103,32 +103,3 @@ def test_a_move_and_its_transpose_pair_alike(row, data):
     assert (back.of, back.to) == (COTANGENT[how.to], COTANGENT[how.of])
     if how.op != "enter":  # whose way back is a psum, as good as none on what is equal
         assert back.transpose() == how
-
-
-PLANTED = [
-    (("psum", "V", "I"), ("psum", "V", "I"), 4),
-    (("all_gather", "V", "I"), ("psum_scatter", "V", "V"), 4),
-    (("psum", "P", "R"), ("cast", "V", "P"), None),
-    (("psum_scatter", "V", "V"), ("embed", "V", "P"), None),
-    (("cast", "I", "V"), ("cast", "I", "V"), None),
-    (("cast", "I", "R"), ("cast", "P", "I"), None),
-    (("pbroadcast", "V", "V"), ("keep", "I", "V"), None),
-    (("ppermute", "V", "V"), ("cast", "V", "V"), None),
-    (("slice", "R", "V"), ("all_gather", "V", "I"), 4),
-    (("keep", "I", "P"), ("psum", "P", "I"), 4),
-    (("psum", "P", "V"), ("cast", "V", "R"), None),
-    (("cast", "V", "R"), ("psum", "P", "V"), 4),
-]
-
-
-@pytest.mark.parametrize(("row", "wrong", "ratio"), PLANTED, ids=lambda v: str(v))
-def test_a_wrong_transpose_is_caught(row, wrong, ratio, monkeypatch):
-    pairs = ((0, 1), (2, 0)) * (row[0] == "ppermute")
-    power = -1 if row[0] == "enter" else 0
-    how = LinearMap(*row, dim=1, source=1, pairs=pairs, power=power)
-    monkeypatch.setitem(linear_maps.TRANSPOSES, row, wrong)
-    pairs, kept = dot_products(how, (4, 1), "a", (1, 2), seed=3)
-    ((left, right),) = pairs
-    assert left != right or not kept
-    if ratio is not None:
-        assert right == ratio * left != 0

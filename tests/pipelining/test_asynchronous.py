@@ -400,34 +400,3 @@ def test_prediction_goes_on_as_the_last_update_went(optimizer):
     for _ in range(3):
         params, state = optimizer.apply(grads, state, params)
     close(found, params, 1e-6)
-
-
-@pytest.mark.processes
-def test_it_runs_over_processes(processes):
-    """Two stages y = w x of one number, rate 1/2: gradients one update old at most."""
-    out = processes(
-        """
-        import torch, fsfunc as ff
-
-        scale = ff.unit(lambda p, x: x * p)
-        mesh = ff.make_mesh({"pipe": 2})
-
-        def loss(params, x):
-            return scale(params[1], scale(params[0], x)).mean()
-
-        optimizer = ff.sgd(0.5)
-        step = ff.pipeline(
-            loss, mesh, "pipe", n_microbatches=2, schedule=ff.schedules.asynchronous,
-            update=optimizer,
-        )
-        params, x = [torch.tensor(2.0), torch.tensor(-1.0)], torch.tensor([1.0, 2.0])
-        state, _ = step(ff.init_state(step, params, optimizer, x), x)
-        print([w.item() for w in ff.unshard(state.params)])
-        """,
-        2,
-    )
-    # By hand: the first stage's second gradient is taken at w = 2 and v = -2, where
-    # the first microbatch's has not come back to it.
-    first = 2 - 0.5 * (-1 * 1) - 0.5 * (-2 * 2)
-    second = -1 - 0.5 * (2 * 1) - 0.5 * (2 * 2)
-    assert out.splitlines() == 2 * [str([first, second])]

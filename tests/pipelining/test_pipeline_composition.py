@@ -4,8 +4,6 @@ the parameters are those of one device, and gradients are reduced when the order
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
@@ -23,10 +21,8 @@ from tests.pipelining.models import (
 )
 
 M, CALLS = 2, 4
-AXES = ({"data": 2, "pipe": 2}, {"pipe": 2, "data": 2})
-MESHES = [ff.make_mesh(axes, "simulated") for axes in AXES]
 NODES = ff.make_mesh({"node": 2, "pipe": 2, "data": 2}, "simulated")
-MESH = MESHES[0]
+MESH = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
 
 
 def parameters():
@@ -123,49 +119,6 @@ def test_over_three_axes_with_replicas(order, zero):
     check(on_ranks(NODES, build), one_device(4 * M))
 
 
-@st.composite
-def stacks(draw):
-    """Transforms from the innermost out, a schedule, and options of ``shard``."""
-    order = draw(st.permutations(["pipeline", "shard"]))
-    for more in ("remat", "accumulate", "donate"):
-        if draw(st.booleans()):
-            order.insert(draw(st.integers(0, len(order))), more)
-    chosen = [{"zero": k} for k in range(4)]
-    chosen += [{"reshard_after_forward": False}, {"min_bytes": 10**6}]
-    schedule = draw(st.sampled_from([k for k, (_, n) in NAMED.items() if n < 3]))
-    return order, schedule, draw(st.sampled_from(chosen))
-
-
-@given(stacks(), st.sampled_from(MESHES))
-@settings(max_examples=6)
-def test_with_other_transforms_it_trains_as_one_device(stack, mesh):
-    order, schedule, options = stack
-    by = {
-        "pipeline": lambda f: pipe(f, mesh, schedule),
-        "shard": lambda f: data(f, mesh, **options),
-        "accumulate": lambda f: ff.accumulate(f, 2),
-        "remat": ff.remat,
-        "donate": ff.donate,
-    }
-
-    def build(f, mesh):
-        for name in order:
-            f = by[name](f)
-        return f
-
-    check(on_ranks(mesh, build, without_masks), one_device(1, without_masks))
-
-
-def without_masks(params, batch):
-    """Microbatches of any number make one mean of it."""
-    layers, tied = params["layers"], params["tied"]
-    first = layer(layers[0], batch["x"])
-    h = tied_layer({"layer": layers[1], "tied": tied}, first)
-    h = layer(layers[2], h) + first
-    h = tied_layer({"layer": layers[3], "tied": tied}, h)
-    return (h * params["gain"] * batch["y"]).mean()
-
-
 PRECISE = {
     "outside": lambda f, mesh: bf16(data(pipe(f, mesh), mesh)),
     "in shard in pipeline": lambda f, mesh: pipe(data(bf16(f), mesh), mesh),
@@ -247,7 +200,10 @@ UNITS = CALLS // 2  # of a rank
     ],
 )
 def test_gradients_are_reduced_when_the_order_says(order, zero, schedule):
-    """Once a step in shard(pipeline), once a microbatch in pipeline(shard)."""
+    """Once a step in shard(pipeline), once a microbatch in pipeline(shard).
+
+    And whatever the schedule, the parameters are those of one device.
+    """
     m = 2
 
     def build(f, mesh):
@@ -257,7 +213,9 @@ def test_gradients_are_reduced_when_the_order_says(order, zero, schedule):
 
     opt = lambda: ff.sgd(0.5)  # noqa: E731
     each = m if order == "pipeline(shard)" and zero != 1 else 1
-    for rank, (*_, records) in enumerate(on_ranks(MESH, build, chain, opt)):
+    found = on_ranks(MESH, build, chain, opt)
+    check(found, one_device(2 * m, chain, opt))
+    for rank, (*_, records) in enumerate(found):
         op = "psum" if zero == 0 else "psum_scatter"
         reduced = of(records, op, phase="backward")
         assert len(reduced) == each * UNITS, rank

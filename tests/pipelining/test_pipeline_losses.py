@@ -12,8 +12,6 @@ from tests.pipelining.models import (
     Spec,
     Step,
     batch_of,
-    chain,
-    drop,
     join,
     layer,
     through,
@@ -75,17 +73,6 @@ def in_place(params, batch):
     return ((layer(params["layers"][3], third) + second) * batch["y"]).mean()
 
 
-def written_output(params, batch):
-    """An output that is written into is seen changed by all who read it later."""
-    h = layer(params["layers"][0], batch["x"])
-    kept = h
-    h.add_(1)
-    a = layer(params["layers"][1], h)
-    h.mul_(2)
-    b = layer(params["layers"][2], kept)
-    return (layer(params["layers"][3], a + b + kept) * batch["y"]).mean()
-
-
 def views(params, batch):
     """Slices, transposes and views of outputs, on both sides of a cut."""
     h = layer(params["layers"][0], batch["x"])
@@ -125,13 +112,9 @@ def slopes(p, x):
     return torch.func.vjp(lambda y: (y * y) @ p["w"], x)[1](x)[0]
 
 
-def with_dropout(params, batch):
-    return chain(params, batch, drop)
-
-
 LOSSES = (
-    teacher, every_distance, of_the_batch_alone, on_no_unit, constant, in_place,
-    written_output, views, of_keywords, transposed, second_order_inside, with_dropout,
+    teacher, every_distance, of_the_batch_alone, on_no_unit, constant, in_place, views,
+    of_keywords, transposed, second_order_inside,
 )  # fmt: skip
 
 
@@ -166,8 +149,7 @@ def test_it_equals_one_device(loss, schedule):
 
     for value, grads, drawn, again in ff.spmd(main, MESH)():
         same((value, grads, drawn), (*expected, after))
-        if loss is not with_dropout:  # whose masks are drawn anew
-            same(again, value)
+        same(again, value)
 
 
 def by_tokens(params, batch):

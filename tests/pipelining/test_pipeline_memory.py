@@ -1,40 +1,22 @@
 """What a rank holds while a schedule runs: as many microbatches as are counted."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import _torch
 from fsfunc.pipelining.verification import held as count_held
 from tests.pipelining.models import NAMED
+from tests.probes import LiveBytes
 
 ROWS, WIDTH, WIDE = 2, 4, 64
 KEPT = ROWS * WIDTH * WIDE * 8  # bytes that one unit call keeps for its backward
 IDS = 1720 * 8
 
 
-class Storages(TorchDispatchMode):
-    """How many storages of ``size`` bytes are alive, of those made inside."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.seen = size, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
-                continue
-            storage = x.untyped_storage()
-            key = storage._cdata
-            real = storage.nbytes() == self.size and x.device.type == "cpu"
-            if real and key not in self.seen:
-                self.seen[key] = True
-                weakref.finalize(storage, self.seen.pop, key).atexit = False
-        return out
+def storages(size):
+    """Counts the storages of real tensors of ``size`` bytes, of those made inside."""
+    return LiveBytes(fakes=False, size=size)
 
 
 WATCH = {}  # by rank
@@ -45,7 +27,7 @@ def wide(p, x):
     """Keeps KEPT bytes for the gradient of its parameter."""
     if not isinstance(x, _torch.FakeTensor):
         watch, found = WATCH[ff.axis_index("pipe")]
-        found.append(len(watch.seen))
+        found.append(watch.live // KEPT)
     return x.repeat(1, WIDE) @ p
 
 
@@ -71,10 +53,10 @@ def held(ranks, m, name):
             schedule=schedule,
         )  # fmt: skip
         placed = ff.place(grad, params, x)
-        with Storages(KEPT) as watch:
+        with storages(KEPT) as watch:
             WATCH[rank] = watch, []
             grad(placed, x)
-            return (max(WATCH[rank][1]) + 1) / chunks, len(watch.seen)
+            return (max(WATCH[rank][1]) + 1) / chunks, watch.live
 
     found = ff.spmd(main, mesh)()
     assert [alive for _, alive in found] == [0] * ranks  # nothing is left
@@ -110,7 +92,7 @@ def test_of_an_activation_on_its_way_there_is_one_copy(name):
 
     def note(x, count):
         if not isinstance(x, _torch.FakeTensor):
-            seen.append((sum(len(w.seen) for w in watches.values()), sum(out)))
+            seen.append((sum(w.live for w in watches.values()) // IDS, sum(out)))
             out.append(count)
 
     @ff.unit
@@ -129,7 +111,7 @@ def test_of_an_activation_on_its_way_there_is_one_copy(name):
     def main():
         params = [torch.ones(WIDTH, dtype=torch.float64) for _ in range(2)]
         x = torch.ones(m * ROWS, WIDTH, dtype=torch.float64)
-        with Storages(IDS) as watches[ff.axis_index("pipe")]:
+        with storages(IDS) as watches[ff.axis_index("pipe")]:
             grad(params, x)
 
     ff.spmd(main, mesh)()
@@ -137,4 +119,4 @@ def test_of_an_activation_on_its_way_there_is_one_copy(name):
     assert max(alive for alive, _ in seen) >= 2
     # One more, where a receive is posted ahead of what is not sent yet.
     assert all(alive <= count + 1 for alive, count in seen), seen
-    assert [len(w.seen) for w in watches.values()] == [0, 0]
+    assert [w.live for w in watches.values()] == [0, 0]

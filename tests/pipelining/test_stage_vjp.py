@@ -1,4 +1,4 @@
-"""The two halves of a backward pass: the bits and the operations of the whole."""
+"""A backward pass is autograd's, and so are its two halves, bits and operations."""
 
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc.pipelining.stages import StageVjp
+from fsfunc.runtime.memory import BufferPool
 from tests.checks import same
 from tests.probes import LiveBytes
 
 D = 4
+ROWS = torch.tensor([0, 3, 3, 1])
 RUNS: list[str] = []  # what `Both` and `Side` note
 
 
@@ -70,6 +72,9 @@ UNARY: dict[str, Any] = {
 BINARY: dict[str, Any] = {
     "product": torch.mm,
     "added product": lambda a, b: torch.addmm(b[0], a, b),
+    "linear": F.linear,
+    "viewed product": lambda a, b: F.linear(a, b.view(2, 2, D).flatten(0, 1)),
+    "lookup": lambda a, b: a + F.embedding(ROWS, b),
     "convolution": lambda a, b: F.conv1d(a[None], b.view(D, D, 1))[0],
     "custom product": Both.apply,
     "sum": torch.add,
@@ -138,13 +143,24 @@ def flops(run) -> tuple[Any, int]:
     return out, counter.get_total_flops()
 
 
+def plainly(vjp: StageVjp, params: list[Tensor], cts) -> Any:
+    """What autograd itself gives."""
+    roots = [(y, g) for y, g in zip(vjp.outputs, cts, strict=True) if g is not None]
+    inputs = [*vjp.inputs, *params]
+    if roots and inputs:
+        torch.autograd.backward(*zip(*roots, strict=True), inputs=inputs)
+    return [x.grad for x in vjp.inputs], [w.grad for w in params]
+
+
 @given(NETS)
 def test_the_halves_are_the_whole(net):
     """The same bits; every operation once; every side effect once and in order."""
+    alone = plainly(*build(net))
     RUNS.clear()
     vjp, params, cts = build(net)
     grads, whole = flops(lambda: vjp.backward(cts))
     expected, effects = (grads, [w.grad for w in params]), list(RUNS)
+    same(expected, alone)
     RUNS.clear()
     vjp, params, cts = build(net)
     for w in params:
@@ -263,3 +279,44 @@ def test_the_second_half_holds_one_weight_gradient_at_a_time(units):
     with LiveBytes(ws, [w.grad for w in ws]) as memory:
         vjp.weight_gradient()
     assert memory.peak <= (2 + units) * 64 * 64 * 4
+
+
+HELD: dict[str, Any] = {  # by which product, or lookup, a weight is read
+    "linear": F.linear,
+    "with a bias": lambda x, w: F.linear(x, w, torch.ones(64)),
+    "a product": torch.mm,
+    "viewed": lambda x, w: F.linear(x, w.view(8, 8, 64).flatten(0, 1)),
+    "rows": lambda x, w: x + F.embedding(torch.tensor([3]), w),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("halves", [False, True])
+def test_no_second_gradient_is_made(name, halves):
+    x, (w,) = torch.ones(1, 64, requires_grad=True), eyes(1, True)
+
+    def once() -> None:
+        run(StageVjp([HELD[name](x, w)], [x], [w]), [torch.ones(1, 64)], halves)
+
+    with LiveBytes(w, w.grad) as memory:
+        once()
+    assert memory.peak < 64 * 64 * 4
+
+
+def test_memory_of_gradients_that_are_gone_is_used_again():
+    pool, (w,) = BufferPool(), eyes(1, False)
+
+    def gradient() -> Tensor:
+        x = torch.ones(3, 64, requires_grad=True)
+        StageVjp([x @ w], [x], [w], pool).backward([torch.ones(3, 64)])
+        found, w.grad = w.grad, None
+        assert found is not None
+        return found
+
+    first = gradient()
+    place, bits = first.data_ptr(), first.clone()
+    second = gradient()
+    assert second.data_ptr() != place  # somebody holds the first
+    same([first, second], [bits, bits])
+    del first
+    assert gradient().data_ptr() == place
