@@ -179,10 +179,8 @@ def _saved(node: Any) -> list[tuple[Any, Any]]:
     """
     found = []
     for name, _ in _SAVED[type(node)]:
-        raws = getattr(node, name)
-        for raw in raws if isinstance(raws, (tuple, list)) else (raws,):
-            if raw.unpack_hook is None:
-                found.append((raw, raw.data))
+        bare = [raw for raw in _handles(node, name) if raw.unpack_hook is None]
+        found += [(raw, raw.data) for raw in bare]
     return found
 
 

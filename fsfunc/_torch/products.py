@@ -47,16 +47,6 @@ def kind_of(node: Any) -> str | None:
     return KINDS[type(node)]
 
 
-def leaf_behind(x: Tensor) -> Tensor | None:
-    """The leaf that ``x`` is, perhaps seen in another shape."""
-    if x.grad_fn is None:
-        return x
-    node = x.grad_fn
-    while node is not None and kind_of(node) in ("turn", "view"):
-        node = node.next_functions[0][0]
-    return getattr(node, "variable", None)
-
-
 def weight_edge(node: Any) -> Any:
     """The edge of a plain product to its second factor, of a lookup to its rows.
 

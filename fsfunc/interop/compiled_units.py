@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsfunc import _torch
 from fsfunc.interop.attributes import Attributes
-from fsfunc.interop.stubs import Absent, without_caches
+from fsfunc.interop.stubs import Absent, hook_tables, without_caches
 
 PARAMS = "params of the module's"  # a unit's keyword that is called params
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -87,12 +87,7 @@ def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
 
 def _has_hooks(module: nn.Module) -> bool:
     """True if a module, or one in it, has hooks."""
-    return any(
-        table
-        for m in module.modules()
-        for before in (True, False)
-        for table in _torch.hook_tables(m, before=before)
-    )
+    return any(table for m in module.modules() for table in hook_tables(m))
 
 
 def _called(module: nn.Module, tensors: Any, args: Any, keywords: Any) -> Any:

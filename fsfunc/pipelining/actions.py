@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: actions, their text and their JSON.
+"""Pipeline schedules as data: actions, and their text.
 
 A schedule is a tuple of actions for each rank. The functions that make schedules write
 compute actions alone; `transfers.with_transfers` adds what travels between ranks.
@@ -6,7 +6,6 @@ compute actions alone; `transfers.with_transfers` adds what travels between rank
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,20 +48,14 @@ class Action:
     peer: int | None = None
 
     def __post_init__(self) -> None:
-        peer = self.peer
-        if self.kind in COMPUTE:
-            right, wanted = peer is None, "no peer"
-        else:
-            right, wanted = (
-                _counts_from_zero(peer),
-                "a peer, the stage at the other end",
-            )
         if self.kind not in KINDS:
             raise ScheduleError(
                 f"no action has the kind {self.kind!r}: take one of {', '.join(KINDS)}"
             )
+        wanted = "no peer" if self.is_compute else "a peer, the stage at the other end"
+        right = self.peer is None if self.is_compute else _counts_from_zero(self.peer)
         if not right:
-            raise ScheduleError(f"{self.kind} has {wanted}; got peer={peer!r}")
+            raise ScheduleError(f"{self.kind} has {wanted}; got peer={self.peer!r}")
         if not (_counts_from_zero(self.stage) and _counts_from_zero(self.microbatch)):
             raise ScheduleError(
                 f"{self.kind} needs integers from 0 on, got stage={self.stage!r} and "
@@ -190,33 +183,6 @@ def listing(schedule: Schedule) -> str:
     width = len(str(max(len(schedule) - 1, 0)))
     lines = (f"{r:>{width}}: {' '.join(row)}" for r, row in enumerate(texts(schedule)))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def to_json(schedule: Schedule) -> str:
-    """Return the schedule as JSON: a list of lists of text; `from_json` reads it.
-
-    >>> to_json(parse(["F0 B0"]))
-    '[["F0", "B0"]]'
-    """
-    return json.dumps(texts(schedule))
-
-
-def from_json(text: str) -> Schedule:
-    """Return the schedule that `to_json` wrote.
-
-    Raises:
-        ScheduleError: not a list of lists of actions.
-
-    >>> from_json('[["F0", "B0"]]') == parse(["F0 B0"])
-    True
-    """
-    rows = json.loads(text)
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise ScheduleError(
-            "a schedule in JSON is a list of lists, one for each rank, of actions "
-            f'such as "F3" or "F3@5"; got {text[:60]}'
-        )
-    return parse(rows)
 
 
 def _action(entry: Action | str, rank: int, at: int) -> Action:

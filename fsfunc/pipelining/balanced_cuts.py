@@ -65,13 +65,13 @@ def balance(
     """
     size = _sizes(costs, n, memory, bound)
     spent = _sums(costs)
-    limit = _least(spent, size, n, bound)
+    (limit, _), _ = _best(spent, size, n, inf, bound, _largest)
     if limit == inf:
         raise ValueError(
             f"no cut into {n} stages keeps each within memory {bound}: the calls "
             f"need {list(memory or ())}"
         )
-    return _most_even(spent, size, n, limit, bound)
+    return _best(spent, size, n, limit, bound, _evenness)[1]
 
 
 def _sizes(
@@ -104,53 +104,55 @@ def _sums(values: Sequence[Number]) -> list[Number]:
     return list(accumulate(values, initial=0))
 
 
-def _least(
-    spent: list[Number], size: list[Number], n: int, bound: Number | None
-) -> Number:
-    """The least cost of the largest stage.
+Value = tuple[Number, int]  # of a cut: what is to be least
+
+
+def _largest(before: Value, cost: Number, count: int) -> Value:
+    """The cost of the largest stage, with one more of this cost and count."""
+    return max(before[0], cost), 0
+
+
+def _evenness(before: Value, cost: Number, count: int) -> Value:
+    """(sum of squared costs, sum of squared counts), with one more stage."""
+    return before[0] + cost**2, before[1] + count**2
+
+
+def _best(
+    spent: list[Number],
+    size: list[Number],
+    n: int,
+    limit: Number,
+    bound: Number | None,
+    value: Callable[[Value, Number, int], Value],
+) -> tuple[Value, list[int]]:
+    """The least value of a cut whose stages keep to the limits, and that cut.
 
     ``best[i]`` is that of the first i calls in so many stages. The cost of the last
     stage grows as it begins earlier: no further than it alone outweighs the best.
     """
-    k = len(spent) - 1
-    best: list[Number] = [0, *([inf] * k)]
-    for stage in range(1, n + 1):
-        longer: list[Number] = [inf] * (k + 1)
-        for i in range(stage, k + 1):
-            for j in range(i - 1, stage - 2, -1):
-                cost = spent[i] - spent[j]
-                if cost >= longer[i] or bound is not None and size[i] - size[j] > bound:
-                    break
-                longer[i] = min(longer[i], max(best[j], cost))
-        best = longer
-    return best[k]
-
-
-def _most_even(
-    spent: list[Number], size: list[Number], n: int, limit: Number, bound: Number | None
-) -> list[int]:
-    """The cut of least (sum of squared costs, sum of squared counts) within limits."""
-    k = len(spent) - 1
-    best: list[tuple[Number, int]] = [(0, 0), *([(inf, 0)] * k)]
+    k, nothing = len(spent) - 1, (0, 0)
+    best: list[Value] = [nothing, *([(inf, 0)] * k)]
     begins: list[list[int]] = []
     for stage in range(1, n + 1):
-        longer: list[tuple[Number, int]] = [(inf, 0)] * (k + 1)
+        longer: list[Value] = [(inf, 0)] * (k + 1)
         begin = [0] * (k + 1)
         for i in range(stage, k + 1):
             for j in range(i - 1, stage - 2, -1):
                 cost = spent[i] - spent[j]
                 if cost > limit or bound is not None and size[i] - size[j] > bound:
                     break
-                value = (best[j][0] + cost**2, best[j][1] + (i - j) ** 2)
-                if value < longer[i]:
-                    longer[i], begin[i] = value, j
+                if value(nothing, cost, 0) >= longer[i]:
+                    break
+                found = value(best[j], cost, i - j)
+                if found < longer[i]:
+                    longer[i], begin[i] = found, j
         best = longer
         begins.append(begin)
     counts, end = [], k
     for begin in reversed(begins):
         counts.append(end - begin[end])
         end = begin[end]
-    return counts[::-1]
+    return best[k], counts[::-1]
 
 
 def profile(

@@ -21,14 +21,11 @@ from fsfunc.pipelining.actions import (  # noqa: F401
     Schedule,
     ScheduleError,
     forward_only,
-    from_json,
     listing,
     owners,
     parse,
-    to_json,
 )
 from fsfunc.pipelining.synchronous import (  # noqa: F401
-    forwards,
     gpipe,
     interleaved_1f1b,
     looped_bfs,

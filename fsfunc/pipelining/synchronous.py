@@ -9,7 +9,7 @@ it gives the activations back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fsfunc.pipelining.actions import (
     Action,
@@ -139,36 +139,6 @@ def interleaved_1f1b(
             )
         )
     return tuple(rows)
-
-
-def forwards(n_stages: int, n_microbatches: int, owners: Sequence[int]) -> Schedule:
-    """Return the schedule of an evaluation: forwards alone, in a given placement.
-
-    Args:
-        n_stages: all stages.
-        n_microbatches: microbatches of a batch, from 1 on.
-        owners: the rank of each stage, as `owners(schedule)` returns it.
-
-    Raises:
-        ScheduleError: a count below 1; not one rank for each stage.
-
-    >>> from fsfunc.pipelining.actions import listing
-    >>> print(listing(forwards(4, 2, (0, 1, 1, 0))))
-    0: F0@0 F1@0 F0@3 F1@3
-    1: F0@1 F1@1 F0@2 F1@2
-    """
-    ranks_for(n_stages, n_microbatches)
-    if len(owners) != n_stages:
-        raise ScheduleError(
-            f"owners names the rank of each stage: got {len(owners)} for {n_stages}"
-        )
-    ranks = max(owners) + 1
-    rounds = rounds_of(n_microbatches, ranks)
-    mine = [[s for s in range(n_stages) if owners[s] == rank] for rank in range(ranks)]
-    return tuple(
-        tuple(Action("F", s, m) for s, m in _by_round(rounds, stages))
-        for stages in mine
-    )
 
 
 def rounds_of(n_microbatches: int, ranks: int) -> list[range]:

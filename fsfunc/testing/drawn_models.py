@@ -120,8 +120,8 @@ class DrawnModel:
             "layers": [one(names) for names in self.layers],
         }
         if self.nested:
-            p["outer"] = {"inner": [one(("b",))], "shift": make((2, 3), torch.float32)}
-            p["outer"]["shift"] = make((WIDTH,), torch.float32)
+            shift = make((WIDTH,), torch.float32)
+            p["outer"] = {"inner": [one(("b",))], "shift": shift}
         if self.tied:
             p["tied"] = make((WIDTH,), torch.float32)
         if self.outside:

@@ -44,11 +44,48 @@ class StraightThrough(torch.autograd.Function):
         return g
 
 
-EXACT = {  # steps whose result depends on every element of what they use
-    "chain", "join", "parts", "passing", "add", "scale", "no_grad", "through", "view",
-    "masked", "cast", "read",
-}  # fmt: skip
-PARTIAL = {"add_", "assign", "half", "buffer", "out"}
+def without_grad(do):
+    @torch.no_grad()
+    def step(x, y, p, batch):
+        return [do(x, y)]
+
+    return step
+
+
+def buffer(x, y, p, batch):
+    found = torch.zeros(2, 3, dtype=torch.float64)
+    found[:, 0] = x[:, 1]
+    return [found]
+
+
+def two_parts(x, y, p, batch):
+    out = parts({"w": p["w"]}, x)
+    return [out["a"], out["b"][0]]
+
+
+EXACT = {  # steps whose results depend on every element of what they use
+    "chain": lambda x, y, p, batch: [chain(p, x)],
+    "join": lambda x, y, p, batch: [join({"w": p["w"]}, x, other=y)],
+    "parts": two_parts,
+    "passing": lambda x, y, p, batch: [*passing(p, x, y)],
+    "add": lambda x, y, p, batch: [x + y],
+    "scale": lambda x, y, p, batch: [2 * x],
+    "no_grad": without_grad(lambda x, y: 3 * x),
+    "through": lambda x, y, p, batch: [StraightThrough.apply(x)],
+    "view": lambda x, y, p, batch: [x.t().t().view(-1).view(2, 3)],
+    "masked": lambda x, y, p, batch: [torch.where(batch["mask"] > 0, x, 0)],
+    "cast": lambda x, y, p, batch: [x.float().double()],
+    "read": lambda x, y, p, batch: [x + p["r"]],
+}
+PARTIAL = {
+    "half": lambda x, y, p, batch: [torch.cat([x[:1], y[1:]])],
+    "buffer": buffer,
+    "out": without_grad(lambda x, y: torch.add(x, 1, out=torch.empty_like(y))),
+}
+WRITES = {  # into the first tensor
+    "add_": torch.no_grad()(torch.Tensor.add_),
+    "assign": lambda x, y: x.__setitem__(0, y[1]),
+}
 
 
 @dataclass(frozen=True)
@@ -57,75 +94,25 @@ class Drawn:
 
     steps: tuple[tuple[str, int, int, int], ...]
 
-    @property
-    def exact(self):
-        return {kind for kind, *_ in self.steps} <= EXACT
-
     def loss(self, params, batch):
         """What the last tensor adds up to."""
         values, fixed = [batch["x"] * 1], set()
         roots = [0]  # tensors of one root share memory; those in fixed, with a unit
-
-        def made(x, root=None):
-            values.append(x)
-            roots.append(len(roots) if root is None else root)
-
-        def writable(i):
-            return values[i].clone() if roots[i] in fixed else values[i]
-
         for kind, i, j, k in self.steps:
-            i, j, p = i % len(values), j % len(values), params[k]
-            x, y = values[i], values[j]
-            if kind == "chain":
-                made(chain(p, x))
-            elif kind == "join":
-                made(join({"w": p["w"]}, x, other=y))
-            elif kind == "parts":
-                out = parts({"w": p["w"]}, x)
-                made(out["a"])
-                made(out["b"][0])
-            elif kind == "passing":
-                first, second = passing(p, x, y)
-                made(first)
-                made(second)
-                fixed |= {roots[j], roots[-1]}
-            elif kind == "add":
-                made(x + y)
-            elif kind == "scale":
-                made(2 * x)
-            elif kind == "no_grad":
-                with torch.no_grad():
-                    made(3 * x)
-            elif kind == "through":
-                made(StraightThrough.apply(x))
-            elif kind == "view":
-                made(x.t().t().view(-1).view(2, 3), roots[i])
-            elif kind == "masked":
-                made(torch.where(batch["mask"] > 0, x, 0))
-            elif kind == "cast":
-                made(x.float().double())
-            elif kind == "read":
-                made(x + p["r"])
-            elif kind == "add_":
-                target = writable(i)
-                with torch.no_grad():
-                    target.add_(y)
-                made(target, None if target is not x else roots[i])
-            elif kind == "assign":
-                target = writable(i)
-                target[0] = y[1]
-                made(target, None if target is not x else roots[i])
-            elif kind == "half":
-                made(torch.cat([x[:1], y[1:]]))
-            elif kind == "buffer":
-                buffer = torch.zeros(2, 3, dtype=torch.float64)
-                buffer[:, 0] = x[:, 1]
-                made(buffer)
-            elif kind == "out":
-                with torch.no_grad():
-                    made(torch.add(x, 1, out=torch.empty_like(y)))
+            i, j = i % len(values), j % len(values)
+            x, y, shares = values[i], values[j], kind == "view"
+            if kind in WRITES:
+                shares = roots[i] not in fixed
+                x = x if shares else x.clone()
+                WRITES[kind](x, y)
+                made = [x]
             else:
-                raise ValueError(kind)
+                made = (EXACT | PARTIAL)[kind](x, y, params[k], batch)
+            for x in made:
+                values.append(x)
+                roots.append(roots[i] if shares else len(roots))
+            if kind == "passing":
+                fixed |= {roots[j], roots[-1]}
         return values[-1].sum()
 
 
@@ -147,10 +134,10 @@ def batch_of(seed=0):
 _NUMBER = st.integers(0, 9)
 
 
-def losses(kinds=EXACT | PARTIAL, max_size=10):
+def losses(kinds=(*EXACT, *PARTIAL, *WRITES)):
     """Strategy: a loss of at least one unit call."""
     step = st.tuples(
         st.sampled_from(sorted(kinds)), _NUMBER, _NUMBER, st.integers(0, COUNT - 1)
     )
-    many = st.lists(step, min_size=1, max_size=max_size)
+    many = st.lists(step, min_size=1, max_size=10)
     return many.map(lambda steps: Drawn((("chain", 0, 0, 0), *steps)))

@@ -10,7 +10,6 @@ import fsfunc as ff
 from fsfunc.pipelining.actions import (
     Action,
     ScheduleError,
-    from_json,
     owners,
     parse,
     ranks_for,
@@ -29,10 +28,8 @@ TEXT = [
         for entry in ["", "F", "G3", "F-1", "F3>1", "SF3", "SF3<1", "RB3>1", "F3@"]
     ),
     (parse, [["F0"], [None]], r"rank 1, entry 0: None is no action"),
-    *(
-        (from_json, text, "a list of lists|is no action")
-        for text in ["3", '{"a": 1}', '["F0", "F0"]', "[[3]]"]
-    ),
+    (parse, "F0 B0", "'F0 B0' is no schedule, which is a list of rows"),
+    (parse, [[3]], "rank 0, entry 0: 3 is no action"),
     (owners, parse(["F0", "F1@0"]), "rank 1 has F1@0, but stage 0 is on rank 0"),
     (owners, parse(["F0", "", "F0"]), "stage 1 is on no rank"),
     (owners, parse(["", ""]), "stage 0 is on no rank.*no action"),
@@ -74,7 +71,6 @@ NUMBERS = [
         for make in (S.interleaved_1f1b, S.looped_bfs, S.zb_v, S.greedy)
     ),
     (partial(S.zb_v, 6, 4, chunks=3), "2 stages on each rank, got chunks=3"),
-    (partial(S.forwards, 3, 1, (0, 1)), "got 2 for 3"),
     (partial(S.asynchronous, 2, 2, interval=0), "interval must be an integer from 1"),
     *(
         (partial(greedy, 2, 3, memory_bound=n), "has to hold one microbatch")

@@ -2,6 +2,5 @@
 
 local_updates.py slow_momentum.py gossiping.py   local_sgd, slowmo, gossip
 averaging.py        a state that differs by rank; means of it, consensus
-graphs.py   a state that differs by rank; means of it,
-                    consensus; who gossips with whom, as data
+graphs.py           who gossips with whom, as data
 """
