@@ -5,7 +5,7 @@
 
 transforms
     unit value_and_grad shard remat remat_calls accumulate pipeline donate offload
-    precision jit SaveOnly SaveAllBut checkpoint_name Store
+    precision jit SaveOnly SaveAllBut MinCut checkpoint_name Store
 losses
     Weighted Summed
 meshes and ranks
@@ -96,7 +96,7 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
-from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
+from fsfunc.transforms.policies import MinCut, SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat, remat_calls
 from fsfunc.transforms.sharding import shard
 

@@ -113,6 +113,10 @@ class Interpretation:
         """
         return run
 
+    def reads_again(self, call: Any) -> bool:
+        """True if a unit call's backward has its parameters again, read or not."""
+        return False
+
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs a gradient call whose inner interpretations are ``run``.
 

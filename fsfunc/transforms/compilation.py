@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from fsfunc.core.frames import frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
 from fsfunc.transforms.policies import keeping
+from fsfunc.transforms.rematerialization import share_kept
 from fsfunc.tree.structure import matches
 
 
@@ -59,6 +61,11 @@ def jit(
         ValueError: ``remat`` around it keeps values by name: operators that are fused
             have no such values.
 
+    Under ``remat`` a compiled backward computes again what it reads, in kernels of its
+    own, and the unit's function runs once; ``remat(step, MinCut(share))`` keeps what
+    costs least to keep. (In ``remat(shard(step))``, in pipelines, under ``offload`` and
+    with other backends ``remat`` runs the compiled function a second time.)
+
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
     call. What a backward keeps is the compiler's choice: a plan, which runs the plain
     functions, may say more than is held; of time it counts chains of operators as the
@@ -97,7 +104,12 @@ class _Compiler:
 
     def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
         self.patterns, self.options = patterns, options
-        self._made: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+        # By unit, and by what share of its residuals it keeps.
+        self._made: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
+        self._made = WeakKeyDictionary()
+        given = options.get("options") or {}
+        plain = options.get("backend", "inductor") == "inductor"
+        self.partitions = plain and "custom_partitioner_fn" not in given
         self._lock = Lock()  # simulated ranks are threads
         self._names: dict[str, bool] = {}
         self._in_stages = self._warned = False
@@ -109,13 +121,16 @@ class _Compiler:
             return plain
         if keeping():
             raise ValueError(_NAMED.format(name))
+        share = share_kept(call)
         with self._lock:
-            found = self._made.get(call.unit)
+            kinds = self._made.setdefault(call.unit, {})
+            found = kinds.get(share)
             if found is None:
                 # A unit of a module says itself what a compiler can take.
                 by = getattr(plain, "compiled_by", None)
-                made = self._compile(plain) if by is None else by(self._compile)
-                self._made[call.unit] = found = _told(made, call.unit.__name__)
+                compile = partial(self._compile, share=share)
+                made = compile(plain) if by is None else by(compile)
+                kinds[share] = found = _told(made, call.unit.__name__)
         return found
 
     def means(self, call: Call) -> bool:
@@ -125,6 +140,10 @@ class _Compiler:
             self._names[name] = any(matches(p, name) for p in self.patterns)
             self._in_stages |= call.frame.staged  # others may run those that are meant
         return self._names[name]
+
+    def parts(self, call: Call) -> bool:
+        """True if it compiles a call's unit, and says what its backward is given."""
+        return self.partitions and self.means(call)
 
     def check_used(self) -> None:
         """Warns where units ran, and none of them was meant."""
@@ -137,8 +156,14 @@ class _Compiler:
                 stacklevel=3,
             )
 
-    def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(fn, **self.options)
+    def _compile(
+        self, fn: Callable[..., Any], share: float | None = None
+    ) -> Callable[..., Any]:
+        if share is None:
+            return torch.compile(fn, **self.options)
+        from fsfunc._torch.partitions import keeping_share  # the compiler: dear
+
+        return torch.compile(fn, **keeping_share(self.options, share))
 
 
 def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -58,7 +58,42 @@ class SaveAllBut(Policy):
         return name not in self.names
 
 
-def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) -> bool:
+@dataclass(frozen=True)
+class MinCut:
+    """Keeps what costs least to keep, as the compiler of ``jit`` sees it.
+
+    Of what a backward reads the compiler keeps the least that it need not compute again
+    at some cost; what becomes a part of a kernel of the backward it computes again.
+    Below a share of 1 it drops more: first what is no product, then, at the least cost
+    in FLOPs, products and attention. Only units that ``jit`` compiles have this policy.
+
+    Args:
+        share: of what the compiled unit would keep beside its inputs without ``remat``;
+            above 0, at most 1.
+
+    Raises:
+        ValueError: another share.
+
+    Source: ``min_cut_rematerialization_partition`` of functorch.compile, with its
+    ``activation_memory_budget``.
+
+    >>> MinCut().share
+    0.5
+    """
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(
+                f"MinCut({self.share}): the share is above 0 and at most 1; remat "
+                "without a policy keeps a unit's inputs alone"
+            )
+
+
+def recomputes(
+    policy: Policy | MinCut | str | None, micro: Sequence[tuple[int, int]]
+) -> bool:
     """True if a call is recomputed that was made in the microbatches ``micro``.
 
     ``"except_last"`` spares the last microbatch of the innermost loop: where all run

@@ -13,16 +13,17 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
-from fsfunc.core.frames import Interpretation, transformed
+from fsfunc.core.frames import Frame, Interpretation, transformed
 from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.transforms.policies import MODES, Policy, recomputes
+from fsfunc.transforms.policies import MODES, MinCut, Policy, recomputes
 from fsfunc.transforms.repeated_calls import Output, RepeatedCall
+from fsfunc.transforms.sharded_calls import Sharding
 
 
 def remat(
-    f: Callable[..., Any], policy: Policy | str | None = None
+    f: Callable[..., Any], policy: Policy | MinCut | str | None = None
 ) -> Callable[..., Any]:
     """``f`` with each unit keeping its inputs alone, and computing again in backward.
 
@@ -36,17 +37,20 @@ def remat(
             run again. By default nothing is kept. Or, as a string, which microbatches
             of the innermost loop around a call (``accumulate``, ``pipeline``) are
             recomputed: ``"always"`` all, as by default; ``"except_last"`` all but the
-            last, and none outside a loop; ``"never"`` none.
+            last, and none outside a loop; ``"never"`` none. Or ``MinCut(share)``, of
+            units that ``jit`` compiles: what is kept is then the compiler's choice.
 
     Raises:
         TypeError: another policy.
+        ValueError: ``MinCut`` of a unit that ``jit`` does not compile.
 
     Cost: one more forward of each unit, but for what it computes after the last value
     that the backward reads, such as a block's last product (with it, where a transform
     of one's own reads what units return: see ``Interpretation``); under ``shard``, in
     either order, each unit is gathered twice, the last one once. Under ``torch.func``
     transforms the function runs as it is: they keep the whole backward differentiable,
-    and a recompute with it.
+    and a recompute with it. Of a unit that ``jit`` compiles the compiled backward
+    computes again what it reads, and calls nothing twice.
 
     Source: Chen et al., 2016, Training deep nets with sublinear memory cost.
 
@@ -60,7 +64,9 @@ def remat(
 
 
 def remat_calls(
-    f: Callable[..., Any], calls: Iterable[int], policy: Policy | str | None = None
+    f: Callable[..., Any],
+    calls: Iterable[int],
+    policy: Policy | MinCut | str | None = None,
 ) -> Callable[..., Any]:
     """``f`` with these of its loss's unit calls recomputed in the backward.
 
@@ -102,22 +108,26 @@ class _Remat(Interpretation):
     reads_outputs = False
 
     def __init__(
-        self, policy: Policy | str | None, calls: frozenset[int] | None = None
+        self, policy: Policy | MinCut | str | None, calls: frozenset[int] | None = None
     ):
-        if not (policy is None or isinstance(policy, Policy) or policy in MODES):
+        known = policy is None or isinstance(policy, (Policy, MinCut))
+        if not (known or policy in MODES):
             raise TypeError(
-                f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
-                f"{', '.join(map(repr, MODES))}, or None"
+                f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), MinCut("
+                f"share), one of {', '.join(map(repr, MODES))}, or None"
             )
         self.policy, self.calls = policy, calls
         self.called = "remat" if calls is None else "remat_calls"
-        self.kept = None if isinstance(policy, str) else policy
+        self.kept = policy if isinstance(policy, Policy) else None
+        self.least = policy if isinstance(policy, MinCut) else None
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         policy = self.policy
         if isinstance(policy, Policy):
             policy = (type(policy).__name__, *sorted(policy.names))
+        elif isinstance(policy, MinCut):
+            policy = ("MinCut", policy.share)
         calls = () if self.calls is None else (("calls", sorted(self.calls)),)
         return (*calls, ("policy", policy))
 
@@ -129,7 +139,30 @@ class _Remat(Interpretation):
         chosen = calls is None or not f.path and call.number in calls
         if not chosen or not recomputes(self.policy, f.micro):
             return run
+        if f.compiler is not None or self.least:
+            if self.share(call) is not None:
+                return run
         return partial(self._recomputed, run, call)
+
+    def reads_again(self, call: Call) -> bool:
+        return self.share(call) is not None
+
+    def share(self, call: Call) -> float | None:
+        """What a compiled unit's own graph keeps; None where it is as without remat.
+
+        Its backward computes the rest again, and the call runs once.
+        """
+        f, calls = call.frame, self.calls
+        chosen = calls is None or not f.path and call.number in calls
+        if f.composable or not (chosen and recomputes(self.policy, f.micro)):
+            return None
+        compiled = f.compiler is not None and f.compiler.parts(call)
+        if self.least is not None:
+            if not compiled:
+                raise ValueError(_UNCOMPILED.format(call.name))
+            return self.least.share
+        whole = compiled and f.tracer is None and self.kept is None and _alone(f)
+        return 0.0 if whole else None
 
     def _recomputed(
         self,
@@ -164,6 +197,38 @@ class _Remat(Interpretation):
         if thread is not None:
             thread.token = token
         return output.give(outs)
+
+
+def share_kept(call: Call) -> float | None:
+    """The `share` of a compiled unit call under the transforms in reach of it."""
+    remats = [h for h in call.frame.handlers if isinstance(h, _Remat)]
+    shares = [s for h in remats if (s := h.share(call)) is not None]
+    return min(shares, default=None)
+
+
+def _alone(f: Frame) -> bool:
+    """True if a recompute would run a unit's function and nothing else."""
+    within = gathered = False
+    for h in f.handlers:
+        if isinstance(h, _Remat):
+            within = True
+        elif isinstance(h, Sharding):
+            if within:  # whose gathers a recompute makes anew
+                return False
+            gathered = gathered or h.zero == 3
+        elif type(h).unit is not _SAME:
+            return False
+    return f.casts is None or gathered  # or the graph would keep what is cast
+
+
+_SAME = Interpretation.unit
+
+
+_UNCOMPILED = (
+    "unit {!r} is under remat(..., MinCut()), and jit does not compile it by torch's "
+    "own compiler, which alone knows what costs least to keep: put jit around the step "
+    "(with the unit among its only=), or give remat another policy"
+)
 
 
 class _Recompute(torch.autograd.Function):

@@ -99,6 +99,9 @@ def _gather_and_forget(
         leaves[i] = view if split is None else Sharded(view, split)
     out = run(tree.unflatten(treedef, leaves), *inputs, **named)
     outs, spec = tree.flatten(out)
+    if call.frame.compiler is not None:
+        if any(h.reads_again(call) for h in call.frame.handlers):
+            calls[0].forgets = True
     token, again = token if thread is None else thread.token, now.recompute
     token = leave(runtime, calls, shards, token, views, given, outs, again)
     if thread is not None and token is not None:

@@ -1,0 +1,80 @@
+"""Where torch's compiler parts a function's forward from its backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._functorch import config
+from torch._inductor import list_mode_options
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+class Partitioner(CustomPartitionerFn):
+    """Has a forward keep a share of what it would keep of itself.
+
+    At 0 it keeps its inputs alone, and the backward computes all else again that it
+    reads. What is drawn is always kept, and never drawn again.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, gm: Any, joint_inputs: Any, **how: Any) -> tuple[Any, Any]:
+        kept = set()
+        for node in _forward_of(gm):
+            if _draws(node) or node.target is getitem and node.args[0] in kept:
+                kept.add(node)
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif not self.share:
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = 0
+        with config.patch(activation_memory_budget=self.share or 1.0):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,), str(self.share))
+
+
+# Of one object: what the compiler made with it is found again by it.
+partitioner = functools.cache(Partitioner)
+
+
+def keeping_share(options: dict[str, Any], share: float) -> dict[str, Any]:
+    """``options`` of torch.compile, of functions that keep a share; see `Partitioner`."""
+    kept = dict(options)
+    mode = kept.pop("mode", None)  # torch takes none beside options
+    modes = list_mode_options(mode) if mode else {}
+    own = {"custom_partitioner_fn": partitioner(share)}
+    kept["options"] = {**modes, **(kept.get("options") or {}), **own}
+    return kept
+
+
+def _forward_of(gm: Any) -> Iterator[Any]:
+    """The operators of a joint graph that no cotangent comes to."""
+    back = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and "tangents" in node.name:
+            back.add(node)
+        elif not back.isdisjoint(node.all_input_nodes):
+            back.add(node)
+        elif node.op == "call_function":
+            yield node
+
+
+def _draws(node: Any) -> bool:
+    """True if a node draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    named = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in named:
+        return True
+    at = named.index("dropout_p")
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
+    return bool(given)
