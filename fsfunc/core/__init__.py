@@ -1,20 +1,19 @@
 """Units, gradient calls, and the context that both read.
 
-A user's call of a `units.Unit`, or of the function that `autodiff.value_and_grad`
-returned, takes the `frames.Frame` in which it is made. The frame names the transforms
-around, outermost first; each is a `frames.Interpretation`, and decides how the call
-runs. All come down to `units.Call.body`, the unit's function, and to
-`autodiff.differentiate`, one forward and one backward pass of the loss.
+A call of a `units.Unit`, or of the function that `autodiff.value_and_grad` returned,
+binds the `frames.Frame` in force. The frame holds the transforms around the call,
+outermost first, each as a `frames.Interpretation`. Each wraps the next one inward; the
+innermost runs `units.Call.body`, which calls the unit's function, or
+`autodiff.differentiate`, which runs one forward and one backward pass of the loss.
 
-units.py            unit: a call, and the function itself
-autodiff.py         value_and_grad: the gradient call
+units.py            unit; a call of one
+frames.py           Interpretation, the interface of transforms; Frame; transformed
+autodiff.py         value_and_grad
+outcomes.py         GradientCall and Outcome, which interpretations pass along
+execution_context.py   the pass that runs: forward, backward or recompute
+losses.py           the outputs of a loss, added up over microbatches
 gradient_checks.py  checks of a gradient call: its arguments, and that ranks agree
-outcomes.py         GradientCall and Outcome, as interpretations pass them along; the
-                    leaves that are differentiated
-frames.py           the context of a call; Interpretation; transformed
-tracers.py          hooks for recordings; the check of a call of new shapes
-execution_context.py   state of the pass that runs
-reduction_hooks.py  interfaces of transforms that take part in reductions
 casts.py            the dtypes in which units compute
-losses.py           the outputs of a loss, and how several become one
+tracers.py          hooks for recordings; the check of a call of new shapes
+reduction_hooks.py  interfaces of transforms that take part in reductions
 """

@@ -1,7 +1,7 @@
-"""``value_and_grad``: the gradient call that transforms may reinterpret.
+"""``value_and_grad``: a gradient call, which transforms may reinterpret.
 
 It has the semantics of ``torch.func.vjp``. Outside ``torch.func`` transforms it calls
-``torch.autograd.grad``: bitwise the same, faster, saved tensors are freed in backward.
+``torch.autograd.grad``, which gives the same bits faster, and frees saved tensors.
 """
 
 from __future__ import annotations
@@ -52,40 +52,38 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """A function that returns ``(value, grads)`` of the scalar ``fn``.
 
-    Under ``shard`` the loss is this rank's own mean, and value and gradient are those
-    of the mean over the ranks.
+    Under ``shard`` the loss is a mean over this rank's rows; value and gradients are
+    those of the mean over the ranks.
 
     Args:
         fn: returns a scalar, or ``Weighted(total, weight)``.
         argnums: which arguments to differentiate; one, or several (then the gradients
-            are a tuple). Floating leaves are; integers, None and strings pass through
-            as ``None`` gradients.
-        has_aux: ``fn`` returns ``(loss, aux)``, and the value is ``(loss, aux)``; of
-            ``aux``, floating scalars are averaged as the loss is, what is
-            ``Summed(tree)`` is summed, the rest is this rank's.
+            are a tuple). Leaves that are not floating tensors get ``None``.
+        has_aux: ``fn`` returns ``(loss, aux)``, and so is the value. In ``aux``,
+            floating scalars are averaged as the loss is, ``Summed(tree)`` is summed,
+            and the rest is this rank's own.
         batch_argnums: the arguments, by position or keyword, that ``accumulate`` and
             ``pipeline`` cut into microbatches; by default the second one of two.
 
     Returns:
-        ``(value, grads)``; ``grads`` has the structure of the argument, zeros where
-        the loss does not depend on a leaf.
+        ``(value, grads)``; ``grads`` has the structure of the argument, with zeros
+        where the loss does not depend on a leaf.
 
     Raises:
-        TypeError, ValueError: a loss that is no scalar tensor.
-        LawError: leaves are split over an axis, and the gradient of one that is not
-            differs along it, as it did not enter by ``pcast``; inside a unit, by a leaf
-            that only a unit within it gathers.
-        TypeError: an argument to differentiate is a numpy array, or holds tensors and
-            no floating one; a tensor that was made in inference mode.
-        ValueError: ``argnums`` names an argument twice, or one that is not there.
+        TypeError, ValueError: the loss is no scalar tensor.
+        LawError: leaves are split over an axis, and the gradient of another one differs
+            along it, as it did not pass through ``pcast``; or inside a unit a leaf is
+            differentiated that only a nested unit gathers.
+        TypeError: a differentiated argument is a numpy array, or holds tensors but no
+            floating one, or a tensor that was made in inference mode.
+        ValueError: ``argnums`` names an argument twice, or one that was not given.
 
-    Inside another gradient call's function, or a unit's, and where a tensor among the
-    arguments already requires grad, the result is differentiable: by the arguments, and
-    by what ``fn`` closes over.
+    The result is differentiable, with respect to the arguments and to what ``fn``
+    closes over, inside another gradient call's function, inside a unit, and where a
+    tensor among the arguments requires grad.
 
     Cost: one forward and one backward pass, as ``torch.autograd.grad`` without
-    ``create_graph``. Where the result is differentiable, it keeps every residual until
-    it is gone.
+    ``create_graph``. A differentiable result keeps all residuals while it lives.
 
     >>> import torch, fsfunc as ff
     >>> value, grads = ff.value_and_grad(lambda w: (w**2).sum())(torch.tensor([1., 2.]))
@@ -114,7 +112,7 @@ def value_and_grad(
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
         run_inner: Callable[..., Any] = differentiate
-        # Inside a unit a derivative is this rank's own: no transform's business.
+        # Inside a unit a derivative is this rank's own: transforms do not see it.
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
@@ -132,21 +130,21 @@ def value_and_grad(
 
 
 def differentiate(call: GradientCall) -> Outcome:
-    """The gradient call itself: what every interpretation comes down to."""
+    """Runs a gradient call: the innermost of all interpretations."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "value_and_grad under torch.inference_mode(): autograd records nothing "
-            "there, and all gradients would be zero; leave that mode for it"
+            "there, and all gradients would be zero; call it outside that mode"
         )
-    if call.by is not None:
-        return call.by(replace(call, by=None))
+    if call.runner is not None:
+        return call.runner(replace(call, runner=None))
     if _torch.transforms_active():
         return _by_vjp(call)
-    return _differentiable(call) if call.create_graph else _once(call)
+    return _differentiable(call) if call.create_graph else _first_order(call)
 
 
-def _once(call: GradientCall) -> Outcome:
-    """On autograd, with gradients that nobody differentiates; residuals are freed."""
+def _first_order(call: GradientCall) -> Outcome:
+    """By autograd, with gradients that are not differentiable; residuals are freed."""
     f = frame()
     observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
     for observer in observers:
@@ -191,9 +189,9 @@ def _once(call: GradientCall) -> Outcome:
 
 
 def _is_nested(call: GradientCall) -> bool:
-    """True if autograd may be asked for derivatives of what a gradient call gives.
+    """True if the result of a gradient call may be differentiated.
 
-    In a loss, in a unit, or where a backward pass computes either again; else only
+    That is in a loss, in a unit, and where a backward pass recomputes either; else only
     where the arguments require grad.
     """
     if not torch.is_grad_enabled():
@@ -204,8 +202,11 @@ def _is_nested(call: GradientCall) -> bool:
 
 
 def _differentiable(call: GradientCall) -> Outcome:
-    """On autograd, with gradients that are differentiable where the loss depends on
-    what others differentiate: an argument, or a tensor that ``fn`` closes over."""
+    """By autograd, with differentiable gradients where others differentiate the loss.
+
+    That is where it depends on an argument that requires grad, or on such a tensor that
+    ``fn`` closes over.
+    """
     leaves = Leaves(call.args, call.argnums)
     values = [
         x.view_as(x) if x.requires_grad else newborn(x.detach()) for x in leaves.tensors
@@ -238,7 +239,7 @@ def tracked(values: Any) -> bool:
     """True if a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
-            # The part of a packed leaf is a view, made when it is first asked for.
+            # The part of a packed leaf is a view, made when it is first read.
             if x.packed is not None and x.parts is None and x._part is None:
                 continue
             x = x.local
@@ -252,10 +253,10 @@ def _detach(aux: Any) -> Any:
 
 
 def _by_vjp(call: GradientCall) -> Outcome:
-    """On ``torch.func``, where the result may be differentiated or mapped again."""
+    """By ``torch.func.vjp``, whose result may be differentiated or mapped again."""
     leaves = Leaves(call.args, call.argnums)
     picked = leaves.tensors
-    beside: list[Any] = []  # (structure, leaves) of the rest; no tensors of a level
+    beside: list[Any] = []  # (structure, leaves) of weight and aux, without tensors
 
     def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
         total, weight, aux = loss_parts(

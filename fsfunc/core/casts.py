@@ -1,4 +1,4 @@
-"""In which dtypes the units of a program compute: what ``precision`` asked for."""
+"""The dtypes of ``precision``: of units, reductions and gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fsfunc.tree.structure import matches
 
 @dataclass(frozen=True)
 class Casts:
-    """The dtypes of units' arithmetic, of reductions, and of what units return.
+    """The dtypes that ``precision`` asks for.
 
     Args:
-        compute: of parameters and floating inputs.
-        reduce: of the sums of gradients; None: that of the parameters in the unit.
-        gradients: in which these are given; None: that of the parameters themselves.
-        output: of what a unit returns; None: as it comes.
-        overrides: (pattern, dtype): what computes otherwise, by the name of a unit
-            call, or of one of its parameters below it; None: as it is given.
+        compute: of parameters and floating inputs inside units.
+        reduce: of reductions of gradients; None: that of the parameters in the unit.
+        output: of what a unit returns; None: not cast.
+        overrides: (pattern, dtype) in place of ``compute``, by the name of a unit call,
+            or of a parameter below it; None: not cast.
+        gradients: of the final gradients; None: that of the parameters.
     """
 
     compute: torch.dtype
@@ -46,11 +46,11 @@ class Casts:
         return ", ".join(said)
 
     def of(self, name: str) -> torch.dtype | None:
-        """In what a unit call of this name, or a parameter of it, computes."""
+        """The compute dtype of a unit call, or of a parameter, by its name."""
         return _of(self, name) if self.overrides else self.compute
 
     def each(self, name: str, treedef: tree.TreeDef) -> Sequence[torch.dtype | None]:
-        """The same for each leaf of the parameters of a unit call."""
+        """The compute dtype of each parameter of a unit call."""
         if not self.overrides:
             return (self.compute,) * treedef.num_leaves
         try:
@@ -76,9 +76,9 @@ def _each(
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """A floating tensor, or a block of one that is split, in ``dtype``."""
+    """``x`` in ``dtype``, if it is a floating tensor or a block of a split one."""
     if is_sharded(x) and x.layout.splits and x.layout.flat is None:
-        return x.with_local(cast(x.local, dtype))  # a block, which no gather will cast
+        return x.with_local(cast(x.local, dtype))  # gathers cast other sharded leaves
     real = dtype is not None and isinstance(x, Tensor) and x.is_floating_point()
     return x.to(dtype) if real and x.dtype != dtype else x
 

@@ -1,7 +1,7 @@
-"""The context of unit calls and gradient calls, fixed when they are made.
+"""Interpretations, the interface of transforms, and the frame that holds them.
 
-A :class:`Frame` is immutable and lives in a context variable. A call binds the frame
-in which it was made, so a recompute in a backward pass needs no context.
+A :class:`Frame` is immutable and lives in a context variable. A unit call or gradient
+call binds the frame in force, so a recompute in a backward pass needs no context.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fsfunc.sharded.inputs import check_function
 
 
 class Interpretation:
-    """A transform's handling of unit and gradient calls; the default leaves them as is.
+    """The interface of a transform: how it runs unit calls and gradient calls.
 
-    For a transform of your own derive from it, say what becomes of a call, and reach
-    the calls inside a function by ``transformed(f, interpretation)``. Of a unit call
-    :meth:`unit` decides, of a ``value_and_grad`` call :meth:`gradient`; each is given
-    ``run``, what transforms further in make of the call, and returns what stands in its
-    place. So the order of transforms is that in which they stand around ``f``: in
-    ``shard(mine(f))`` yours sees gathered parameters, and no gradients of units, which
-    are reduced as they appear; in ``mine(shard(f))`` parts, and means. Threads share
-    one: what it learns of a call belongs into what it returns, not into itself.
+    To write a transform, derive from this class, override :meth:`unit` (for unit calls)
+    or :meth:`gradient` (for ``value_and_grad`` calls), and apply it to a function by
+    ``transformed(f, interpretation)``. Each method is given ``run``, the function that
+    runs the call under the transforms further in, and returns one to use in its place;
+    by default ``run`` itself. In ``shard(mine(f))`` yours sees gathered parameters, and
+    no gradients of units, which are reduced as they appear; in ``mine(shard(f))`` it
+    sees sharded leaves, and mean gradients. Ranks that are threads share one object: do
+    not store on it what depends on a call.
 
     >>> import torch, fsfunc as ff
     >>> class Rounded(ff.Interpretation):  # units compute on weights of whole numbers
@@ -44,16 +44,18 @@ class Interpretation:
     >>> ff.value_and_grad(loss)(torch.tensor(1.4), torch.tensor(3.0))
     (tensor(3.), tensor(3.))
 
-    What more it may say of itself, as attributes. ``called``: its public name;
-    ``configuration``: what ranks compare. ``lays_out``: whether it decides how leaves
-    lie on a mesh. ``decides``: whether it is a :class:`Stage`. ``compared``: the ranks
-    hosted here that know that all run one program under it, by its record or a first
-    call. ``same_batch``: the axes along which all ranks must be given one batch.
-    ``scales``: whether backward passes in its reach start from a larger number than 1,
-    so that float16 will do. ``observes``: whether it is shown each gradient that
-    somebody takes, see :meth:`begins` and :meth:`ends`. ``reads_outputs``: whether its
-    ``unit`` looks at the values that a unit returns, unless it says False: a recompute
-    then computes them though the backward has no use for them.
+    Attributes:
+        called: its public name.
+        configuration: the arguments that ranks compare.
+        lays_out: whether it decides the layouts of leaves.
+        decides: whether it is a :class:`Stage`.
+        compared: the ranks of this process that have compared their programs.
+        same_batch: the axes along which all ranks must be given one batch.
+        scales: whether it scales losses, so that gradients may be in float16.
+        observes: whether :meth:`begins` and :meth:`ends` are called.
+        reads_outputs: whether its ``unit`` reads the values that a unit returns: then a
+            recompute computes them, though the backward does not need them. True by
+            default where ``unit`` is overridden.
     """
 
     lays_out = False
@@ -70,46 +72,47 @@ class Interpretation:
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
-        """(name, value): what tells it from others of its kind, beside a mesh."""
+        """(name, value) of its arguments but the mesh."""
         return ()
 
     def learn(self, other: Any) -> None:
-        """Takes over what ``other``, one like it, has seen of a recorded step."""
+        """Copies from ``other``, of its class, what that learned of a recorded step."""
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """Runs the function that the transform is around, in reach of it."""
+        """Calls ``f``, the transformed function, with this interpretation in force."""
         outer = frame()
         with inside(replace(outer, handlers=(*outer.handlers, self))):
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
-        """The interpretation in its place while a step is recorded (`Recorder`)."""
+        """The interpretation to use in its place while a step is recorded."""
         return self
 
     def here(self, mesh: Mesh) -> Here:
-        """The rank that runs under it, on ``mesh``, and if it is still to compare."""
+        """The rank that runs, on ``mesh``, and whether it has compared its program."""
         at = here(mesh)
         known = at.compared or at.rank in self.compared
         return at if known == at.compared else replace(at, compared=known)
 
     def ran(self, at: Here) -> None:
-        """A call of it is over: what its ranks sent each other in it was compared."""
+        """Called after a call: the ranks have compared the collectives in it."""
         if at.rank not in self.compared and getattr(at.link, "moves", False):
             self.compared |= {at.rank}
 
-    def begin(self, state: Any) -> Any:
-        """The first state under the transform, of the first state under it."""
+    def first_state(self, state: Any) -> Any:
+        """The initial state of the transformed step, given that of the inner one."""
         return state
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        """A function that runs a unit call whose inner interpretations are ``run``.
+        """The function that runs a unit call in place of ``run``.
 
         Args:
-            call: of it ``call.name`` is the unit's (``block``, or ``block/norm`` of one
-                within another), and ``call.number`` which call it is of the loss.
+            run: ``run(params, *inputs, **keywords)`` runs it under inner transforms.
+            call: ``call.name`` is that of the unit (``block``, or ``block/norm`` inside
+                another), and ``call.number`` counts the calls of the loss.
 
         Returns:
-            what is given the call's parameters and inputs in the place of ``run``.
+            a function of the same arguments.
         """
         return run
 
@@ -118,13 +121,17 @@ class Interpretation:
         return False
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs a gradient call whose inner interpretations are ``run``.
+        """The function that runs a gradient call in place of ``run``.
 
-        What is returned takes a ``GradientCall`` (of it ``fn``, ``args`` and
-        ``argnums`` say what is differentiated; ``dataclasses.replace`` changes them),
-        and gives an ``Outcome``, as ``run`` does: ``total`` and ``grads`` (one tree for
-        each argument), summed over microbatches, and ``aux``. Outside of ``shard`` its
-        ``mean()`` divides them, and ``with_mean(grads)`` puts others in their place.
+        Args:
+            run: takes a ``GradientCall`` (its ``fn``, ``args`` and ``argnums`` say what
+                is differentiated; ``dataclasses.replace`` changes them) and returns an
+                ``Outcome``: ``total``, ``grads`` (a tree for each argument) and
+                ``aux``, as sums over microbatches.
+
+        Returns:
+            a function of the same argument. Outside ``shard``, ``outcome.mean()`` has
+            the means, and ``outcome.with_mean(grads)`` replaces the gradients.
         """
         return run
 
@@ -136,16 +143,15 @@ class Interpretation:
 
 
 class Stage(Interpretation):
-    """Decides what becomes of a loss's unit calls: whether one runs here at all.
+    """An interpretation that decides which unit calls of a loss run on this rank.
 
-    It stands before all other interpretations of a frame, so that nothing is gathered
-    for what does not run.
+    It is the outermost of a frame, so that nothing is gathered for other calls.
     """
 
     decides = True
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        if call.frame.path:  # of a unit inside a unit the outer one decides
+        if call.frame.path:  # a nested unit runs where the outer one does
             return run
 
         def decided(params: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -159,7 +165,7 @@ class Stage(Interpretation):
 
 
 class Counter:
-    """Numbers the unit calls made in one body."""
+    """Numbers unit calls from 0."""
 
     count = 0
 
@@ -170,26 +176,27 @@ class Counter:
 
 @dataclass(frozen=True)
 class Frame:
-    """The active transforms, and the current position in the step.
+    """The transforms in force, and the position in the step.
 
     Args:
-        handlers: interpretations, outermost first.
-        at: the rank that runs, once a transform or ``spmd`` named a mesh.
-        runtimes: what an interpretation keeps during one call of its function, and
-            anew during each gradient call: of ``shard`` a ``ShardRuntime``.
-        micro: (index, count) of each microbatch loop around us, outermost first.
-        varies: (index, count) of each data axis around us.
-        seed: the number drawn for this gradient call, if any.
-        path: names of the units around us; ``numbers``: which call each one was.
-        casts: the dtypes that ``precision`` asked for, if any.
-        compiler: says by ``of(call)`` which function runs for a unit's, under ``jit``.
+        handlers: the interpretations, outermost first.
+        at: the rank that runs, if a transform or ``spmd`` gave a mesh.
+        runtimes: (interpretation, its state during this call or gradient call); that of
+            ``shard`` is a ``ShardRuntime``.
+        micro: (index, count) in each enclosing loop over microbatches, outermost first.
+        varies: (index, count) along each enclosing axis of ``shard``.
+        seed: the random number of the enclosing gradient call, if any.
+        path: the names of the enclosing units; ``numbers``: their call numbers.
+        counter: numbers the unit calls made here.
+        casts: the dtypes of ``precision``, if any.
+        compiler: under ``jit``, ``compiler.of(call)`` is the compiled function to run.
         donated: the `Donation` of the state that may be written in place, if any.
-        tracer: looks on while a step is recorded, checked, or planned.
-        in_loss: how many gradient calls are around us.
-        whole: whether a unit around us gathered all of its parameters (see ``unit``).
-        level: the functorch level at which the outermost unit around us was called.
-        create_graph: whether the gradient call around us gives gradients that are
-            themselves differentiable.
+        tracer: the `Tracer` that records, checks or plans the step, if any.
+        in_loss: the number of enclosing gradient calls.
+        whole: whether an enclosing unit gathered all of its parameters (see ``unit``).
+        level: the functorch level at which the outermost enclosing unit was called.
+        create_graph: whether the gradients of the enclosing gradient call are
+            differentiable.
     """
 
     handlers: tuple[Interpretation, ...] = ()
@@ -211,7 +218,7 @@ class Frame:
     create_graph: bool = False
 
     def runtime_of(self, handler: Interpretation) -> Any:
-        """The runtime of ``handler`` in the innermost call around us, or None."""
+        """The state of ``handler`` in the innermost enclosing call, or None."""
         for owner, runtime in reversed(self.runtimes):
             if owner is handler:
                 return runtime
@@ -219,20 +226,20 @@ class Frame:
 
     @property
     def composable(self) -> bool:
-        """True where what runs must be made of operations with second derivatives.
+        """True where only operations with second derivatives may be used.
 
-        So it is under ``torch.func`` and forward mode, and in a gradient call of which
-        the gradients are differentiated.
+        That is under ``torch.func``, under forward mode, and in a gradient call whose
+        gradients are differentiated.
         """
         return self.create_graph or _torch.transforms_active()
 
     @property
     def staged(self) -> bool:
-        """True if this is in a loss of which only some unit calls run here."""
+        """True in a loss of which only some unit calls run on this rank."""
         return bool(self.handlers) and self.handlers[0].decides
 
-    def but(self, **changes: Any) -> Frame:
-        """The frame with some fields changed: ``replace``, without its checks."""
+    def replace(self, **changes: Any) -> Frame:
+        """The frame with some fields changed: a faster ``dataclasses.replace``."""
         frame = object.__new__(Frame)
         frame.__dict__.update(self.__dict__, **changes)
         return frame
@@ -248,16 +255,16 @@ def frame() -> Frame:
 
 
 def composable() -> bool:
-    """`Frame.composable` of the frame that is in force."""
+    """`Frame.composable` of the frame in force."""
     return frame().composable
 
 
 def recording() -> bool:
-    """True if what runs now only runs to be recorded, checked or planned.
+    """True while a step is run only to be recorded, checked or planned.
 
-    A step is run a few times before its first real call, most often on tensors without
-    data, by ``place``, ``init_state``, ``plan`` and the first call of new shapes. What
-    it does to Python's own state, or prints, it does each time.
+    A step is run a few times before its first real call, mostly on tensors without
+    data, by ``place``, ``init_state``, ``plan`` and the first call with new shapes.
+    Each run prints, and changes Python's own state, as a real one does.
 
     >>> import torch, fsfunc as ff
     >>> calls = []
@@ -277,9 +284,9 @@ def recording() -> bool:
 
 
 class inside:
-    """``with inside(value)`` makes ``value`` the frame of the calls within.
+    """``with inside(value)`` makes ``value`` the frame in force.
 
-    With ``users``, what runs there is the user's own doing.
+    With ``users``, what runs inside counts as the user's code, not the library's.
     """
 
     __slots__ = ("value", "users", "tokens")
@@ -305,13 +312,13 @@ def transformed(
     f: Callable[..., Any],
     handler: Interpretation,
 ) -> Callable[..., Any]:
-    """``f`` with an interpretation in reach of every unit and gradient call inside.
+    """``f`` with an interpretation of the unit and gradient calls inside.
 
-    What all transforms come down to, and how one of your own is applied.
+    All transforms are made with it; use it to apply one of your own.
 
     Args:
         f: a unit, a loss, or a train step.
-        handler: an ``Interpretation``: what is to become of these calls.
+        handler: the ``Interpretation``.
 
     >>> import torch, fsfunc as ff
     >>> class Named(ff.Interpretation):
@@ -333,7 +340,7 @@ def transformed(
         meant = handler if tracer is None else tracer.standing_for(handler)
         return meant.call(f, args, keywords)
 
-    # Known from outside: wrapping a transformed function keeps its attributes.
+    # Found from outside, as wrapping a transformed function keeps its attributes.
     inner = getattr(f, "interpretations", ())
     run.interpretations = (*inner, handler)  # type: ignore[attr-defined]
     return run

@@ -24,10 +24,10 @@ from fsfunc.sharded.leaf import is_sharded
 
 
 def check_differentiable(chosen: list[Any], names: list[str]) -> None:
-    """Raises where nothing that is differentiated is a floating tensor.
+    """Raises if no differentiated leaf is a floating tensor.
 
     Raises:
-        TypeError: names the arguments, and what is there.
+        TypeError: names the arguments, and the dtype that is there.
     """
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
@@ -42,7 +42,7 @@ def check_differentiable(chosen: list[Any], names: list[str]) -> None:
 
 
 def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
-    """Raises where a unit's body differentiates by what only a unit in it gathers.
+    """Raises if a unit differentiates a leaf that only a nested unit gathers.
 
     Raises:
         LawError: it would be the derivative of the ranks' mean, not this rank's own.
@@ -53,20 +53,20 @@ def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
 
 
 def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
-    """The error of a derivative in a unit by a leaf that an inner one ``gathers``."""
+    """The error of `check_gathered`; ``gathers`` names the nested unit."""
     return LawError(
         f"a derivative is taken inside unit {'/'.join(path)!r} by {leaf}, which only "
         f"{gathers} within it gathers: it would be that of the mean over the ranks, "
         f"where a unit's derivatives are the rank's own. Make {path[0]!r} ff.unit(fn, "
-        "whole=True), which gathers all that it is given, or take the derivative "
+        "whole=True), which gathers all of its parameters, or take the derivative "
         "outside"
     )
 
 
 def check_rows(call: GradientCall, total: Tensor) -> None:
-    """Raises where a loss is NaN as it is a mean over no rows.
+    """Raises if a loss is NaN because it is a mean over no rows.
 
-    Its value is read only where an argument that is not differentiated has no rows.
+    Its value is read only if an argument that is not differentiated has no rows.
 
     Raises:
         ValueError: names the arguments.
@@ -80,13 +80,13 @@ def check_rows(call: GradientCall, total: Tensor) -> None:
             if isinstance(x, Tensor) and x.ndim and not x.shape[0] and total.isnan():
                 raise ValueError(
                     f"the loss is NaN, and {name} has no rows (a tensor of shape "
-                    f"{tuple(x.shape)}): a mean over no rows is no number. Leave the "
-                    "batch out, or return ff.Weighted(sum, number of rows)"
+                    f"{tuple(x.shape)}): a mean over no rows is no number. Skip the "
+                    "batch, or return ff.Weighted(sum, number of rows)"
                 )
 
 
 def collective_axes() -> set[str] | None:
-    """A set for the axes of a loss's collectives; None where gradients have no data."""
+    """A set to collect the axes of a loss's collectives in; None without real data."""
     at = maybe_here()
     if at is None or not at.link.moves or at.mesh.backend == "vmap":
         return None
@@ -96,13 +96,12 @@ def collective_axes() -> set[str] | None:
 def check_agreement(
     fn: Callable[..., Any], axes: set[str], chosen: Sequence[Any], grads: Sequence[Any]
 ) -> None:
-    """Raises where the gradient of one value differs along an axis without a mean.
+    """Raises if the gradient of a replicated leaf differs along an axis without a mean.
 
-    It differs where a parameter met values that vary along the axis, and did not enter.
-    Each leaf is compared in the first call in which its gradient is not zero.
-
-    Without ``shard`` around only arguments are compared of which some leaves are split
-    over the axis: it then splits the work of one loss.
+    It does where a parameter is combined with values that vary along the axis, without
+    ``pcast``. Each leaf is compared in the first call in which its gradient is not
+    zero. Without ``shard``, only arguments that have leaves split over the axis are
+    compared.
 
     Args:
         fn: the loss; ``axes``: those over which it called collectives.
@@ -157,7 +156,11 @@ def _numbers(
 
 
 def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
-    """The paths of those that tell nothing yet: zero, or not finite."""
+    """Compares over ranks; returns the paths of gradients that are zero or not finite.
+
+    Raises:
+        LawError: a gradient differs.
+    """
     names = list(found)
     with silence(), label("", "gradients that should be equal"):
         sent = torch.stack(list(found.values()))
@@ -171,8 +174,8 @@ def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
         raise LawError(
             f"the gradient by {names[i].partition('/')[2]!r} differs along "
             f"{where.name}, where the loss is one value (norms {said}): a whole "
-            "parameter that meets what varies there must enter by "
-            f'ff.pcast(w, {where.name}, to="V"), which sums its gradient. Where ranks '
+            "parameter that is combined with values that vary there must enter by "
+            f'ff.pcast(w, {where.name}, to="V"), which sums its gradient. If ranks '
             "along it have samples of their own, make it an axis of the shard"
         )
     tells = (norms != 0).squeeze(-1) & every.isfinite().all(-1).all(0)

@@ -1,9 +1,8 @@
-"""The outputs of a loss: its value, auxiliary outputs, and how several are joined.
+"""The outputs of a loss, and how those of microbatches and ranks are combined.
 
-A step may be cut into microbatches, and its batch spread over ranks. Then losses are
-averaged (or :class:`Weighted`), and of what lies beside them floating scalars too; what
-is :class:`Summed` is added up; other tensors are joined along dim 0 over microbatches,
-and are each rank's own; of the rest the last is given.
+Losses are averaged, or :class:`Weighted`. Of auxiliary outputs, floating scalars are
+averaged and :class:`Summed` ones are added; other tensors are concatenated along dim 0
+over microbatches, and are each rank's own; of the rest the last one is returned.
 """
 
 from __future__ import annotations
@@ -32,7 +31,11 @@ class Weighted(NamedTuple):
 
 
 def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
-    """(total, weight, aux) of what a loss returned, checked."""
+    """The (total, weight, aux) that a loss returned.
+
+    Raises:
+        TypeError, ValueError: it returned no floating scalar tensor.
+    """
     aux = None
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Weighted):
@@ -55,9 +58,9 @@ def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
 
 
 class Tie(torch.autograd.Function):
-    """The loss, tied to the thread: its gradient reaches the token as an exact zero.
+    """The loss as a function of a `UnitToken` too, whose gradient is an exact zero.
 
-    ``loss + 0 * token`` would not do: it turns an infinity into NaN.
+    ``loss + 0 * token`` would turn an infinity into NaN.
     """
 
     @staticmethod
@@ -72,9 +75,9 @@ class Tie(torch.autograd.Function):
 class Summed:
     """A tree of tensors that are summed over microbatches and ranks, not averaged.
 
-    For what a loss returns beside its value: counts, sums, moments. Each tensor keeps
-    its dtype, so counts in integers are exact. It is a pytree node, and stays one in
-    what ``value_and_grad`` returns: the sums are its ``tree``.
+    An auxiliary output of a loss, for counts, sums and moments. Each tensor keeps its
+    dtype, so integer counts are exact. ``value_and_grad`` returns a ``Summed`` whose
+    ``tree`` has the sums.
 
     Args:
         tree: tensors, of one shape on every rank and in every microbatch.
@@ -129,23 +132,23 @@ tree.register_node(Summed, lambda summed: ([summed.tree], None), _restored)
 
 
 def is_summed(x: Any) -> bool:
-    """True if ``x`` is to be summed as a whole."""
+    """True if ``x`` is a `Summed`."""
     return isinstance(x, Summed)
 
 
 def averaged(x: Any) -> bool:
-    """True if a leaf beside the loss is averaged as the loss is."""
+    """True if an auxiliary output is averaged: it is a floating scalar."""
     return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
 
 
 def added(a: Any, b: Any) -> Any:
-    """The auxiliary outputs of two microbatches as one: ``a`` came first.
+    """The auxiliary outputs of two microbatches combined; ``a`` came first.
 
-    What is averaged is a sum until :func:`divided`.
+    Averages are kept as sums until :func:`divided`.
 
     Raises:
         TreeMismatch: the two differ in structure.
-        ValueError: what is summed has two shapes.
+        ValueError: the shapes of a sum differ.
     """
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
@@ -153,10 +156,10 @@ def added(a: Any, b: Any) -> Any:
 
 
 def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The weight of two microbatches' losses, added up.
+    """The sum of the weights of two microbatches' losses, or None.
 
     Raises:
-        TypeError: one of them has none.
+        TypeError: one of the losses has a weight, and the other has none.
     """
     if a is None or b is None:
         if a is not b:
@@ -188,7 +191,7 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 def divided(aux: Any, count: int) -> Any:
-    """The means of what is averaged, where ``aux`` was added up of ``count``."""
+    """The auxiliary outputs of ``count`` microbatches, their sums made averages."""
     if count == 1:
         return aux
     return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_summed)

@@ -1,4 +1,4 @@
-"""A gradient call and its outcome, and the leaves that it differentiates."""
+"""``GradientCall`` and ``Outcome``, which interpretations pass along; ``Leaves``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
 
 @dataclass(frozen=True)
 class GradientCall:
-    """A gradient call: interpretations pass it along, and change it.
+    """A call of ``value_and_grad``, as interpretations pass it along.
 
-    ``packed``: by id, the buffers whose gradients ``shard`` accumulates itself, outside
-    autograd; ``parts``: their shards that the loss reads outside units, as autograd
-    leaves. ``by``: replaces the forward and backward pass (``pipeline`` sets it).
-    ``cotangent``: the ``grad_outputs`` of the loss, i.e. the loss scale; gradients are
-    divided by it at the end. ``create_graph``: the outcome is
-    differentiable, by the arguments and by what ``fn`` closes over. ``batch_argnums``:
-    which arguments are cut into microbatches, if the call says so itself.
+    Args:
+        fn, argnums, has_aux, args, keywords: what is called, and how.
+        packed: by id, the buffers whose gradients ``shard`` sums itself, outside
+            autograd; ``parts``: those of their parts that the loss reads outside units,
+            as autograd leaves.
+        runner: runs the forward and backward pass, if not this rank by itself
+            (``pipeline`` sets it).
+        cotangent: the ``grad_outputs`` of the loss, that is the loss scale; gradients
+            are divided by it at the end.
+        create_graph: whether the outcome is differentiable, with respect to the
+            arguments and to what ``fn`` closes over.
+        batch_argnums: the arguments to cut into microbatches, if the call names them.
     """
 
     fn: Callable[..., Any]
@@ -46,14 +51,14 @@ class GradientCall:
     keywords: dict[str, Any]
     packed: Mapping[int, FlatShard] = field(default_factory=dict)
     parts: Parts | None = None
-    by: Callable[[GradientCall], Outcome] | None = None
+    runner: Callable[[GradientCall], Outcome] | None = None
     cotangent: float = 1.0
     create_graph: bool = False
     batch_argnums: BatchArgnums | None = None
 
     @property
     def composable(self) -> bool:
-        """True where the outcome must be made of operations with derivatives."""
+        """True if the outcome must be computed by differentiable operations."""
         return self.create_graph or _torch.transforms_active()
 
     def seed(self, total: Tensor) -> Tensor:
@@ -63,21 +68,19 @@ class GradientCall:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a gradient call while it is under way.
+    """The result of a gradient call on its way out, as sums: `settled` divides them.
 
     Args:
         total: the loss, or the total of a :class:`Weighted` one.
-        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
-            made the outermost call divides by the weight once all has been summed.
-        grads: one tree for each differentiated argument.
+        weight: the weight of a :class:`Weighted` loss.
+        grads: the gradients of ``total``, a tree for each differentiated argument.
         aux: what the loss returned beside its value.
-        count: of how many microbatches all this is the sum; whoever made the outermost
-            call divides by it, so that a transform on the way need not.
-        due: what is still to be done to the gradients, once all has been summed.
-        own: the gradients that may be modified in place: ``grads`` itself, or None. If
-            a transform replaced ``grads``, the two differ, and neither may be.
-        scale: what ``grads`` are multiplied by, and are divided by in the end.
-        shown: a function applied to the final gradients, or None.
+        count: the number of microbatches of which all this is the sum.
+        due: functions to apply to the gradients when all microbatches are summed.
+        own: ``grads``, if they may be written in place. A transform that replaces
+            ``grads`` leaves this behind, and then nothing is written.
+        scale: the loss scale that ``grads`` are multiplied by.
+        shown: a function to apply to the final gradients, or None.
     """
 
     total: Tensor
@@ -91,40 +94,40 @@ class Outcome:
     shown: Callable[[Any], Any] | None = None
 
     def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
-        """The value, and for each differentiated argument its gradients: the means.
+        """The mean value, and the mean gradients for each differentiated argument.
 
-        For a transform to read; what it returns is an ``Outcome``, of sums, which
-        :meth:`with_mean` makes of other gradients.
+        A transform returns an ``Outcome``, of sums: :meth:`with_mean` makes it.
 
-        Of the gradients that a ``shard`` around keeps, to reduce them as they appear,
-        there are none within it: leaves that raise for whoever reads them.
+        Inside ``shard``, gradients that it reduces in the backward are not available:
+        their leaves raise when they are read.
         """
         found = self.settled()
         return found.total, found.grads
 
-    def but(self, grads: tuple[Any, ...]) -> Outcome:
-        """This one with ``grads``, which lie in the memory of its own, or in new."""
+    def with_grads(self, grads: tuple[Any, ...]) -> Outcome:
+        """The outcome with other gradients, in the memory of the old ones or in new."""
         return replace(self, grads=grads, own=grads if self.owns else None)
 
     @property
     def owns(self) -> bool:
-        """True if the memory of ``grads`` is not shared."""
+        """True if ``grads`` may be written in place."""
         return self.own is self.grads
 
     def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
-        """This one with other gradients, of which ``grads`` are the means.
+        """The outcome with other gradients, whose means are ``grads``.
 
-        So it weighs as much as before among microbatches and ranks around.
+        They are multiplied by its count or weight, so that enclosing transforms weigh
+        them as before.
 
         Raises:
-            RuntimeError: gradients that a transform kept of a call without data.
+            RuntimeError: fake gradients, which a transform kept of a recorded call.
         """
         real = not isinstance(self.total, _torch.FakeTensor)
         if real and any(isinstance(g, _torch.FakeTensor) for g in tree.leaves(grads)):
             raise RuntimeError(
                 "a transform gives gradients without data: it kept something of a call "
-                "that was only recorded, before the first real one. What goes on from "
-                "call to call belongs into a state, as of ff.Optimizer(init, update)"
+                "that was only recorded, before the first real one. Keep what lasts "
+                "between calls in a state, as that of ff.Optimizer(init, update)"
             )
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
@@ -132,15 +135,14 @@ class Outcome:
         return replace(self, grads=grads, due=(), own=None, shown=None)
 
     def settled(self, again: bool = True) -> Outcome:
-        """The outcome, with what was due done to its gradients, divided and shown.
+        """The final outcome: ``due`` functions applied, and sums divided into means.
 
         Args:
-            again: whether somebody goes on with this one: then its memory stays as it
-                is.
+            again: whether this outcome is used again: then nothing is written in place.
         """
         outcome = replace(self, own=None) if again else self
         for finish in outcome.due:
-            outcome = replace(outcome.but(finish(outcome.grads)), due=())
+            outcome = replace(outcome.with_grads(finish(outcome.grads)), due=())
         shown, count, scale = outcome.shown, outcome.count, outcome.scale
         if outcome.weight is not None or not count == 1 == scale:
             # Sums over their weight, or over the number of microbatches.
@@ -154,7 +156,7 @@ class Outcome:
 
 
 def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
-    """The gradients over ``by``; with ``wide`` those in float16 become float32."""
+    """The gradients divided by ``by``; with ``wide``, float16 becomes float32."""
     buffers = split_buffers(grads)
     tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
     wide = wide and any(g.dtype == torch.float16 for g in tensors)
@@ -168,7 +170,7 @@ def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
 
 
 def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
-    """``g / by``, where what divides may be more than a half dtype holds or tells."""
+    """``g / by``, divided in float32 where a half dtype may not hold ``by``."""
     if g.dtype not in (torch.float16, torch.bfloat16) or not (
         wide or isinstance(by, Tensor)
     ):
@@ -186,11 +188,16 @@ def _quotient(g: Tensor, by: float | Tensor) -> Tensor:
 
 
 class Leaves:
-    """The differentiated leaves of a call: taken out, and put back.
+    """The differentiated leaves of a call's arguments, to extract and to replace.
 
     Args:
-        packed: by id, the buffers whose gradients ``shard`` accumulates itself. A leaf
-            of one becomes an autograd leaf, in ``parts``, if read outside a unit.
+        packed: by id, the buffers whose gradients ``shard`` sums itself. A leaf of one
+            becomes an autograd leaf, in ``parts``, when it is read outside a unit.
+
+    Attributes:
+        tensors: the differentiated tensors, this rank's part of a sharded leaf;
+            ``picked``: their positions.
+        kept: the positions of leaves of ``packed``.
     """
 
     def __init__(
@@ -209,7 +216,6 @@ class Leaves:
         self.parts: Parts = {} if parts is None else parts
         self.kept: list[int] = []
         self.picked: list[int] = []
-        # The picked leaves, of sharded ones this rank's part.
         self.tensors: list[Tensor] = []
         for i, x in enumerate(self.leaves):
             if is_sharded(x):
@@ -223,13 +229,13 @@ class Leaves:
 
     @property
     def device(self) -> torch.device | None:
-        """That of the first of them."""
+        """The device of the first leaf."""
         if self.kept:
             return _torch.device_of(self.leaves[self.kept[0]].packed.flat)
         return self.tensors[0].device if self.tensors else None
 
     def args(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The arguments, with ``values`` for the picked leaves."""
+        """The arguments, with ``values`` in place of ``tensors``."""
         leaves = list(self.leaves)
         for i in self.kept:
             leaves[i] = leaves[i].tracked(self.parts)
@@ -243,13 +249,13 @@ class Leaves:
         return tuple(args)
 
     def every_part(self, args: Sequence[Any]) -> list[Tensor]:
-        """The parts of all kept leaves, which may be used outside units."""
+        """The autograd leaves of all ``kept`` leaves in ``args``."""
         chosen = tuple(args[i] for i in self.argnums)
         leaves = tree.leaves(chosen, is_leaf=is_sharded)
         return [leaves[i].local for i in self.kept]
 
     def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Trees of gradients; leaves of ``packed`` get placeholders that raise."""
+        """The trees of gradients; ``kept`` leaves get placeholders, which raise."""
         found: list[Any] = [None] * len(self.leaves)
         for i in self.kept:
             found[i] = Sharded(None, self.leaves[i].layout, spent=KEPT)
@@ -261,12 +267,12 @@ class Leaves:
 
 
 def newborn(x: Tensor) -> Tensor:
-    """``x`` behind an identity node that marks it as an input, not as captured."""
+    """``x`` behind an identity node, by which it is known as an input of a loss."""
     return _Newborn.apply(x.requires_grad_())
 
 
 def is_newborn(node: Any) -> bool:
-    """True if an autograd node is that of a :func:`newborn` tensor."""
+    """True if an autograd node is one of :func:`newborn`."""
     return node.name() == "_NewbornBackward"
 
 
@@ -281,7 +287,7 @@ class _Newborn(torch.autograd.Function):
 
 
 def add_gradients(parts: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    """Adds to the gradients of parts that were used outside units."""
+    """Adds to ``.grad`` of parts that were read outside units."""
     for part, g in zip(parts, found, strict=True):
         if g is not None:
             part.grad = g if part.grad is None else part.grad + g

@@ -14,10 +14,10 @@ from fsfunc.sharded.leaf import FlatShard, Parts
 
 
 class GradientSteps(Interpretation):
-    """Steps each buffer as soon as its gradient is summed; see ``step_in_backward``.
+    """Updates each buffer as soon as its gradient is summed; see ``step_in_backward``.
 
-    ``done``: the buffers that were stepped, by identity. ``why_spent``: the error for a
-    read of a gradient that was used up.
+    ``done``: the buffers that were updated, by identity. ``why_spent``: the error for a
+    read of a gradient that was used for that.
     """
 
     observes = True
@@ -27,32 +27,32 @@ class GradientSteps(Interpretation):
     def for_call(
         self, keeps: dict[int, FlatShard], parts: Parts
     ) -> GradientSteps | None:
-        """Itself, if a sharded gradient call has buffers to step as it goes.
+        """The object for one gradient call; None if it has no buffers to update.
 
         Args:
-            keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
-                is used outside units.
+            keeps: the buffers whose gradients it sums; ``parts``: parts of their leaves
+                that are read outside units.
         """
         raise NotImplementedError
 
     def takes(self, shard: FlatShard) -> bool:
-        """True if a buffer, all of whose gradients are summed, is stepped now."""
+        """True if a buffer is to be updated, now that its gradients are summed."""
         raise NotImplementedError
 
     def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
-        """Steps a buffer by its gradient, which is written into.
+        """Updates a buffer by its gradient, which may be overwritten.
 
         Args:
-            mean_size: of how many ranks' gradients that is the sum.
+            mean_size: the number of ranks' gradients that it is the sum of.
         """
         raise NotImplementedError
 
 
 class ReductionFeedback(Interpretation):
-    """Sends gradients in the place of ``shard``'s reduction; see ``error_feedback``."""
+    """Sends gradients in place of ``shard``'s reduction; see ``error_feedback``."""
 
     def check(self, how: Any) -> None:
-        """Raises where reductions of this kind leave nothing to do.
+        """Raises if reductions of this kind lose nothing.
 
         Args:
             how: the ``Reduction`` of the ``shard`` around it.
@@ -66,7 +66,7 @@ class ReductionFeedback(Interpretation):
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        """Sends a gradient to be summed, in the place of ``how.send``."""
+        """Starts the reduction of a gradient, in place of ``how.send``."""
         raise NotImplementedError
 
 
@@ -91,16 +91,16 @@ UNSEEN = (
 
 
 class Observed:
-    """Gradients of one gradient call that observers have still to see."""
+    """The gradients of one gradient call, to show to observers when complete."""
 
     def __init__(self, observers: Sequence[GradientObserver]):
         self.observers = observers
-        # By buffer and microbatch: how many calls give it, and the sum so far.
+        # By buffer and microbatch: the number of calls still to come, the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.shown: set[Any] = set()
 
     def expect(self, calls: Sequence[Any]) -> None:
-        """Notes a unit call whose gradients will come."""
+        """Adds a unit call, whose gradients will come."""
         for call in calls:
             if call.keeps:
                 key = id(call.shard), call.micro
@@ -109,13 +109,13 @@ class Observed:
                 self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def joined(self, call: Any, shard: FlatShard) -> None:
-        """Notes that the call before this one gives the gradient of both."""
+        """Removes a call whose gradient comes with that of the call before it."""
         key = id(shard), call.micro
         count, held = self.unseen[key]
         self.unseen[key] = count - 1, held
 
     def show(self, call: Any, shard: FlatShard, buffer: Tensor) -> None:
-        """Shows the gradient of one microbatch, once all calls gave it."""
+        """Adds a gradient, and shows the sum of one microbatch when it is complete."""
         key = id(shard), call.micro
         count, held = self.unseen.pop(key)
         if held is not None:

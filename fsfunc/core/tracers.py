@@ -1,4 +1,7 @@
-"""Hooks while a step is recorded, tried or planned; the check of a first call."""
+"""Interfaces of what observes steps: ``Tracer``, and ``FirstCalls``, a check of calls.
+
+Both are implemented in ``tracing``, and handed to ``shard`` and the frame from there.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ from fsfunc.sharded.plain_leaves import laid_as
 
 
 class Tracer:
-    """Hooks while a step runs to be recorded, tried or planned; here they do nothing.
+    """Hooks called while a step is recorded, checked or planned; here they do nothing.
 
-    A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
-    while a step is tried, an ``Observer`` while one is planned.
+    A frame has at most one: a ``Recorder`` while a state is laid out, a ``Checker``
+    while types are checked, an ``Observer`` while a step is planned.
 
-    complete: whether the whole step runs (planning); otherwise ``donate`` does not
-        invalidate its input, and a pipeline may skip its stages.
-    draws: whether units seed the generators: needless for fake tensors.
-    forward_only: whether backward is skipped; gradients then have only a shape.
-    fills: whether mutable arguments (a cache) may be written: they are copies.
+    Attributes:
+        complete: whether the whole step runs (planning); otherwise ``donate`` does not
+            invalidate its input, and a pipeline may skip its stages.
+        draws: whether units seed the generators, which fake tensors do not need.
+        forward_only: whether backward is skipped; gradients then have only a shape.
+        fills: whether mutable arguments (a cache) may be written, being copies.
     """
 
     complete = False
@@ -36,7 +40,7 @@ class Tracer:
     fills = False
 
     def standing_for(self, handler: Any) -> Any:
-        """The interpretation that a transform comes to meanwhile."""
+        """The interpretation to use in place of a transform's own."""
         return handler
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
@@ -47,55 +51,60 @@ class Tracer:
             return call.unit.checked(params, inputs, keywords, fn)
 
     def know(self, x: Tensor, path: str) -> None:
-        """Hears that ``x`` is in place of a leaf of the step's first argument."""
+        """Called with ``x``, which replaces a leaf of the step's first argument."""
 
     def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Hears that ``found`` stand in place of the gradients by ``leaves``."""
+        """Called with placeholders for the gradients with respect to ``leaves``."""
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        """Hears that a sharded function is called.
+        """Called when a sharded function is.
 
         Args:
-            key: on what kinds of things; ``mean``: the axes over which it averages.
+            key: the `signature` of its arguments; ``mean``: the axes of the mean.
         """
 
     def returned(self, args: Any, out: Any) -> None:
-        """Hears what a sharded function was given and returns, as it ends."""
+        """Called with the arguments and the result of a sharded function."""
 
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
-        """Hears that ``name``, such as a unit call, takes sharded leaves."""
+        """Called with the sharded leaves that ``name``, such as a unit call, takes."""
 
     def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
-        """Hears that ``found`` is the gradient by the tree ``by``.
+        """Called with a gradient, before ``shard`` averages it.
 
         Args:
-            averaged: whether the gradient by a plain leaf becomes the ranks' mean.
+            by: the arguments that are differentiated; ``found``: their gradients.
+            averaged: whether the gradient of a plain leaf becomes the ranks' mean.
         """
 
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
-        """Hears that ``grads``, by the tree ``by``, and ``value`` are means by now.
+        """Called with the gradients and the value when ``shard`` has averaged them.
 
         Args:
-            of: what the gradient is of, and what its function was given.
+            by: the arguments that are differentiated.
+            of: the value before that, and the arguments of its function.
         """
 
     def turn(self, name: str, microbatch: int) -> None:
-        """Hears that the work on a microbatch begins; ``name`` is "" after the last."""
+        """Called as work on a microbatch begins; after the last, ``name`` is ""."""
 
     def rounds(self) -> Any:
-        """The observer of a loop's rounds, which may note some of them unrun, or None.
+        """The observer of a loop over microbatches, or None.
 
-        ``after(carried, how, left)`` hears of each, and returns how many.
+        Its ``after(carried, how, left)`` is called after each, and returns how many of
+        the next ones can be skipped.
         """
         return None
 
 
 class FirstCalls:
-    """Remembers which calls were checked; this one lets all of them pass.
+    """A check of the first call of each signature; here it checks nothing.
 
-    The check of types derives from it (``tracing.type_check.TypeCheck``).
-    ``own_paths``: those of a returned state at which each rank has a value of its own;
-    None as long as no call was checked.
+    ``tracing.type_check.TypeCheck`` derives from it.
+
+    Attributes:
+        own_paths: the paths of a returned state at which each rank has its own value;
+            None until a call has been checked.
     """
 
     def __init__(self) -> None:
@@ -117,11 +126,11 @@ class FirstCalls:
         """
 
     def note_own(self, paths: Iterable[str]) -> None:
-        """Notes paths of a returned state at which each rank has its own value."""
+        """Adds to ``own_paths``."""
         self.own_paths = (self.own_paths or set()).union(paths)
 
     def check_returned(self, out: Any) -> None:
-        """Raises where a real call returns what it made as it was checked."""
+        """Raises if a real call returns a tensor of the run that checked it."""
 
     def compare_whole(
         self, chosen: Sequence[Any], is_whole: Callable[[Tensor], bool], where: Any
@@ -138,10 +147,7 @@ class FirstCalls:
         """
 
     def knows(self, rank: int, key: Any = None) -> bool:
-        """True if a call was checked, or needs no check.
-
-        Without a ``key``, whether any was.
-        """
+        """True if the signature ``key`` was checked; without one, if any was."""
         if key is None:
             return bool(self._known)
         return (rank, key) in self._known or (rank, key[0]) in self._known
@@ -152,9 +158,9 @@ class FirstCalls:
 
 
 def signature(args: Any, keywords: Any) -> Any:
-    """A key of a call's arguments: structure, shapes, dtypes.
+    """A key of a call's arguments, by their structure, shapes and dtypes.
 
-    First what does so for batches of any shape: structure, and what is true or false.
+    Its first item is the key for batches of any shape: structure, and truth values.
     """
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
     kinds: list[Any] = [treedef]

@@ -1,8 +1,8 @@
-"""``unit``: the one primitive of structure.
+"""``unit``: a function whose calls transforms may reinterpret.
 
-A unit is a pure function of ``(params, *inputs)``. With no transform around, calling
-one calls the function. A transform around it gives the call another meaning: gather
-its parameters first, recompute it later, run it on another rank.
+A unit is a pure function of ``(params, *inputs)``. Without a transform around it,
+calling a unit calls the function. A transform changes what the call does: gather the
+parameters first, recompute it in the backward pass, run it on another rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fsfunc.sharded.placements import row_major
 
 
 def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
-    """``fn`` as a unit: a call that transforms may reinterpret.
+    """``fn`` as a unit: a function whose calls transforms may reinterpret.
 
-    The granularity of gathers, recomputation, offload and pipeline stages. With no
-    transform around it, calling a unit calls ``fn``.
+    Units are the granularity of gathers, recomputation, offload and pipeline stages.
+    Without a transform around it, calling a unit calls ``fn``.
 
     Inside, parameters are plain tensors, and a derivative that is taken there is this
     rank's own; the mean over the ranks is taken once, of the parameters' cotangents, as
@@ -42,16 +42,16 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
 
     Args:
         fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
-            pytree out. Units nest; an outer one gathers only what no inner one takes.
-            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
-            step is recorded and planned with the plain function.
+            pytree out. Units nest; an outer one gathers the parameters that no inner
+            one takes. ``fn`` may be compiled, ``unit(torch.compile(fn))``, if it calls
+            no unit; steps are recorded and planned with the plain function.
         whole: gather the parameters of this unit and of all nested units on entry, and
             run nested units as plain functions. Needed to differentiate with respect to
             parameters inside the unit (per-sample gradients, MAML's inner loop). Cost:
             one gather, kept until the unit returns, and one reduction in its backward.
 
     Raises (when called):
-        RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
+        RuntimeError: ``fn`` captured a differentiated tensor by closure (checked on the
             first call for each set of shapes), or changed an input in place; or the
             unit is called inside a compiled function.
 
@@ -62,7 +62,7 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     >>> layer({"w": torch.eye(2)}, torch.zeros(3, 2)).shape
     torch.Size([3, 2])
 
-    Per-sample gradients of a loss that is made of units, on every rank its own:
+    Per-sample gradients, each rank's own, of a loss that is made of units:
 
     >>> from torch.func import grad, vmap
     >>> loss = lambda params, x: layer(params, x[None]).sum()
@@ -84,10 +84,10 @@ class Unit:
         self.whole = whole
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.fn = fn
-        # How many of the first inputs ``precision`` leaves as they are: buffers.
+        # The number of first inputs that ``precision`` does not cast: buffers.
         self.as_given: int = getattr(fn, "as_given", 0)
-        self._seen: set[Any] = set()
-        self.tails: dict[Any, Any] = {}  # what a recompute leaves out, by the arguments
+        self._seen: set[Any] = set()  # the shapes of which captures were checked
+        self.tails: dict[Any, Any] = {}  # see `unread_tail`, by kind of arguments
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
@@ -101,11 +101,11 @@ class Unit:
     def checked(
         self, params: Any, inputs: Any, keywords: Any, fn: Callable[..., Any]
     ) -> Any:
-        """Calls the function, as ``fn``, and looks at what it did around it."""
+        """Calls ``fn``, and raises if it captured tensors or changed its inputs."""
         given = tree.shown(
             (params, inputs, keywords), self, "is given", _PARTS, is_sharded
         )
-        # Not the parts of sharded leaves: gathers for inner units write around them.
+        # Not the parts of sharded leaves: gathers for inner units write beside them.
         watched, kinds, untracked = [], [], False
         for x in given:
             if isinstance(x, Tensor):
@@ -121,7 +121,7 @@ class Unit:
         if untracked or key in self._seen or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
         else:
-            out = self._first(_tensors(given), params, inputs, keywords, fn)
+            out = self._check_captures(_tensors(given), params, inputs, keywords, fn)
             self._seen.add(key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
@@ -142,7 +142,7 @@ class Unit:
                         "must leave its inputs as they are; work on a copy"
                     )
 
-    def _first(
+    def _check_captures(
         self,
         given: list[Tensor],
         params: Any,
@@ -150,12 +150,16 @@ class Unit:
         keywords: Any,
         fn: Callable[..., Any],
     ):
-        """The first call for these shapes: is a differentiated tensor captured?"""
+        """Calls ``fn``, and raises if its output depends on a captured tensor.
+
+        The autograd graph of the output is walked back to the inputs; what is reached
+        beside them, and was made before the call, was captured.
+        """
         recording = torch.is_grad_enabled()
         thread = running().thread
         known = given if thread is None else [*given, thread.token]
-        # An edge, not a node: of ``a, b = x.unbind()`` one may be given and the other
-        # captured.
+        # By edge, not by node: of ``a, b = x.unbind()`` one may be an input, and the
+        # other captured.
         seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
         leaves = {id(x) for x in known}
         with torch.inference_mode(False), torch.enable_grad():
@@ -197,7 +201,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Call:
-    """One unit call: what was called, and the frame it was called in."""
+    """A unit call: the unit, the frame in which it was called, and its number there."""
 
     unit: Unit
     frame: Frame
@@ -209,7 +213,7 @@ class Call:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The number of this call in each body around it, outermost first."""
+        """The number of this call within each unit around it, outermost first."""
         return (*self.frame.numbers, self.number)
 
     @functools.cached_property
@@ -218,7 +222,7 @@ class Call:
         return "/".join(self.path)
 
     def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the call as the transforms in reach of it say."""
+        """Runs the call through the interpretations of its frame."""
         run = self.body
         for handler in reversed(self.frame.handlers):
             run = handler.unit(run, self)
@@ -226,9 +230,9 @@ class Call:
             return run(params, *inputs, **keywords)
 
     def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the function itself: what every interpretation comes down to."""
+        """Runs the unit's function: the innermost of all interpretations."""
         f, numbers = self.frame, self.numbers
-        within = f.but(
+        within = f.replace(
             path=self.path,
             numbers=numbers,
             counter=Counter(),
@@ -238,9 +242,8 @@ class Call:
         states: States = []
         try:
             if f.seed is not None and (f.tracer is None or f.tracer.draws):
-                # From the gradient call's number, which unit call it is, and which
-                # microbatch of the global batch: a recompute repeats by itself, and
-                # masks do not depend on the schedule.
+                # From the gradient call, the unit call and the microbatch of the global
+                # batch: so a recompute draws the same, whatever the schedule.
                 states = generator_states()
                 index = row_major((*f.varies, *f.micro))
                 seed = mix(f.seed, index, len(numbers), *numbers)
@@ -274,7 +277,7 @@ class Call:
     def _cast(
         self, casts: Casts, params: Any, inputs: Any, keywords: Any
     ) -> tuple[Any, Any, Any]:
-        """The arguments of a unit as ``precision`` casts them."""
+        """The arguments, cast as ``precision`` says."""
         f, dtype = self.frame, casts.of(self.name)
         if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
             if not any(handler.scales for handler in f.handlers):
@@ -288,7 +291,7 @@ class Call:
 
 
 _UNSCALED = (
-    "gradients are computed in float16, where what is below 6e-8 vanishes: scale the "
+    "gradients are computed in float16, where numbers below 6e-8 become 0: scale the "
     "loss, by ff.loss_scale(optimizer)(grad_fn), or compute in bfloat16"
 )
 _PARTS = ("params", "inputs", "keywords")

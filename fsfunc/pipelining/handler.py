@@ -103,7 +103,7 @@ class Pipelining(Interpretation):
         asks((self.axis,))
         # The counter tells the gradient calls apart.
         handlers = (*before.handlers, self)
-        found = before.but(handlers=handlers, at=at, counter=Counter())
+        found = before.replace(handlers=handlers, at=at, counter=Counter())
         with inside(found):
             try:
                 out = f(*args, **keywords)
@@ -145,7 +145,7 @@ class Pipelining(Interpretation):
         batches = self._batches(call)
         worker = Worker(
             lambda out: (out, None, None), batches, self.owners, self._where(),
-            outer.but(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
+            outer.replace(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
         )  # fmt: skip
         found = [returned for returned, _, _ in self._run(worker, forward_only)]
         out = forwarded(found, [b.share for b in batches])
@@ -170,8 +170,8 @@ class Pipelining(Interpretation):
             again = any(i for i, _ in f.micro)  # the call before, on another part
             number = f.counter.count - 1 if again else f.counter.next()
             how = functools.partial(self._differentiate, depth, number)
-            with inside(f.but(micro=micro)):
-                return run(replace(call, by=how))
+            with inside(f.replace(micro=micro)):
+                return run(replace(call, runner=how))
 
         return pipelined
 
@@ -312,7 +312,7 @@ class RecordedPipelining(Noted, Pipelining):
         """The frame in which a loss runs that is cut so."""
         f, mine = frame(), RecordedPipelining(self.handler, self.recorder, cut)
         handlers = tuple(mine if h is self else h for h in f.handlers)
-        return f.but(handlers=handlers, **changes)
+        return f.replace(handlers=handlers, **changes)
 
 
 def _own(out: Any) -> Any:

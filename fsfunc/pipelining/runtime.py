@@ -128,7 +128,7 @@ class Worker:
         stage = StageRun(cut, cut.stages[a.stage], received, tied)
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
-        f = self.frame.but(
+        f = self.frame.replace(
             handlers=(stage, *self.frame.handlers),
             micro=tuple(micro),
             counter=Counter(),

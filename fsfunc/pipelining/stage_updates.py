@@ -79,7 +79,7 @@ class Updating(Pipelining):
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = cast(_Running, call.fn)
-        f = frame().but(donated=None)  # forwards use old versions
+        f = frame().replace(donated=None)  # forwards use old versions
         call = replace(call, fn=running.loss)
         batches = self._batches(call, number)
         where = self._where()

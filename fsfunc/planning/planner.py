@@ -173,7 +173,7 @@ def _planned(
             del tensors  # the step may let go of a buffer that the state keeps
         try:
             mine = None if frame().at is None else now
-            with inside(frame().but(tracer=observer, at=mine)), kernels(), observer:
+            with inside(frame().replace(tracer=observer, at=mine)), kernels(), observer:
                 out = step(*args)
         finally:
             restore(args)  # a donated step marks what is the caller's

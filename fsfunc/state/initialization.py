@@ -233,7 +233,7 @@ def _begun(
         if first.is_told:
             agreement.compare_made(state)
         for transform in getattr(step, "interpretations", ()):
-            state = transform.begin(state)
+            state = transform.first_state(state)
         return state
 
 

@@ -239,7 +239,7 @@ class _Trial:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]
             with (
-                inside(f.but(tracer=checker, at=now)),
+                inside(f.replace(tracer=checker, at=now)),
                 watching(checker),
                 checker,
                 Asked(checker),

@@ -199,7 +199,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
         aux[i] = x
     found.average_whole(where)
     return replace(
-        outcome.but(found.trees()),
+        outcome.with_grads(found.trees()),
         total=means[0].to(outcome.total.dtype),
         weight=weight,
         aux=tree.unflatten(spec, aux),

@@ -118,7 +118,7 @@ class Microbatches:
                     leaves[j] = None
                 grads[k] = tree.unflatten(a.treedef, leaves)
             own[-1].append(found)
-        return outcome.but(tuple(grads))
+        return outcome.with_grads(tuple(grads))
 
     def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
         """The outcome with what :meth:`apart` took off each part, joined in order."""
@@ -132,7 +132,7 @@ class Microbatches:
                     whole = isinstance(parts[0], Tensor)  # none by integers
                     leaves[j] = torch.cat(parts) if whole else None
                 grads[k] = tree.unflatten(a.treedef, leaves)
-        return outcome.but(tuple(grads))
+        return outcome.with_grads(tuple(grads))
 
 
 @dataclass

@@ -307,7 +307,7 @@ class Sharding(Interpretation):
             found.take_sums()
             grads = found.trees()
         total = None if f.tracer is None else outcome.total
-        outcome = outcome.but(grads)
+        outcome = outcome.with_grads(grads)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
             by = tuple(chosen)

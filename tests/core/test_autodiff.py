@@ -199,7 +199,7 @@ def in_inference_mode():
         "a weight": (value_of(lambda w: ff.Weighted(w, 2)), ValueError, "Weighted"),
         "a pair": (value_of(lambda w: (w.sum(), 0)), TypeError, "got tuple"),
         "no pair": (value_of(lambda w: w.sum(), has_aux=True), TypeError, "aux"),
-        "inference": (in_inference_mode, RuntimeError, "leave that mode"),
+        "inference": (in_inference_mode, RuntimeError, "call it outside that mode"),
     }
 )
 def test_bad_input_is_refused(call, error, way_out):

@@ -101,7 +101,10 @@ class Elsewhere(Stage):
         return tree.unflatten(treedef, leaves)
 
     def run(self, loss, params, batch):
-        with inside(frame().but(handlers=(self,), counter=Counter())), torch.no_grad():
+        with (
+            inside(frame().replace(handlers=(self,), counter=Counter())),
+            torch.no_grad(),
+        ):
             return loss(params, batch)
 
 

@@ -96,7 +96,7 @@ def on_two_ranks(around, halves: bool, **how: Any):
             """As a pipeline's stage calls its units: each with a thread of its own."""
             for i, p in enumerate(ps):
                 thread = UnitToken(x.device)
-                here = inside(frame().but(handlers=(Here(), *frame().handlers)))
+                here = inside(frame().replace(handlers=(Here(), *frame().handlers)))
                 with run_as(Running(thread)), here:
                     x = block(ps[0] if how.get("tied") and i == N - 1 else p, x)
                 threads.append(thread)

@@ -41,7 +41,7 @@ def tensor(x):
 def run(loss, params, batch, values=None, clone=True):
     """(inputs of each call and the loss, outputs by Value) of a run."""
     stage = Frozen(values, clone)
-    with inside(frame().but(handlers=(stage,), counter=Counter())), torch.no_grad():
+    with inside(frame().replace(handlers=(stage,), counter=Counter())), torch.no_grad():
         out = loss(params, batch)
     made = {
         Value(c, i): x
@@ -131,7 +131,7 @@ def test_outputs_are_as_in_a_real_run(drawn):
     shown = ff.program(drawn.loss, params, batch)
     tracked = tree.map(lambda x: x.clone().requires_grad_(), params)
     stage = Frozen()
-    with inside(frame().but(handlers=(stage,), counter=Counter())):
+    with inside(frame().replace(handlers=(stage,), counter=Counter())):
         drawn.loss(tracked, batch)
     assert len(stage.out) == len(shown.calls)
     for call, out in zip(shown.calls, stage.out, strict=True):

@@ -134,7 +134,7 @@ class LocalUpdates(Interpretation):
     def recorded(self, recorder: Any) -> Interpretation:
         return _OnOneState(self)
 
-    def begin(self, state: Any) -> LocalState:
+    def first_state(self, state: Any) -> LocalState:
         """The first `LocalState`, of a state that is the same on every rank.
 
         Raises:
@@ -226,7 +226,7 @@ class LocalUpdates(Interpretation):
                 "without a derivative; take it inside the step"
             )
         if not isinstance(args[0], LocalState):
-            return self.begin(args[0])
+            return self.first_state(args[0])
         if args[0].axis != self.axes:
             raise ValueError(
                 f"{self.called} over {self.axes} is given a state of copies over "
