@@ -105,6 +105,17 @@ def test_holders_of_a_storage_are_counted():
         assert _torch.held(storage) == 2, breaks(what)
 
 
+def test_devices_and_dtypes_are_told_in_one_call():
+    f, b = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    m = torch.ones(2, device="meta")
+    what = "an update takes tensors of several kinds for those of one"
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    two = {(cpu, f.dtype), (cpu, b.dtype)}
+    assert _torch.kinds_of([f, b, f]) == two, breaks(what)
+    assert _torch.kinds_of([m, f]) == {(meta, f.dtype), (cpu, f.dtype)}, breaks(what)
+    assert _torch.kinds_of([]) == set(), breaks(what)
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):

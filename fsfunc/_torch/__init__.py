@@ -89,6 +89,7 @@ from fsfunc._torch.internals import (
     is_of_compiler,
     is_recompile_limit,
     keep_process_groups,
+    kinds_of,
     set_compiler_stance,
     set_tables,
     storage,

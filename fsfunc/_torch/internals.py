@@ -41,6 +41,13 @@ def storage_uses(x: Tensor) -> int:
 uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
+def kinds_of(tensors: list[Tensor]) -> set[tuple[torch.device, torch.dtype]]:
+    """The devices and dtypes of plain tensors, asked for in one call."""
+    # (Of several lists at once a float32 tensor on the CPU passes for any dtype.)
+    group: Any = torch._C._group_tensors_by_device_and_dtype
+    return set(group([tensors], False)) if tensors else set()
+
+
 def is_held_once(x: Tensor) -> bool:
     """True if Python alone holds ``x``: no graph, and no view of it."""
     count: Any = x._use_count  # type: ignore[attr-defined]

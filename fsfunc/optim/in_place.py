@@ -64,7 +64,7 @@ def fused(
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, by_leaf)
             for (_, dtype, decay, _), columns in groups.items():
-                if cast:
+                if cast and not _ready(columns, dtype):
                     _write(run, columns, dtype, decay)
                 else:
                     run(*columns, weight_decay=decay)
@@ -206,13 +206,16 @@ def _alike(
     if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):
         return None
     params, *moments = (target.tensors for target in new)
-    devices, dtypes = set(map(_device, params)), set(map(_dtype, params))
-    dtypes.update(*(map(_dtype, column) for column in moments))
-    if len(devices) > 1 or len(dtypes) > 1 or not all(map(Tensor.numel, params)):
+    if (kind := matched.kind) is None:
+        devices, dtypes = set(map(_device, params)), set(map(_dtype, params))
+        dtypes.update(*(map(_dtype, column) for column in moments))
+        if len(devices) > 1 or len(dtypes) > 1:
+            return None
+        kind = devices.pop(), dtypes.pop()  # moments lie beside their parameters
+    if not all(map(Tensor.numel, params)):
         return None
-    (device,), (dtype,) = devices, dtypes  # moments lie beside their parameters
     grads = matched.buffers[1].tensors
-    return {(device, dtype, decays[0], -1): [params, grads, *moments]}
+    return {(*kind, decays[0], -1): [params, grads, *moments]}
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:
@@ -223,6 +226,14 @@ def count_write(tensors: Sequence[Tensor]) -> None:
     """
     if tensors:  # of those made in inference mode none is counted, nor needs it
         torch.autograd.graph.increment_version(tensors)
+
+
+def _ready(columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
+    """True if a kernel can read and write all columns as they are."""
+    return not any_offloaded() and all(
+        {dtype}.issuperset(map(_dtype, c)) and all(map(Tensor.is_contiguous, c))
+        for c in columns
+    )
 
 
 def _write(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import composable
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
@@ -20,8 +20,10 @@ from fsfunc.sharded.placements import describe
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
+Kind = tuple[torch.device, torch.dtype]
 
 _lies, _layout = attrgetter("shape", "device"), attrgetter("layout")
+_shape = attrgetter("shape")
 _WHOLE = {Tensor, torch.nn.Parameter}
 
 
@@ -181,6 +183,22 @@ def whole_and_alike(columns: Sequence[Sequence[Any]]) -> bool:
         return False
     first, *others = (list(map(_lies, column)) for column in columns)
     return all(other == first for other in others)
+
+
+def one_kind(columns: list[list[Any]]) -> Kind | None:
+    """The device and dtype of plain tensors that fit each other, if it is one; cheap.
+
+    None also where that is not known.
+    """
+    kinds: set[Kind] = set()
+    for column in columns:
+        if not _WHOLE.issuperset(map(type, column)):
+            return None
+        kinds |= _torch.kinds_of(column)
+        if len(kinds) != 1:
+            return None
+    first, *others = (list(map(_shape, column)) for column in columns)
+    return kinds.pop() if all(other == first for other in others) else None
 
 
 def first_unfit(

@@ -17,11 +17,14 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
+    Kind,
+    Loose,
     Mask,
     Tree,
     along,
     first_unfit,
     local,
+    one_kind,
     paths_of,
     said,
     split,
@@ -42,6 +45,7 @@ class Matched:
     trees: list[list[Any]]  # by tree (params, grads, *moments): all leaves
     active: list[int]  # which of them are updated
     buffers: list[Any]  # by tree: the active leaves as few flat tensors
+    kind: Kind | None = None  # of all leaves, where these are plain tensors of one kind
 
     @classmethod
     def of(cls, params: Tree, grads: Tree, *moments: Tree) -> Matched:
@@ -58,12 +62,16 @@ class Matched:
             along(treedef, other, what)
             for what, other in zip(names, (grads, *moments), strict=True)
         ]
+        trees = [leaves, *others]
+        kind = one_kind(trees)
+        if kind is not None and kind[1].is_floating_point:
+            loose = list(map(Loose, trees))
+            return cls(treedef, trees, list(range(len(leaves))), loose, kind)
         active = [
             i
             for i, (leaf, grad) in enumerate(zip(leaves, others[0], strict=True))
             if grad is not None and trainable(leaf)
         ]
-        trees = [leaves, *others]
         columns = _chosen(trees, active)
         if not whole_and_alike(columns):
             for what, column in zip(names, others, strict=True):
@@ -176,6 +184,8 @@ class Matched:
 
     def restore(self, active: Sequence[Any], old: Sequence[Any]) -> Tree:
         """A tree like params: the ``active`` leaves, and ``old`` ones elsewhere."""
+        if len(active) == len(old):
+            return tree.unflatten(self.treedef, active)
         out = list(old)
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.spent import spend_all
+
+_key = attrgetter("_cdata")
 
 _OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
@@ -54,7 +57,7 @@ class Donation:
         self.seen: dict[int, int] = {}  # by the id of a twin: its key
         self.storages = storages  # each has one handle, and gets no other
         if twins:
-            its = [storage._cdata for storage in storages]
+            its = list(map(_key, storages))
             self.seen = dict(zip(map(id, twins), its, strict=True))
             self.known += twins
             self.uses.update(its)
@@ -84,9 +87,12 @@ class Donation:
         """For each tensor, whether its storage has known uses alone."""
         tensors = list(tensors)
         # What is seen is among ``known``, so that no other tensor has its id.
-        keys = [k for x in tensors if (k := self.seen.get(id(x))) is not None]
-        if len(keys) < len(tensors):
+        at = list(map(id, tensors))
+        if not at or not self.seen.keys() >= set(at):
             return list(map(self._is_ours, tensors))
+        keys = list(map(self.seen.__getitem__, at))
+        if max(map(_torch.uses_of, keys)) <= 2:  # by what is known, and its handle
+            return [True] * len(keys)
         return [_torch.uses_of(key) <= self.uses[key] + 1 for key in keys]
 
     def _is_ours(self, x: Tensor) -> bool:

@@ -85,8 +85,10 @@ def known_optimizer(optimizer: Any) -> Any:
 
 
 def _check_fit(params: Any, grads: Any) -> None:
-    structures = [tree.flatten(t, is_sharded)[1] for t in (params, grads)]
-    if structures[0] == structures[1]:
+    structure = tree.flatten(params, is_sharded)[1]
+    if tree.fitted(structure, grads) is not None:
+        return
+    if structure == tree.flatten(grads, is_sharded)[1]:
         return
     tree.check_same_structure(
         params, grads, what="gradients", against="the parameters",

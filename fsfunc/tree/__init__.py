@@ -7,6 +7,7 @@ nodes.py non_tensor_leaves.py   registered classes; tensors hidden in leaves
 from fsfunc.tree.functions import (
     are_shown,
     check_same_structure,
+    fitted,
     flatten,
     flatten_with_paths,
     leaves,

@@ -24,6 +24,8 @@ _BARE: set[type] = {
     torch.Size, types.FunctionType,
 }  # fmt: skip
 SHOWN: set[type] = _BARE | _TENSORS
+# Those that nobody can register as nodes' types later, or be mistaken in.
+PLAIN = frozenset(_TENSORS | {int, float, complex, bool, str, bytes, torch.dtype})
 LEAVES: set[type] = set(SHOWN)
 
 

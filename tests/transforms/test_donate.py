@@ -4,6 +4,7 @@ That it gives the same bits is held by `test_donate_reads` and `test_shard_laws`
 """
 
 import hashlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -261,3 +262,30 @@ def test_a_graph_over_weights_of_a_donated_state_is_right(zero, first, compute):
             torch.autograd.grad(y.sum(), over)
 
     ff.spmd(main, MESH)()
+
+
+def test_a_step_is_donated_states_of_other_structures_in_turn():
+    """It goes on from the structure of the last one, which a walk is spared by."""
+
+    def step(state):
+        return {"w": state["w"] + 1, **{k: x for k, x in state.items() if k != "w"}}
+
+    donated, ordered = ff.donate(step), OrderedDict(w=torch.ones(2), v=torch.ones(1))
+    given = [
+        {"w": torch.ones(2), "v": torch.ones(1)},
+        ordered,
+        {"w": torch.ones(2), "v": [torch.ones(1)]},
+        {"w": torch.ones(2), "v": None},
+        {"w": torch.ones(2), "v": torch.ones(1), "u": torch.ones(1)},
+        {"w": torch.ones(2), "v": torch.ones(1)},
+    ]
+    for state in given:
+        held = tree.leaves(state)
+        found = donated(state)
+        assert found["w"].tolist() == [2, 2]
+        assert tree.leaves(found["v"]) == [] or tree.leaves(found["v"])[0].item() == 1
+        for x in held:
+            with pytest.raises(RuntimeError, match="donated to a step"):
+                x + 1
+        with pytest.raises(RuntimeError, match="donated to a step"):
+            donated(state)
