@@ -70,12 +70,12 @@ def with_ledger(
     params: Any,
     *batch: Any,
     mesh: ff.Mesh | None = None,
-    record: str = "fake",
+    **how: Any,
 ) -> list[tuple[Any, Any]]:
     """What a transformed step of placed parameters gives on each rank: (whole, ledger).
 
     ``wrap(mesh)`` transforms the step; where there is an axis "data", each rank has its
-    part of the batch. By default there are two ranks.
+    part of the batch. By default there are two ranks. ``how`` is for ``ff.place``.
     """
     mesh = mesh or simulated()
 
@@ -83,7 +83,7 @@ def with_ledger(
         step = wrap(mesh)
         cut = batch and "data" in mesh.axes
         mine = ff.local_batch(batch, mesh, "data") if cut else batch
-        placed = ff.place(step, params, *mine, record=record)
+        placed = ff.place(step, params, *mine, **how)
         with ff.ledger() as log:
             found = step(placed, *mine)
         return ff.unshard(found), log

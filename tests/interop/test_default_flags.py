@@ -158,22 +158,16 @@ def test_a_model_is_what_it_is_by_itself(name):
         module.eval()
     apply, params, buffers = ff.from_module(module, units)
     call = called(name, apply, buffers)
-    parts = halves(batch)
-    sum(loss_of(module(**part)) for part in parts).div(2).backward()
-
-    def main():
-        mine = parts[ff.axis_index("data")]
-        loss = lambda params, batch: loss_of(call(params, batch)[0])  # noqa: E731
-        step = ff.shard(ff.remat(ff.value_and_grad(loss)), MESH, "data")
-        _, grads = step(ff.place(step, params, mine), mine)
-        return ff.unshard(grads)
-
+    sum(loss_of(module(**part)) for part in halves(batch)).div(2).backward()
+    grad = ff.value_and_grad(lambda p, batch: loss_of(call(p, batch)[0]))
+    wrap = lambda mesh: ff.shard(ff.remat(grad), mesh, "data")  # noqa: E731
+    ((_, grads), _), _ = with_ledger(wrap, params, batch)
     expected = {
         k: torch.zeros_like(p) if p.grad is None else p.grad
         for k, p in module.named_parameters()
         if k in params
     }
-    close(ff.spmd(main, MESH)()[0], expected, 1e-5 if name in SINGLE else 1e-8)
+    close(grads, expected, 1e-5 if name in SINGLE else 1e-8)
 
 
 # Caches of keys and values

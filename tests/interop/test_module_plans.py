@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc import tree
 from fsfunc.interop.split_values import SplitTensor
-from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import close, simulated
+from tests.checks import close, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
     SIZES,
@@ -93,21 +91,14 @@ def on_ranks(name, how, data=2):
     """(loss and whole gradients, ledger) by rank."""
     apply, params, loss, batch = made(name)
     transform, axes = TRANSFORMS[how]
-    axes = axes or {"data": data, "model": 2}
-    mesh = simulated(**axes)
+    mesh = simulated(**(axes or {"data": data, "model": 2}))
+    wrap = lambda mesh: transform(ff.value_and_grad(loss), mesh)  # noqa: E731
+    return with_ledger(wrap, params, batch, mesh=mesh, layouts=apply.layouts)
 
-    def main():
-        mine = ff.local_batch(batch, mesh, "data") if "data" in axes else batch
-        step = transform(ff.value_and_grad(loss), mesh)
-        placed = ff.place(step, params, mine, layouts=apply.layouts)
-        parts = tree.leaves(placed, is_leaf=is_sharded)
-        split = [x for x in parts if is_sharded(x) and x.layout.splits]
-        assert len(split) == len(apply.layouts)
-        with ff.ledger() as log:
-            found = step(placed, mine)
-        return ff.unshard(found), log
 
-    return ff.spmd(main, mesh)()
+def over_data(step):
+    """A step whose data axis, where there is one, is sharded over."""
+    return lambda mesh: ff.shard(step, mesh, "data") if "data" in mesh.axes else step
 
 
 TRANSFORMS = {
@@ -182,17 +173,9 @@ def test_experts_send_their_tokens_there_and_back(axis, kind, dtype, record):
         chosen = logits.topk(2).indices.view(n, -1)
         rows += max(int(((x // 2) == to).sum()) for x in chosen for to in range(n))
 
-    def main():
-        step, mine = ff.value_and_grad(loss), batch
-        if axis == "data":
-            step, mine = ff.shard(step, mesh, "data"), ff.local_batch(batch, mesh, axis)
-        layouts = apply.layouts
-        placed = ff.place(step, params, mine, layouts=layouts, record=record)
-        with ff.ledger() as log:
-            found = step(placed, mine)
-        return ff.unshard(found), log
-
-    for found, log in ff.spmd(main, mesh)():
+    how = {"mesh": mesh, "layouts": apply.layouts, "record": record}
+    wrap = over_data(ff.value_and_grad(loss))
+    for found, log in with_ledger(wrap, params, batch, **how):
         close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
         assert log.count("all_to_all", axis=axis) == 4 * LAYERS
         sent = 4 * rows * (n - 1) * WIDTH * dtype.itemsize
@@ -227,24 +210,11 @@ def test_logits_may_stay_split_and_the_loss_is_that_of_whole_ones(loss, axes, bo
     _, _, buffers = ff.from_module(module)
     batch["input_ids"] %= WORDS // 2
     own = ff.value_and_grad(lambda p, batch: loss(apply, (p, buffers), batch))
-    mesh = simulated(**axes)
-
-    def main():
-        step, mine = own, batch
-        if "data" in axes:
-            step, mine = (
-                ff.shard(own, mesh, "data"),
-                ff.local_batch(batch, mesh, "data"),
-            )
-        placed = ff.place(step, params, mine, layouts=apply.layouts)
-        with ff.ledger() as log:
-            found = step(placed, mine)
-        assert log.count("all_gather", axis="model") == 0
-        return ff.unshard(found)
-
+    how = {"mesh": simulated(**axes), "layouts": apply.layouts}
     expected = own(params, batch)
-    for found in ff.spmd(main, mesh)():
+    for found, log in with_ledger(over_data(own), params, batch, **how):
         close(found, expected, bound)
+        assert log.count("all_gather", axis="model") == 0
 
 
 def on_parts(do, dim):

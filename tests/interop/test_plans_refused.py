@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import refusals, refused, simulated
+from tests.checks import refusals, refused, simulated, with_ledger
 from tests.interop.models import Block, Stack
-from tests.interop.test_module_plans import equals_one_device
+from tests.interop.test_module_plans import equals_one_device, over_data
 
 
 class Between(nn.Module):
@@ -107,13 +107,8 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
         apply, params, buffers = ff.from_module(module, units, plan=plan, axis=over)
         mesh = simulated(**(axes or {"data": 1, "model": 2}))
         grad = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
-
-        def main():
-            step = ff.shard(grad, mesh, "data") if "data" in mesh.axes else grad
-            table = apply.layouts if layouts is None else layouts
-            step(ff.place(step, params, x, layouts=table), x)
-
-        ff.spmd(main, mesh)()
+        table = apply.layouts if layouts is None else layouts
+        with_ledger(over_data(grad), params, x, mesh=mesh, layouts=table)
 
     return call
 
@@ -213,12 +208,9 @@ def test_ranks_drop_positions_of_their_own():
         p.data.zero_()
     plan = {"0": "sequence", "0.pair.up": "column", "0.pair.down": "row"}
     apply, params, buffers = ff.from_module(module, "0", plan=plan, axis="model")
-    x, layouts = torch.ones(8, 4, 4), apply.layouts
-
-    def main():
-        local = lambda p, x: apply(p, buffers, x).local  # noqa: E731
-        return local(ff.place(local, params, x, layouts=layouts), x)
-
-    one, other = ff.spmd(main, simulated(model=2))()
+    local = lambda p, x: apply(p, buffers, x).local  # noqa: E731
+    how = {"mesh": simulated(model=2), "layouts": apply.layouts}
+    found = with_ledger(lambda mesh: local, params, torch.ones(8, 4, 4), **how)
+    (one, _), (other, _) = found
     assert {*one.unique().tolist(), *other.unique().tolist()} == {0.0, 2.0}
     assert not torch.equal(one, other)

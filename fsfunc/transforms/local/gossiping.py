@@ -119,7 +119,8 @@ class Gossip(LocalUpdates):
         shares = _shares(moves, where.size)
         if len(set(shares)) > 1:
             asks(where.axis)
-        mix = partial(_mixed, moves=moves, share=shares[where.index], where=where)
+        share = float(shares[where.index])
+        mix = partial(_mixed, moves=moves, share=share, where=where)
         if not state.weights:
             found = map_flat(mix, params, rest=None)
             return written(assign, params, found)[0], {}
@@ -150,15 +151,15 @@ def _mixed(
     return out
 
 
-def _shares(moves: Moves, n: int) -> list[float]:
+def _shares(moves: Moves, n: int) -> list[Fraction]:
     """The share that each rank sends to each of its targets, and keeps."""
     sent = Counter(source for pairs in moves for source, _ in pairs)
-    return [1 / (1 + sent[rank]) for rank in range(n)]
+    return [Fraction(1, 1 + sent[rank]) for rank in range(n)]
 
 
 def _pushed(
-    weights: Sequence[float], moves: Moves, shares: Sequence[float]
-) -> tuple[float, ...]:
+    weights: Sequence[Any], moves: Moves, shares: Sequence[Fraction]
+) -> tuple[Any, ...]:
     """The push-sum weights after a meeting, in the order in which parameters add."""
     given = [w * share for w, share in zip(weights, shares, strict=True)]
     out = list(given)
@@ -170,13 +171,7 @@ def _pushed(
 
 def _is_regular(moves: Moves, n: int) -> bool:
     """True if a meeting leaves weights of 1 as they are."""
-    sent = Counter(source for pairs in moves for source, _ in pairs)
-    kept = [Fraction(1, 1 + sent[rank]) for rank in range(n)]
-    total = list(kept)
-    for pairs in moves:
-        for source, target in pairs:
-            total[target] += kept[source]
-    return set(total) == {1}
+    return set(_pushed([1] * n, moves, _shares(moves, n))) == {1}
 
 
 def _checked(graph: Graph, n: int) -> tuple[Moves, ...]:
