@@ -7,13 +7,13 @@ from torch import nn
 import fsfunc as ff
 from tests.checks import close, same
 from tests.core.test_compiled import RAN, counted, forgotten  # noqa: F401
+from tests.interop.models import on_mesh
 from tests.models import floats
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
-MESH = ff.make_mesh({"data": 2}, "simulated")
 WIDTH = 8
 
 
@@ -62,17 +62,8 @@ X = floats(8, WIDTH, seed=3, dtype=torch.float64)
 def trained(net, transform, **options):
     loss, params = of(net, **options)
     optimizer = ff.sgd(0.1)
-
-    def main():
-        step = transform(optimizer(ff.value_and_grad(loss)))
-        mine = ff.local_batch(X, MESH, "data")
-        state, losses = ff.init_state(step, params, optimizer, mine), []
-        for _ in range(2):
-            state, metrics = step(state, mine)
-            losses.append(metrics["loss"])
-        return losses, ff.unshard(state.params)
-
-    return ff.spmd(main, MESH)()[0]
+    step = optimizer(ff.value_and_grad(loss))
+    return on_mesh(transform, {"data": 2}, params, step, optimizer, X)[:2]
 
 
 @pytest.fixture
@@ -83,10 +74,10 @@ def net():
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_jitted_module_trains_as_it_does_plainly(net, zero):
-    stack = lambda step: ff.shard(ff.remat(step), MESH, "data", zero=zero)  # noqa: E731
+    stack = lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=zero)  # noqa: E731
     expected = trained(net, stack, units="layers.*")
     assert not RAN
-    jit = lambda step: ff.jit(stack(step), backend=counted)  # noqa: E731
+    jit = lambda step, mesh: ff.jit(stack(step, mesh), backend=counted)  # noqa: E731
     same(trained(net, jit, units="layers.*"), expected)
     assert len({id(graph) for graph in RAN}) == 3, "embed, the layers, head"
 

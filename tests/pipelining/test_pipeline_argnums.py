@@ -9,7 +9,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import close, nothing_sent, simulated
+from tests.checks import close, nothing_sent, simulated, with_ledger
 from tests.models import floats, layer
 
 MESH = simulated(pipe=2)
@@ -127,12 +127,7 @@ ORDERS = {
 
 def found(f, order, zero):
     step = ORDERS[order](f, zero)
-
-    def main():
-        x = ff.local_batch(BATCH, GRID, "data")
-        return ff.unshard(step(ff.place(step, W, x), x))
-
-    return ff.spmd(main, GRID)()
+    return [x for x, _ in with_ledger(lambda mesh: step, W, BATCH, mesh=GRID)]
 
 
 @pytest.mark.parametrize(("order", "zero"), [*zip(ORDERS, (0, 3), strict=True)])

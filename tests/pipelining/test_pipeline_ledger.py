@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.pipelining.transfers import with_transfers
 from tests import models
-from tests.checks import close, simulated
+from tests.checks import close, simulated, with_ledger
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
@@ -29,21 +29,11 @@ MESH = simulated(pipe=2)
 S = ff.schedules
 
 
-def records(f, mesh, m, schedule, args, placed=True, **options):
+def records(f, mesh, m, schedule, args, **options):
     """What each rank sent in one call."""
-
-    def main():
-        run = ff.pipeline(
-            f, mesh, "pipe", n_microbatches=m, schedule=schedule, **options
-        )
-        params, *rest = args
-        if placed:
-            params = ff.place(run, params, *rest)
-        with ff.ledger() as log:
-            run(params, *rest)
-        return log.of(mesh.rank)
-
-    return ff.spmd(main, mesh)()
+    options |= {"n_microbatches": m, "schedule": schedule}
+    wrap = lambda mesh: ff.pipeline(f, mesh, "pipe", **options)  # noqa: E731
+    return [log.records for _, log in with_ledger(wrap, *args, mesh=mesh)]
 
 
 def table(sent):
@@ -200,20 +190,12 @@ def test_gradients_are_reduced_before_ranks_wait_for_the_loss(order, zero):
         lambda f: ff.shard(f, mesh, "data", zero=zero),
         lambda f: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
     )
-
-    def main():
-        mine = ff.local_batch(x, mesh, "data")
-        placed = ff.place(step, params, mine)
-        with ff.ledger() as log:
-            found = ff.unshard(step(placed, mine)[1])
-        return found, [(r.op, r.phase) for r in log.of(mesh.rank)]
-
     expected = VAG(params, x)[1]
-    for found, sent in ff.spmd(main, mesh)():
+    for (_, found), log in with_ledger(lambda mesh: step, params, x, mesh=mesh):
         close(found, expected)
-        last = max(i for i, (op, _) in enumerate(sent) if op == "pbroadcast")
-        reduced = [i for i, (_, phase) in enumerate(sent) if phase == "backward"]
-        assert max(reduced) < last, sent
+        last = max(i for i, r in enumerate(log.records) if r.op == "pbroadcast")
+        reduced = [i for i, r in enumerate(log.records) if r.phase == "backward"]
+        assert max(reduced) < last, log.records
 
 
 # By the clock
