@@ -15,9 +15,9 @@ from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held
 from tests.checks import close, same
 from tests.checks import held as copies
+from tests.models import chain, floats, layer, layers
 
 S = ff.schedules
-WIDTH = 3
 RATE = 0.1
 OPTIMIZERS = {
     "sgd": ff.sgd(RATE, weight_decay=0.1),
@@ -27,19 +27,11 @@ OPTIMIZERS = {
 
 
 @ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"]) + p["b"]
-
-
-@ff.unit
 def join(p, x, first):
     return torch.tanh(x @ p["w"]) + p["b"] * first
 
 
-def chain_loss(params, x):
-    for p in params:
-        x = layer(p, x)
-    return (x**2).mean()
+chain_loss = chain()
 
 
 def skip_loss(params, x):
@@ -51,13 +43,8 @@ def skip_loss(params, x):
 
 
 def model(n_stages, rows, seed):
-    draw = torch.Generator().manual_seed(seed)
-
-    def make(*shape):
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-    params = [{"w": make(WIDTH, WIDTH), "b": make(WIDTH)} for _ in range(n_stages)]
-    return params, make(rows, WIDTH)
+    how = {"seed": seed, "dtype": torch.float64}
+    return layers(n_stages, 3, make=floats, **how), floats(rows, 3, **how)
 
 
 def read(row):
@@ -217,16 +204,8 @@ def test_equals_one_process_that_keeps_every_version(data, ranks, m, seed):
         loss = draw(st.sampled_from([chain_loss, skip_loss]))
     params, x = model(sum(stages), m + draw(st.integers(0, m)), seed)
     around = draw(st.sampled_from([None, ff.remat, ff.donate]))  # of units
-    keeps_every_version(
-        loss, given_schedule, optimizer, stages, params, x, m, ahead, around
-    )
-
-
-def keeps_every_version(
-    loss, given, optimizer, stages, params, x, m, ahead=None, around=None
-):
-    schedule = given(len(stages), m) if callable(given) else S.parse(given)
-    args = stages, params, x, m, 2
+    given, args = given_schedule, (stages, params, x, m, 2)
+    schedule = given(ranks, m) if callable(given) else S.parse(given)
     expected = reference(loss, schedule, optimizer, *args, ahead=ahead)
     for new, losses, state in run(loss, given, optimizer, *args, around, predict=ahead):
         close((new, losses), expected, 1e-11)
