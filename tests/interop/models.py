@@ -18,9 +18,9 @@ SIZES = {
 class Block(nn.Module):
     """A residual block with a norm, and dropout where asked for."""
 
-    def __init__(self, width=4, p=0.0):
+    def __init__(self, width=4, p=0.0, norm=nn.LayerNorm):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = norm(width)
         self.up = nn.Linear(width, 2 * width)
         self.drop = nn.Dropout(p)
         self.down = nn.Linear(2 * width, width)

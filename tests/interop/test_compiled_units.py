@@ -7,7 +7,7 @@ from torch import nn
 import fsfunc as ff
 from tests.checks import close, same
 from tests.core.test_compiled import RAN, counted, forgotten  # noqa: F401
-from tests.interop.models import on_mesh
+from tests.interop.models import Block, on_mesh
 from tests.models import floats
 
 pytestmark = [
@@ -17,18 +17,13 @@ pytestmark = [
 WIDTH = 8
 
 
-class Block(nn.Module):
+class Numbered(Block):
     def __init__(self, number, norm=nn.LayerNorm):
-        super().__init__()
+        super().__init__(WIDTH, norm=norm)
         self.number = number
-        self.norm = norm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Counts(Block):
+class Counts(Numbered):
     calls = 0
 
     def forward(self, x):
@@ -69,7 +64,7 @@ def trained(net, transform, **options):
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return Net(*(Block(i) for i in range(4)))
+    return Net(*(Numbered(i) for i in range(4)))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -92,11 +87,11 @@ def test_equal_layers_compile_once(net):
 
 REFUSED = {
     "statistics": (
-        lambda: Net(Block(0, nn.BatchNorm1d)), {"units": "layers.*"}, ValueError,
+        lambda: Net(Numbered(0, nn.BatchNorm1d)), {"units": "layers.*"}, ValueError,
         r"'layers.0'.* holds 'norm', which writes running statistics.*only=",
     ),
     "units in it": (
-        lambda: Net(Block(0)), {"units": ["layers.*", "layers.*.up"]}, ValueError,
+        lambda: Net(Numbered(0)), {"units": ["layers.*", "layers.*.up"]}, ValueError,
         "holds other units.*only=",
     ),
     "what it leaves": (
@@ -115,8 +110,8 @@ def test_a_unit_that_does_not_compile_is_refused(case):
 
 def test_a_tied_weight_and_an_eval_norm_compile(net):
     """A parameter under two names has one gradient; statistics are read."""
-    net = Net(Block(0, nn.BatchNorm1d)).eval()
-    net.layers[0].up.weight = net.layers[0].down.weight
+    net = Net(Numbered(0, nn.BatchNorm1d)).eval()
+    net.layers[0].norm.weight = net.layers[0].norm.bias
     loss, params = of(net, units="layers.*")
     grad = ff.value_and_grad(loss)
     same(ff.jit(grad, backend=counted)(params, X), grad(params, X))
@@ -134,7 +129,7 @@ def test_layers_with_hooks_have_graphs_of_their_own(net):
         close(jitted(params, X), expected)
 
 
-class Keyed(Block):
+class Keyed(Numbered):
     def forward(self, x, params=1.0):
         return super().forward(x) * params
 

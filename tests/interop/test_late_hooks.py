@@ -8,18 +8,9 @@ from torch import nn
 
 import fsfunc as ff
 from tests.checks import simulated, with_ledger
-from tests.interop.models import close, seeded
+from tests.interop.models import Block, close, seeded
 
-X = torch.randn(4, 3, generator=seeded(0)).double()
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return x + self.outer(torch.tanh(self.inner(x)))
+X = torch.randn(4, 4, generator=seeded(0)).double()
 
 
 def collect(module, found):
@@ -31,13 +22,13 @@ class Watched(nn.Module):
 
     def __init__(self, hang=collect):
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.hang = hang
 
     def forward(self, x, seen=True):
         found = []
         for layer in self.layers if seen else ():
-            self.hang(layer.inner, found)
+            self.hang(layer.up, found)
         for layer in self.layers:
             x = layer(x)
         return x, found
@@ -53,7 +44,7 @@ def made(*hang):
     return Watched(*hang).double()
 
 
-@pytest.mark.parametrize("units", [Layer, [Layer, nn.Linear], Watched])
+@pytest.mark.parametrize("units", [Block, [Block, nn.Linear], Watched])
 def test_what_they_see_is_what_the_module_would_show(units):
     module = made()
     apply, params, buffers = ff.from_module(module, units)
@@ -62,7 +53,7 @@ def test_what_they_see_is_what_the_module_would_show(units):
         expected, others = copy.deepcopy(module)(X, seen)
         close(x, expected.detach())
         close([y for pair in found for y in pair], [y for p in others for y in p])
-    assert not module.layers[0].inner._forward_hooks
+    assert not module.layers[0].up._forward_hooks
 
 
 STACKS = {
@@ -75,7 +66,7 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 def test_gradients_flow_through_what_they_see(stack):
     module = made()
-    apply, params, buffers = ff.from_module(module, Layer)
+    apply, params, buffers = ff.from_module(module, Block)
     own, (axes, wrap) = copy.deepcopy(module), STACKS[stack]
     loss_of(own(X)).backward()
     step = ff.value_and_grad(lambda p, x: loss_of(apply(p, buffers, x)))
@@ -85,7 +76,7 @@ def test_gradients_flow_through_what_they_see(stack):
     close(found[0][0][1], {name: p.grad for name, p in own.named_parameters()})
 
 
-ONLY = "hangs a hook on 'inner' within a unit"
+ONLY = "hangs a hook on 'up' within a unit"
 HANG = {
     "before": (lambda m, _: m.register_forward_pre_hook(lambda m, args: None),
         f"{ONLY}.*before from_module"),
@@ -102,7 +93,7 @@ HANG = {
 def test_hooks_that_only_the_unit_could_run_are_refused(what):
     hang, says = HANG[what]
     module = made(hang)
-    apply, params, buffers = ff.from_module(module, Layer)
+    apply, params, buffers = ff.from_module(module, Block)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=says):
             apply(params, buffers, X)
