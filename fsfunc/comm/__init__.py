@@ -1,20 +1,18 @@
-"""Communication: meshes, the collectives on them, and the backends that run these.
+"""Meshes, and the collectives on them.
 
-``mesh`` names the ranks, ``launch`` runs a program on them. ``linear_maps`` has the
-collectives as data with their transposes, ``groups`` is a rank's handle on the ranks
-along an axis, ``collective_ops`` runs linear maps differentiably; ``collectives`` are
-the public functions, ``async_collectives`` the same in two phases. ``ledgers`` count
-the bytes, ``attribution`` names the unit, phase and line; ``backends`` move the data.
+A public function of `collectives` makes a `linear_maps.LinearMap`;
+`collective_ops.apply_map` applies it by an ``autograd.Function`` whose backward applies
+its transpose; `groups.RankGroup.start` records the bytes and passes it to the backend.
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
-collectives.py async_collectives.py   the public collectives; start now, wait later
-typed_maps.py       the linear maps of shard; pcast; checks of dims, cuts and types
-collective_ops.py   the one autograd.Function that runs linear maps
-collective_pairs.py collective: a user's own, given with its transpose
-operations.py       a row for each collective: bytes, shapes, reduction
-linear_maps.py      collectives as data, with their transposes
 groups.py           a rank's handle on the ranks along an axis
-ledgers.py attribution.py   bytes sent; the unit, phase and line that sent them
-comparison.py       ranks compare what they are about to do
-descriptions.py     descriptions of values that are equal in every process
+operations.py       the table of collectives: bytes, shapes, reductions
+linear_maps.py      collectives as data, with their transposes
+collective_ops.py   the autograd.Function of all collectives
+collectives.py      psum, all_gather and the other public functions
+typed_maps.py       the linear maps of shard; pcast; checks of arguments
+async_collectives.py collective_pairs.py   start and wait; your own with its transpose
+ledgers.py attribution.py   bytes sent; the unit, phase and source line
+comparison.py descriptions.py   programs and values compared between ranks; as text
+backends/ watch/    what moves the data; failure reports
 """

@@ -1,10 +1,9 @@
-"""Collectives in two phases: ``start`` puts one in flight, ``wait`` takes its result.
+"""Asynchronous collectives: ``start`` issues one, and ``wait`` returns its result.
 
-What is computed in between overlaps with the exchange. The two phases are two Functions
-that share a :class:`_Flight`. The transpose of the wait is the start of the transposed
-collective, and that of the start is its wait: a forward pass that starts collectives k
-calls ahead has a backward pass that waits for them k calls late, because autograd runs
-what is ready in the reverse order of issue.
+Computation in between overlaps with the exchange. Start and wait are two Functions that
+share a :class:`_Flight`. The backward of the wait starts the transposed collective, and
+that of the start waits for it: so a forward pass that starts collectives k calls ahead
+has a backward pass that waits for them k calls late.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fsfunc.comm.mesh import Axis
 
 
 def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
-    """A collective put in flight: ``start(f, x, axis).wait()`` is ``f(x, axis)``.
+    """Starts a collective: ``start(f, x, axis).wait()`` equals ``f(x, axis)``.
 
     Transpose: in the backward pass the transposed collective starts where the forward
     pass waited, and is waited for where it started.
@@ -36,10 +35,10 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
         axis, *args, **how: as for ``collective``.
 
     Returns:
-        What is pending; every rank waits for it once, in any order.
+        a `Pending`; every rank waits for each of them once, in any order.
 
     Raises:
-        TypeError: ``collective`` is none.
+        TypeError: ``collective`` is no collective.
         RuntimeError: from ``wait``, where the input was written while in flight.
 
     Cost: that of the collective.
@@ -62,9 +61,9 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
 
 
 def launch(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
-    """A linear map put in flight, and what waits for its result: once, on every rank.
+    """Starts a linear map; returns the function that waits for its result, once.
 
-    For those who hold on to ``where``, as a backward pass does; others use ``start``.
+    For callers that have a group, as backward passes do; others use ``start``.
     """
     flight = _Flight()
     token = _start(x, how, where, flight)
@@ -79,7 +78,7 @@ class Pending:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The collective's result, once it is here; the same one every time."""
+        """Waits for the collective; returns its result, the same one every time."""
         if self._waits:
             results = [wait() for wait in self._waits]
             self._result = tree.unflatten(self._treedef, results)
@@ -88,10 +87,10 @@ class Pending:
 
 
 class _Flight:
-    """One exchange between its two phases, and those that its derivatives make.
+    """A collective between its start and its wait, and those of its derivatives.
 
-    Between the two Functions runs a token, a scalar zero that only ties them in the
-    graph: the data stay here, where nobody can touch them.
+    The two Functions are connected in the graph by a token, a scalar zero; the tensors
+    are kept here.
     """
 
     work: Handle

@@ -1,7 +1,4 @@
-"""Attribution of collectives and errors to a unit, a phase, and a line of the user's.
-
-A collective's record and its errors name all three.
-"""
+"""The unit, the phase and the user's source line of a collective or an error."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from fsfunc.runtime.scopes import Scoped, plainly
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Frames of these are nobody's source line: ours, torch's, and where a thread begins.
+# Files that hold no user's code: fsfunc's, torch's, and where a thread begins.
 _INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
-# Which call what a user gives them.
+# Files of fsfunc that call functions of the user.
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
@@ -35,7 +32,7 @@ INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
 def is_inner(path: str) -> bool:
-    """True if a file is nobody's own: fsfunc's or torch's."""
+    """True if a file is fsfunc's or torch's."""
     return path.startswith(_INNER)
 
 
@@ -47,19 +44,19 @@ class label(Scoped):
 
 
 def current_label() -> tuple[str, str]:
-    """The (unit, phase) to which collectives are attributed now."""
+    """The (unit, phase) in force."""
     return _LABEL.get()
 
 
 class internal(Scoped):
-    """Marks what runs inside as the library's own (with False, as the user's)."""
+    """Marks what runs inside as the library's code (with False, as the user's)."""
 
     def __init__(self, value: bool = True):
         self.var, self.value = INTERNAL, value
 
 
 def is_internal() -> bool:
-    """True if the library is at work, not the user's function."""
+    """True if the library's code runs, not the user's function."""
     return INTERNAL.get()
 
 
@@ -86,14 +83,14 @@ def traceback_line(error: BaseException) -> str:
 
 
 def called_by_user(frame: FrameType) -> bool:
-    """True if the code of this frame, not of what it calls, is the user's."""
+    """True if the code of this frame is the user's."""
     return not frame.f_code.co_filename.startswith(_INNER)
 
 
 def is_own_call() -> bool:
-    """True if it is fsfunc itself that calls torch now, not a user's function."""
+    """True if torch was called by fsfunc itself, not by a user's function."""
     frame = sys._getframe(1)
-    here = frame.f_code.co_filename  # whoever asks is ours
+    here = frame.f_code.co_filename  # that of the caller, which is ours
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
@@ -111,13 +108,13 @@ def asks_for_a_value(error: BaseException) -> bool:
 
 @contextmanager
 def told_where(what: str, instead: str) -> Iterator[None]:
-    """Replaces a refusal of fake tensors by an error that names the line.
+    """Inside, fake tensors that are asked for a value raise with the source line.
 
-    What is compiled runs plainly inside: see there.
+    Compiled functions run as plain ones.
 
     Args:
-        what: who asked.
-        instead: what to do about it, as the message goes on.
+        what: the function that asks, for the message.
+        instead: the end of the message: what to do.
 
     Raises:
         RuntimeError: in place of torch's own error.

@@ -1,8 +1,8 @@
-"""A linear map on one rank's tensors, differentiably: what every collective comes to.
+"""The ``autograd.Function`` of all collectives, and hooks to watch them.
 
-One ``autograd.Function`` runs them all: its backward applies the transposed map, its
-``jvp`` the same map, its ``vmap`` only shifts dims. So they hold under
-``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, nested in any way, and under plain
+A collective is a linear map. The backward of the Function applies the transposed map,
+its ``jvp`` the same map, and its ``vmap`` only shifts dims. So collectives work under
+``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, nested in any way, and under
 autograd, twice.
 """
 
@@ -25,7 +25,7 @@ from fsfunc.runtime.scopes import Scoped
 
 
 class _Apply(torch.autograd.Function):
-    """Every collective: ``how`` on ``x`` over ``where``."""
+    """The linear map ``how`` of ``x`` over the ranks ``where``."""
 
     @staticmethod
     def forward(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:  # type: ignore[override]
@@ -43,7 +43,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
-        ctx.how.transpose()  # which raises where there is no derivative
+        ctx.how.transpose()  # raises if there is no derivative
         return apply_map(t, ctx.how, ctx.where)
 
     @staticmethod
@@ -61,38 +61,38 @@ def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
 
 
 class Watcher:
-    """Callbacks on linear maps while a step is only tried."""
+    """Hooks called for linear maps while a step is recorded or type checked."""
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        """Somebody asks for a collective, of ``x``."""
+        """Called when the user's code calls a collective on ``x``."""
 
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
-        """``how`` has made ``y`` of ``x``."""
+        """Called when ``how`` has made ``y`` of ``x``."""
 
     def assumed(self, y: Tensor, kind: str) -> None:
-        """Somebody says that ``y`` is of this type."""
+        """Called when ``y`` is declared to be of a type."""
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
-        """``y``, a part of a buffer, which is now what ``x`` was; perhaps a copy."""
+        """Called when ``y``, a part of a buffer, gets the type of ``x``; may copy."""
         return y
 
     def laid(self, leaf: Any) -> None:
-        """A sharded leaf was made of whole tensors, or like another."""
+        """Called when a sharded leaf is made from a whole tensor, or like another."""
 
     def claimed(self, x: Any, what: str) -> None:
-        """``what`` takes ``x``, a tensor or not, for the same on every rank."""
+        """Called when ``what`` requires ``x`` to be equal on all ranks."""
 
     def summed(self, x: Tensor, what: str) -> None:
-        """``what`` sums over ``x``, of which it knows no layout."""
+        """Called when ``what`` sums over a plain tensor ``x``."""
 
 
 def watching(watcher: Watcher) -> Scoped:
-    """Inside, ``watcher`` is told of every linear map."""
+    """Inside, ``watcher`` is called for every linear map."""
     return Scoped(_WATCHER, watcher)
 
 
 def claim(x: Any, what: str) -> None:
-    """Tells the watcher that ``x`` is the same on every rank."""
+    """Tells the watcher that ``x`` must be equal on all ranks."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)
 
@@ -112,7 +112,7 @@ def assumed(y: Tensor, kind: str) -> Tensor:
 
 
 def typed_like(y: Tensor, x: Tensor) -> Tensor:
-    """``y``, a part of a buffer that several share: of the type of ``x``."""
+    """``y``, a part of a buffer that several share, with the type of ``x``."""
     watcher = _WATCHER.get()
     return y if watcher is None else watcher.typed_like(y, x)
 
@@ -125,7 +125,7 @@ def laid(leaf: Any) -> Any:
 
 
 def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
-    """``y = how(x)``, which the watcher sees in memory of its own."""
+    """Shows ``y = how(x)`` to the watcher, as a copy if it shares memory with ``x``."""
     watcher = _WATCHER.get()
     if watcher is None:
         return y
@@ -141,15 +141,15 @@ _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=N
 
 
 def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Scoped:
-    """Inside, a collective returns ``run(x, map, where)`` for each of its tensors."""
+    """Inside, a user's collective returns ``run(x, map, where)`` for each tensor."""
     return Scoped(_RUN, run)
 
 
 @contextmanager
 def collecting_axes(axes: set[str] | None) -> Iterator[None]:
-    """Adds to ``axes`` those over which collectives are called inside.
+    """Inside, adds to ``axes`` the axes of collectives that are called.
 
-    An enclosing call sees them too; with None, that alone.
+    An enclosing call gets them too; with None, only that one does.
     """
     if axes is None:
         yield
@@ -161,17 +161,17 @@ def collecting_axes(axes: set[str] | None) -> Iterator[None]:
 
 
 def ignoring_axes() -> Scoped:
-    """Inside, no axes are collected: one rank may try what others know already."""
+    """Inside, no axes are collected, as for what not all ranks run."""
     return Scoped(_AXES, None)
 
 
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
-    """Runs a linear map of the user's program, as `run_by` says."""
+    """Runs a linear map of the user's program, by `run_by` if that is in force."""
     return (_RUN.get() or apply_map)(x, how, where)
 
 
 def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
-    """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
+    """Applies to each tensor of ``x`` the linear map that ``how`` returns for it."""
     where = group(axis)
     if (found := _AXES.get()) is not None:
         found.update(where.axis)
@@ -193,7 +193,7 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> A
 
 
 class Dense(torch.autograd.Function):
-    """The identity, to which a sparse gradient is one with all its zeros."""
+    """The identity, whose backward makes a sparse gradient dense."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""``collective``: a linear map over ranks of one's own, given with its transpose."""
+"""``collective``: a user's own collective, given with its transpose."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ Map = Callable[[Tensor], Tensor]
 
 
 def collective(forward: Map, transpose: Map) -> Map:
-    """A collective of one's own: ``forward``, differentiated by ``transpose``.
+    """``forward`` as a collective whose derivative is ``transpose``.
 
-    What is written in the public collectives differentiates as it stands, and needs
-    none of this. It is for another way back than that: in fewer bytes, in other steps,
-    or straight through what has no derivative.
+    A function of public collectives is differentiable without this. It is for another
+    backward: one with fewer bytes, other steps, or a straight-through estimate.
 
     Args:
-        forward: takes one tensor to one tensor; linear, made of public collectives and
-            torch operators (under ``vmap`` these are mapped).
-        transpose: takes a cotangent of what ``forward`` returns to one of what it takes
-            and is its transpose, <y, forward(x)> = <transpose(y), x>, both summed over
-            the ranks: values are of type V. ``ff.testing.check_collective`` tells.
+        forward: a linear function of one tensor, made of public collectives and torch
+            operators (under ``vmap`` these are mapped).
+        transpose: its transpose, a function from a cotangent of its output to one of
+            its input: <y, forward(x)> = <transpose(y), x>, both summed over the ranks
+            (values of type V). ``ff.testing.check_collective`` checks it.
 
     Returns:
-        a function of one tensor, that holds under autograd and ``torch.func``, nested
+        a function of one tensor, that works under autograd and ``torch.func``, nested
         in any way. Both maps run on the mesh on which it was called.
 
     Raises:
-        ValueError: a map reads another tensor that somebody differentiates.
-        RuntimeError: a map changes in place what it is given.
+        ValueError: a map reads another tensor that is differentiated.
+        RuntimeError: a map changes its input in place.
 
     Cost: that of ``forward``, and in a backward pass that of ``transpose``.
 
     >>> import torch, fsfunc as ff
     >>> half = lambda x: x.bfloat16()
-    >>> total = ff.collective(  # exact, but what comes back is sent in 16 bits
+    >>> total = ff.collective(  # exact, but its backward sends 16 bits
     ...     lambda x: ff.psum(x, "data", to="V"),
     ...     lambda g: ff.psum(half(g), "data", to="V").to(g.dtype))
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -70,9 +69,9 @@ def collective(forward: Map, transpose: Map) -> Map:
 
 
 def _check_beside(fn: Map) -> None:
-    """Raises where what ``torch.func`` differentiates is a variable around ``fn``.
+    """Raises if ``torch.func`` differentiates a tensor that ``fn`` closes over.
 
-    Nothing of it would be seen later: in ``forward`` its levels are over.
+    Inside the Function's forward its level could not be seen any more.
     """
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty one
@@ -103,7 +102,7 @@ class _Pair:
 
 
 class _Map(torch.autograd.Function):
-    """The first of a pair, on ``x``, where ``at`` says."""
+    """The first map of a pair, on the rank ``at``."""
 
     @staticmethod
     def forward(x: Tensor, pair: _Pair, at: Here) -> Tensor:  # type: ignore[override]

@@ -3,20 +3,20 @@
 Each is a linear map, as data (see ``linear_maps``), whose transpose is a row of a
 table; all of them hold under autograd and ``torch.func``, nested in any way.
 
-All of them take bool, integers (but unsigned ones of 16 bits and more), fp16, bf16,
-fp32, fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
+They take bool, integers (except unsigned ones of 16 bits and more), fp16, bf16, fp32,
+fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
 
 ``of`` and ``to`` are types over the axis (see ``linear_maps``): V varies from rank to
 rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
 
-Under ``shard`` the loss is the mean over its axes of the ranks' own losses, and every
-value is a rank's own, V. There a collective may stand anywhere in a loss: ``psum``,
-``pmean`` and ``pbroadcast`` return own values that happen to agree, which may be added
-to others, or be the loss; what they deliver is differentiated as if each rank's loss
-were a term of one sum. An ``autograd.Function`` of one's own around one returns in its
-backward what the transpose would: the psum of the cotangents for a psum, their pmean
-for a pmean, their psum_scatter for an all_gather. Over other axes, those that split the
-work of one loss, a psum is one value, I.
+Under ``shard`` the loss is the mean over its axes of the ranks' losses, and every value
+is a rank's own, V. There a collective may be called anywhere in a loss: ``psum``,
+``pmean`` and ``pbroadcast`` return V values that happen to be equal; they may be added
+to others, or be the loss, and are differentiated as terms of the sum of the ranks'
+losses. Your own ``autograd.Function`` around a collective must return from its backward
+what the transpose does: the psum of the cotangents for a psum, their pmean for a pmean,
+their psum_scatter for an all_gather. Over other axes, which split the work of one loss,
+a psum is one value, I.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
 def pmax(x: Any, axis: Axis) -> Any:
     """The elementwise maximum over the ranks along ``axis``.
 
-    It has no derivative: one that reaches it raises.
+    It has no derivative: differentiating it raises.
 
     Args:
         x: tensors, each of one shape and dtype on every rank.

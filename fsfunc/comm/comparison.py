@@ -1,8 +1,8 @@
-"""Comparison of what ranks are about to do: each describes it, once.
+"""Comparison of the programs and values of ranks, by descriptions of them.
 
-A rank says what it will do in lines, each a key (what it is about) and a text. Ranks
-over processes gather sixteen bytes of each section of lines, and only where these
-differ the texts; simulated ranks read what the first of them left in the link's notes.
+A description is a list of lines, each a key and a text. Processes gather a digest of 16
+bytes of each section of lines, and the texts only if digests differ. Simulated ranks
+compare with the first of them that came, through the notes of their link.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SHOWN = 6  # lines of a message
 
 
 class RanksDiffer(ValueError):
-    """Ranks that must do the same were given, or called, unlike things."""
+    """Ranks that must do the same were given different values, or call other ones."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """The lines by which ranks describe one matter.
+    """Lines to compare, with the error if they differ.
 
     Args:
-        title: what is wrong where they differ.
-        advice: what to do then.
+        title: the first line of the error.
+        advice: its last line: the way out.
     """
 
     title: str
@@ -52,10 +52,10 @@ class Section:
 
 
 def compare(sections: Sequence[Section], where: RankGroup) -> None:
-    """Raises unless all ranks of a group say the same.
+    """Raises unless all ranks of a group have the same lines.
 
     Raises:
-        RanksDiffer: on every rank: what differs first, and on which ranks.
+        RanksDiffer: on every rank: the lines that differ first, and their ranks.
 
     Cost: over processes one gather of 16 bytes a section; it is in no ledger.
     """
@@ -73,13 +73,13 @@ def compare(sections: Sequence[Section], where: RankGroup) -> None:
 
 
 def difference(section: Section, where: RankGroup) -> RanksDiffer:
-    """The error of ranks that say unlike things; all ranks of the group ask for it."""
+    """The error of ranks whose lines differ; all ranks of the group must call it."""
     with silence(), torch.no_grad():
         return RanksDiffer(_difference(section, _texts(section.lines, where)))
 
 
 def unlike(lines: Lines, where: RankGroup) -> dict[int, Lines]:
-    """Every rank's lines, by rank, if they are not all the same; else none.
+    """Every rank's lines, by rank, if they differ; else nothing.
 
     Cost: that of :func:`compare`.
     """
@@ -97,7 +97,7 @@ def _aside() -> Iterator[None]:
 
 
 def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
-    """Ranks of one process: each is compared with the first that came."""
+    """Compares a rank with the first of its process that came."""
     notes, rank, n = where.link.notes, where.rank, where.size
     number = notes["compared", where.ranks, rank] = (
         notes.get(("compared", where.ranks, rank), 0) + 1
@@ -114,7 +114,7 @@ def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
 
 
 def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
-    """The bytes that each rank of the group gave, all of one length."""
+    """The bytes of each rank of the group, all of one length."""
     x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where.link.device)
     every = where.start("all_gather", x).wait().cpu()
     return [bytes(row.tolist()) for row in every.view(where.size, len(mine))]
@@ -135,7 +135,7 @@ def _texts(lines: Lines, where: RankGroup) -> dict[int, Lines]:
 
 
 def _difference(section: Section, by_rank: Mapping[int, Lines]) -> str:
-    """The lines of a section in which its ranks differ."""
+    """The error message: the lines of a section that differ, by rank."""
     each = {rank: dict(lines) for rank, lines in sorted(by_rank.items())}
     keys = list(dict.fromkeys(key for said in each.values() for key in said))
     rows = []
@@ -147,7 +147,7 @@ def _difference(section: Section, by_rank: Mapping[int, Lines]) -> str:
             rows.append(f"  {key}: " + "; ".join(_who(r, t) for t, r in texts.items()))
     more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
     if not rows:
-        rows = ["  they say the same, in another order"]
+        rows = ["  the lines are the same, in another order"]
     advice = [section.advice] if section.advice else []
     return "\n".join([f"{section.title}:", *rows[:_SHOWN], *more, *advice])
 
@@ -168,10 +168,10 @@ ALIKE = (
 def whole_values(
     paths: Sequence[str], leaves: Sequence[Any], notes: dict[Any, Any] | None
 ) -> Section:
-    """The section of values that must be equal on every rank: leaves held whole.
+    """The section of values that must be equal on every rank.
 
     Args:
-        notes: those of ranks that share a process, which may share tensors too.
+        notes: the link's notes of ranks that share a process, to cache checksums in.
     """
     found = [
         (repr(path), repr(leaf))
@@ -188,7 +188,7 @@ def whole_values(
 
 
 def has_values(x: Any) -> bool:
-    """True if a tensor has elements that can be read and summed."""
+    """True if ``x`` is a tensor with data, dense and not on meta."""
     if not isinstance(x, Tensor) or isinstance(x, _torch.FakeTensor):
         return False
     return x.layout == torch.strided and x.device.type != "meta"
@@ -201,10 +201,10 @@ _weights: dict[torch.device, Tensor] = {}
 def checksums(
     tensors: Sequence[Tensor], known: dict[int, Any] | None = None
 ) -> list[int]:
-    """A number for each tensor's bits: equal for equal ones, else almost never.
+    """A checksum of each tensor's bits.
 
     Args:
-        known: what is known of tensors that ranks of one process share; added to.
+        known: a cache for tensors that ranks of one process share.
 
     Cost: each tensor is read once, at some 4 GB/s a thread; one number a tensor is
     copied from the device.
@@ -224,7 +224,7 @@ def _known(x: Tensor, known: dict[int, Any], folded: _Folded) -> int:
     version = None if x.is_inference() else x._version
     seen, then, found = known.get(id(x), (None, None, 0))
     if seen is None or seen() is not x or version is None or version != then:
-        with _torch.beneath_all_modes():  # it is no part of what runs now
+        with _torch.beneath_all_modes():  # unseen by modes that record the step
             found = int(folded(_words(x)).item())
         known[id(x)] = weakref.ref(x), version, found
     return found
@@ -242,10 +242,10 @@ def _words(x: Tensor) -> Tensor:
 
 
 class _Folded:
-    """Words as one number: each is weighed by its place in a row, and so are the sums.
+    """A weighted sum of words modulo 2^64: of rows, and then of the rows' sums.
 
-    Weights are odd and 62 bits wide, words narrower: two that change by their highest
-    bits (two signs) do not cancel, as they would modulo 2^64 were they as wide.
+    Weights are odd and of 62 bits, and words have 32: so two words that change in their
+    highest bit, a sign, do not cancel.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Descriptions of values that are equal in every process: to show, to compare.
+"""Descriptions of values, equal in every process, to show and to compare.
 
-What says itself what it is made of has a ``called`` and a ``configuration``, pairs of
-a name and a value: transforms and optimizers do. All else is its repr, but for tensors,
-which are said by what they hold, and functions, which are said by their names.
+Transforms and optimizers have a ``called`` and a ``configuration``, (name, value)
+pairs. Tensors are described by their values, functions by their names, and everything
+else by its repr.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from fsfunc.comm.comparison import Lines, checksums, has_values
 from fsfunc.sharded.layout import describe
 
-Ask = Callable[[str, Any], Lines]  # (name, function) -> what it answers, line by line
+Ask = Callable[[str, Any], Lines]  # (name, function) -> lines of its results
 
-_FEW = 16  # elements of a tensor that are said one by one
+_FEW = 16  # elements of a tensor that are printed; else it is a checksum
 
 
 def stated(value: Any) -> str:
-    """A description of a value, without what differs from process to process.
+    """A description of a value, without addresses and the like.
 
     >>> stated(len), stated(object()), stated({"lr": (0.1,)})
     ('<function len>', '<object object>', "{'lr': (0.1,)}")
@@ -49,10 +49,10 @@ def stated(value: Any) -> str:
 
 
 def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
-    """The same, a line for each part, by the path that leads to it.
+    """The same, a line for each part, by path.
 
     Args:
-        ask: what functions answer is a part of them; it is given their names.
+        ask: gives further lines for a function, by its name: results of calling it.
 
     >>> told("rates", {"first": 0.1, "others": (0.2,)})[1:]
     [('rates/first', '0.1'), ('rates/others', 'tuple of 1'), ('rates/others/0', '0.2')]
@@ -71,7 +71,7 @@ def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
 
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
-    """The name of a value and the parts that it declares, if it does."""
+    """The name and the parts of a value that has a ``configuration``, or None."""
     if isinstance(value, functools.partial):
         given = [(str(i), x) for i, x in enumerate(value.args)]
         return stated(value.func), [*given, *value.keywords.items()]

@@ -1,4 +1,4 @@
-"""The ranks along an axis as one of them sees them, and what can be sent to them."""
+"""``RankGroup``: one rank's handle on the ranks along an axis, to send to them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from fsfunc.comm.operations import is_source
 
 @dataclass(frozen=True)
 class RankGroup:
-    """One rank's handle on the ranks along an axis: fixed when it is made.
+    """One rank's handle on the ranks along an axis.
 
-    Backward passes use the handle that the forward pass made, never the context.
+    A backward pass uses the handle that the forward pass made, not the context.
 
     Args:
-        mean: whether the loss is the mean over these ranks of their own.
-        compared: whether the ranks know that they run one program.
+        axis: the names of the axis.
+        ranks: the ranks along it; ``index``: the position of this one, ``rank``.
+        link: its connection to the other ranks.
+        mean: whether the loss is the mean of these ranks' losses, as under ``shard``.
+        compared: whether the ranks have compared their programs.
         apart: whether collectives over it are an error (``local_sgd``, ``gossip``).
         levels: of several axes, the group along each.
     """
@@ -45,12 +48,12 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """The axis as messages show it."""
+        """The axis, for messages."""
         return ", ".join(f'"{name}"' for name in self.axis)
 
     @property
     def position(self) -> Any:
-        """This rank's index along the axis: on a vmap mesh, all of them as one."""
+        """This rank's index along the axis; on a vmap mesh a batched tensor."""
         return self.link.axis_index(self)
 
     def start(
@@ -62,20 +65,23 @@ class RankGroup:
         what: str = "",
         **how: Any,
     ) -> Handle:
-        """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
+        """Starts a collective on contiguous ``x``, along dim 0; returns its handle.
 
-        ``how`` is ``pairs=`` for ppermute, ``source=`` for pbroadcast and ``sizes=``
-        for an all_to_all of unequal parts (see `LinearMap`). Until ``wait()`` has
-        returned, ``x`` must not be written. Ranks wait for what they
-        started in one order, unless it was started with ``any_order``. ``what`` names
-        the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
+        Until ``wait()`` has returned, ``x`` must not be written. All ranks wait for
+        their collectives in the same order, unless these were started with
+        ``any_order=True``.
+
+        Args:
+            what: the name of the buffer of ``x``; ranks whose names differ raise.
+            how: ``pairs=`` for ppermute, ``source=`` for pbroadcast, ``sizes=`` for an
+                all_to_all of unequal parts (see `LinearMap`); ``any_order=``.
         """
         check_kind(op, x, self)
         if self.apart:
             raise ValueError(
                 f"{op} over {self.name} in a step whose ranks along it train copies of "
-                "their own: a loss is one rank's there. Send what the step returns, "
-                "outside of it"
+                "their own: its loss is that of one rank. Call the collective on what "
+                "the step returns, outside of it"
             )
         sends = "pairs" not in how or is_source(how["pairs"], self.index)
         sizes = how.get("sizes")
@@ -84,12 +90,12 @@ class RankGroup:
         return self.link.start(op, x, self, out=out, what=what, **how)
 
     def send(self, x: Tensor, to: int, what: str = "") -> Handle:
-        """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
+        """Sends ``x`` to the rank at index ``to``; returns the handle at once.
 
-        The n-th send from one rank to another meets the n-th receive there, whatever
-        collectives are under way; shape, dtype and ``what`` must be equal. Until the
-        work is ``done()``, ``x`` must not be written; its ``wait()`` returns when the
-        receiver has asked for ``x``.
+        The n-th send from one rank to another is matched with the n-th receive there,
+        whatever collectives are in flight; shape, dtype and ``what`` must be equal.
+        Until the handle is ``done()``, ``x`` must not be written; its ``wait()``
+        returns when the receiver has called ``receive``.
 
         Raises:
             ValueError: ``to`` is no other rank of the group.
@@ -108,9 +114,9 @@ class RankGroup:
         source: int,
         what: str = "",
     ) -> Handle:
-        """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
+        """Receives from the rank at index ``source``; ``wait()`` returns the tensor.
 
-        The memory is taken at once, for the sender to fill. See :meth:`send`.
+        Its memory is allocated at once. See :meth:`send`.
 
         Raises:
             ValueError: ``source`` is no other rank of the group.
@@ -128,7 +134,7 @@ class RankGroup:
 
 
 def group(axis: Axis, at: Here | None = None) -> RankGroup:
-    """The group along ``axis`` of whoever asks.
+    """The group along ``axis`` of the rank that runs.
 
     Raises:
         NoMesh: outside a transform and outside ``spmd``.
@@ -181,7 +187,7 @@ _MOVED = {
 
 
 def check_kind(op: str, x: Tensor, where: Any) -> None:
-    """Raises where a tensor is of a kind that does not travel between ranks.
+    """Raises if no backend can send a tensor of this dtype or layout.
 
     Raises:
         TypeError: names dtype or layout, and the way out.
@@ -201,12 +207,12 @@ def check_kind(op: str, x: Tensor, where: Any) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` as it lies in memory, element by element: neither lazy nor strided."""
+    """``x``, contiguous, and neither lazily conjugated nor negated."""
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()
 
 
 def strided(x: Tensor) -> Tensor:
-    """A gradient with all its zeros: some ranks' may be sparse, and others' not."""
+    """A gradient as a dense tensor: it may be sparse on some ranks, not on others."""
     return x if x.layout == torch.strided else x.to_dense()

@@ -38,7 +38,7 @@ _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=
 
 @dataclass(frozen=True)
 class Record:
-    """One collective that one rank issued; ``what``: a buffer's unit and leaves."""
+    """One collective of one rank; ``what``: the name of its buffer."""
 
     op: str
     axis: tuple[str, ...]
@@ -60,8 +60,8 @@ class Ledger:
     """The collectives of every rank that ran inside ``with ledger() as log``.
 
     ``ranks``: those that ``spmd`` ran inside, whether they sent anything or not.
-    ``count`` and ``bytes`` speak of one rank: the lowest that sent anything, or the
-    one that ``rank=`` names (under processes a ledger only sees its own).
+    ``count`` and ``bytes`` are those of one rank: ``rank=``, or the lowest that sent
+    anything (a process records only its own rank).
     """
 
     records: list[Record] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Ledger:
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """The bytes that one rank sent, counted as the module's table says."""
+        """The bytes that one rank sent, by the table of this module."""
         chosen = self._select(op, axis, rank)
         return _number(sum((r.bytes for r in chosen), Fraction(0)))
 
@@ -131,9 +131,9 @@ def note(
     what: str = "",
     stays: int | None = None,
 ) -> None:
-    """Writes one collective over ``size`` ranks into every open ledger.
+    """Records one collective over ``size`` ranks in every open ledger.
 
-    ``stays``: where parts are unequal, the elements of ``x`` that go nowhere.
+    ``stays``: for unequal parts, the elements of ``x`` that stay on this rank.
     """
     logs = _LEDGERS.get()
     if not logs:
@@ -149,21 +149,21 @@ def note(
 
 
 def note_ranks(ranks: Iterable[int]) -> None:
-    """Writes who runs into every open ledger."""
+    """Records the ranks that run in every open ledger."""
     for log in _LEDGERS.get():
         log.ranks.update(ranks)
 
 
 def silence() -> Scoped:
-    """Nothing inside is written into any ledger."""
+    """Inside, no ledger records anything."""
     return Scoped(_LEDGERS, ())
 
 
 def is_silent() -> bool:
-    """True if no ledger is open, or :func:`silence` is in force."""
+    """True if nothing is recorded: no ledger is open, or within :func:`silence`."""
     return not _LEDGERS.get()
 
 
 def only(log: Ledger) -> Scoped:
-    """Writes what is issued inside into ``log``, and into no other ledger."""
+    """Inside, only ``log`` records."""
     return Scoped(_LEDGERS, (log,))

@@ -1,8 +1,7 @@
-"""The calculus of the collectives: linear maps between ranks, as data.
+"""Linear maps between ranks, as data: collectives and their transposes.
 
-Each is a frozen :class:`LinearMap`. What is known of it is data too: its transpose is a
-row of a table, and :meth:`LinearMap.across` says what it does to all ranks' inputs at
-once.
+Each is a frozen :class:`LinearMap`. Its transpose is a row of a table, and
+:meth:`LinearMap.across` applies it to all ranks' inputs at once, as a reference.
 
 Types. Over an axis a value is V (varies: every rank its own), I (invariant: equal, and
 one value), R (replicated: equal, with a cotangent of one part per rank) or P (partial:
@@ -10,10 +9,10 @@ the value is the sum of the ranks' parts). The cotangent of V is V, of I is I, o
 P and of P is R; the pairings are the sum over ranks for V, once for I, and
 ``<sum of parts, x>`` between P and R.
 
-M is V under the *mean* over ranks, the pairing of ``shard``, whose loss is the mean of
-the ranks' losses. M moves as V does, so its transposes are those of V, up to n, the
-number of ranks: a map that leaves M has n times the transpose, one that comes to M one
-n-th of it. ``shard``'s fused path divides by n itself, in ``gradients``.
+M is V paired by the *mean* over ranks, as under ``shard``, whose loss is the mean of
+the ranks' losses. Its transposes are those of V up to a factor of n, the number of
+ranks: n for a map from M, 1/n for one to M. ``shard``'s fused path divides by n itself,
+in ``gradients``.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
 from fsfunc.comm.operations import OPERATIONS, SUM
 
-# op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
-# type alone: their input is the same on every rank.
+# op, of -> to : op, of -> to; M counts as V. Rows with an asterisk have inputs that are
+# equal on all ranks, whatever their type.
 TRANSPOSES = {
     ("psum", "V", "I"): ("cast", "I", "V"),
     ("psum", "P", "I"): ("cast", "I", "R"),
@@ -74,27 +73,27 @@ _JOINS = {"all_gather", "psum_scatter", "all_to_all"}
 
 @cache
 def meanings(op: str) -> tuple[str, ...]:
-    """The types that ``op`` has a transpose for, such as ``V->I``."""
+    """The types between which ``op`` has a transpose, such as ``V->I``."""
     return tuple(f"{a}->{b}" for o, a, b in TRANSPOSES if o == op)
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """One linear map between ranks, as data (pmax and pmin too, without a transpose).
+    """A linear map between ranks, or pmax or pmin, which have no transpose.
 
     Args:
-        op: a collective, or what moves nothing: ``cast``; ``keep`` (zero but on
+        op: a collective, or a local map: ``cast``; ``keep`` (zeros except on
             ``source``); ``slice`` (this rank's part along ``dim``); ``embed`` (its
-            transpose); ``enter`` (the mean of what is equal on all ranks, which is
-            itself: how one value enters the ranks' losses).
+            transpose); ``enter`` (the identity, as the mean of values that are equal on
+            all ranks: how a parameter enters the ranks' losses).
         of, to: the types over the axis, before and after.
         dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
-        sizes: of an all_to_all along dim 0 whose parts are unequal, by sender and
-            receiver: how many rows go there.
-        power: of n, the number of ranks, by which the result is multiplied.
-        what: the buffer that is moved, where it is one: its unit and leaves.
+        sizes: for an all_to_all of unequal parts along dim 0: the number of rows, by
+            sender and receiver.
+        power: the result is multiplied by n ** power, for n ranks.
+        what: the name of the buffer that is moved, if it is one.
     """
 
     op: str
@@ -109,7 +108,11 @@ class LinearMap:
     sizes: Sizes = ()
 
     def transpose(self) -> LinearMap:
-        """The map that the cotangent takes."""
+        """The transposed map, which the backward applies to the cotangent.
+
+        Raises:
+            RuntimeError: pmax and pmin, which have none.
+        """
         leaves, comes = self.of == "M", self.to == "M"
         if self.ordered:
             raise RuntimeError(
@@ -135,26 +138,26 @@ class LinearMap:
 
     @property
     def sends(self) -> str | None:
-        """The op that goes over the wire, if any."""
+        """The collective that it runs, or None if it sends nothing."""
         return None if self.op in _LOCAL else {"collect": "psum"}.get(self.op, self.op)
 
     @property
     def ordered(self) -> bool:
-        """True if it picks elements by their order, as pmax does."""
+        """True if it compares elements, as pmax does."""
         found = OPERATIONS.get(self.op)
         reduction = None if found is None else found.fold
         return reduction is not None and reduction.ordered
 
     @property
     def agrees(self) -> bool:
-        """True if all ranks have one result."""
+        """True if the result is equal on all ranks."""
         return (
             self.op == "enter" or self.op in OPERATIONS and OPERATIONS[self.op].agrees
         )
 
     @property
     def how(self) -> dict[str, Any]:
-        """The arguments of the collective beside the op."""
+        """The keyword arguments of the collective."""
         if self.op == "ppermute":
             return {"pairs": self.pairs}
         if self.sizes:
@@ -162,11 +165,11 @@ class LinearMap:
         return {"source": self.source} if self.op == "pbroadcast" else {}
 
     def check(self, x: Tensor, where: RankGroup) -> None:
-        """Raises where no backend could do it to ``x``, whatever the mesh.
+        """Raises if no backend can apply it to ``x``.
 
         Raises:
-            TypeError: a dtype, or a layout, that does not travel; numbers without an
-                order, of which there is no largest.
+            TypeError: a dtype or a layout that cannot be sent; complex numbers for
+                pmax and pmin.
         """
         check_kind(self.op, x, where)
         if self.ordered and x.is_complex():
@@ -176,14 +179,14 @@ class LinearMap:
             )
 
     def before(self, x: Tensor) -> Tensor:
-        """The tensor that this rank sends: the cut or joined dim first."""
+        """The tensor that this rank sends, with the split or joined dim first."""
         x = self._counted(x)
         if self.op in _JOINS:
             x = x.movedim(self.dim, 0)
         return dense(x)
 
     def _counted(self, x: Tensor) -> Tensor:
-        """``x`` in a dtype that holds the sum: truth values and means are counted."""
+        """``x`` in int64 where a sum counts truth values, or averages integers."""
         found = OPERATIONS.get(self.sends or "")
         if found is None or found.fold is not SUM:
             return x
@@ -192,7 +195,7 @@ class LinearMap:
         return x.to(torch.int64) if counts else x
 
     def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
-        """This rank's result, from what came over the wire (or ``x`` itself)."""
+        """This rank's result, from that of the collective, ``y``, and the input."""
         if self.op in ("all_gather", "psum_scatter"):
             y = y.movedim(0, self.dim)
         elif self.op == "all_to_all" and not self.sizes:
@@ -213,7 +216,7 @@ class LinearMap:
         return y
 
     def start(self, x: Tensor, where: RankGroup, any_order: bool = False) -> Handle:
-        """Issues the map on this rank; :meth:`finish` makes the result of its work."""
+        """Starts the map on this rank; :meth:`finish` returns its result."""
         if self.sends is None or where.size == 1:
             return Done(self.alone(x))
         x = self.before(x)
@@ -222,19 +225,19 @@ class LinearMap:
         return where.start(self.sends, x, **how)
 
     def finish(self, work: Handle, x: Tensor, where: RankGroup) -> Tensor:
-        """This rank's result, once the others have sent theirs."""
+        """Waits for the collective, and returns this rank's result."""
         return self.after(work.wait(), x, where.size, where.index)
 
     def run(self, x: Tensor, where: RankGroup) -> Tensor:
-        """Applies the map on this rank, waiting for the others."""
+        """Starts the map, and waits for it."""
         with internal():
             return self.finish(self.start(x, where), x, where)
 
     def alone(self, x: Tensor) -> Tensor:
-        """The result on an axis of size 1: the input, or zeros where nobody sends.
+        """The result on an axis of size 1: the input, or zeros if nothing is sent.
 
-        It is a copy where a larger axis would make one: what may be written in place
-        must not depend on the size of the axis.
+        It is a copy where a larger axis would make one, so that it may be written in
+        place on an axis of any size.
         """
         if self.sends is None:
             return x

@@ -1,8 +1,8 @@
-"""A mesh: named axes over ranks, and the rank that is asking.
+"""Meshes: named axes over ranks; and the rank that runs.
 
-A :class:`Mesh` is geometry (which rank lies where) and the name of its backend. Who
-is asking is a :class:`Here` in a context variable: ``spmd`` sets it for every rank
-that this process hosts.
+A :class:`Mesh` has the coordinates of ranks and the name of its backend. The rank that
+runs is a :class:`Here` in a context variable, which ``spmd`` sets for every rank of
+this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Axis = str | tuple[str, ...]
 
 
 class NoMesh(RuntimeError):
-    """A mesh is needed, and none is in sight."""
+    """A mesh is needed, and no transform or ``spmd`` around the call gives one."""
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """The names in ``axis``, always as a tuple.
+    """The names in ``axis``, as a tuple.
 
     >>> axis_names("data"), axis_names(("data", "node"))
     (('data',), ('data', 'node'))
@@ -39,7 +39,7 @@ class Mesh:
     Args:
         axes: name to size, the first axis varying slowest.
         backend: ``"processes"``, ``"simulated"``, ``"abstract"`` or ``"vmap"``.
-        link: what moves this process's data (only for ``"processes"``).
+        link: this process's connection to the others (only for ``"processes"``).
 
     >>> mesh = Mesh({"data": 2, "pipe": 3}, "simulated")
     >>> mesh.size, mesh.members("pipe", rank=4), mesh.coordinate("data", rank=4)
@@ -67,7 +67,7 @@ class Mesh:
         return here(self).rank
 
     def check(self, axis: Axis) -> tuple[str, ...]:
-        """The names in ``axis``, each an axis of this mesh and named once."""
+        """The names in ``axis``, checked: axes of this mesh, each named once."""
         if not isinstance(axis, (str, tuple, list)):
             raise TypeError(
                 f"axis={axis!r}: an axis of a mesh is a name, or a tuple of names, "
@@ -117,7 +117,7 @@ class Mesh:
         return self._members[names, rank]
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank that lies at these coordinates, one for every axis."""
+        """The rank at these coordinates, one for every axis."""
         return row_major((coordinates[name], n) for name, n in self.axes.items())
 
     def __repr__(self) -> str:
@@ -126,16 +126,16 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Here:
-    """The rank that runs: its mesh, and the link that carries its data.
+    """The rank that runs: its mesh, and its connection to the other ranks.
 
     Args:
-        mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
-            makes it; over others it is one value.
-        compared: whether the ranks know that they run one program.
-        apart: the axes along which each rank trains by itself: what runs here sends
-            nothing over them.
+        mean: the axes of ``shard``, over which the loss is a mean of the ranks' losses;
+            over others it is one value.
+        compared: whether the ranks have compared their programs.
+        apart: the axes along which ranks train copies of their own (``local_sgd``):
+            collectives over them are refused.
 
-    ``groups`` keeps what `groups.group` has made for this rank, by axis.
+    ``groups`` caches the results of `groups.group`, by axis.
     """
 
     mesh: Mesh
@@ -153,22 +153,22 @@ _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
 
 
 def asks(axes: Iterable[str]) -> None:
-    """Notes that what runs depends on its coordinates on these axes.
+    """Records that the program depends on the rank's coordinates along these axes.
 
-    Ranks of an abstract mesh that differ on no axis that is asked for run the same
-    program, and one of them stands for all.
+    Ranks of an abstract mesh with equal coordinates along them run the same program,
+    and only one of these is run.
     """
     if (seen := _ASKED.get()) is not None:
         seen.update(axes)
 
 
 def asking(seen: set[str] | None) -> Scoped:
-    """Adds to ``seen`` the axes that are asked for inside (None: ignores them)."""
+    """Inside, :func:`asks` adds its axes to ``seen`` (None: they are ignored)."""
     return Scoped(_ASKED, seen)
 
 
 def check_mesh(mesh: Any, who: str) -> Mesh:
-    """``mesh``, which ``who`` was given.
+    """``mesh``, the argument of ``who``, if it is a mesh.
 
     Raises:
         TypeError: it is none; says how to make one.
@@ -189,8 +189,8 @@ def here(mesh: Mesh | None = None) -> Here:
     """The rank that runs, on ``mesh`` or on the mesh of the enclosing ``spmd``.
 
     Raises:
-        NoMesh: none is given (``spmd`` does on a simulated, vmap or abstract mesh).
-        ValueError: ``mesh`` and the running ranks differ in number.
+        NoMesh: no mesh is given (simulated, vmap and abstract ones need ``spmd``).
+        ValueError: ``mesh`` has another number of ranks than are running.
     """
     found = HERE.get()
     if found is None:
@@ -214,7 +214,7 @@ def here(mesh: Mesh | None = None) -> Here:
             f"({found.mesh}): pass spmd the mesh that the transforms name"
         )
     if mesh.backend == found.mesh.backend == "processes":
-        moves = getattr(found.link, "moves", True)  # or we are at the planning of it
+        moves = getattr(found.link, "moves", True)  # False while a step is planned
         # A mesh's own link has the groups of its own axes.
         link = mesh.link if moves else found.link
         return replace(found, mesh=mesh, link=link)
@@ -222,7 +222,7 @@ def here(mesh: Mesh | None = None) -> Here:
 
 
 def maybe_here() -> Here | None:
-    """The rank that runs; None where no mesh is in sight."""
+    """The rank that runs; None without a mesh."""
     try:
         return here()
     except NoMesh:
@@ -230,17 +230,17 @@ def maybe_here() -> Here | None:
 
 
 def averaged_axes() -> tuple[str, ...]:
-    """The axes over which the loss is a mean: those of the ``shard`` around."""
+    """The axes of the enclosing ``shard``, over which the loss is a mean."""
     at = maybe_here()
     return () if at is None else at.mean
 
 
 def remember(mesh: Mesh) -> Mesh:
-    """``mesh``, which is from now on that of bare calls in this process."""
+    """Makes ``mesh`` the mesh of calls in this process outside ``spmd``; returns it."""
     _PROCESSES[:] = [mesh]
     return mesh
 
 
 def place_here(value: Here) -> Scoped:
-    """Makes ``value`` the answer of :func:`here` for the calls within."""
+    """Inside, :func:`here` returns ``value``."""
     return Scoped(HERE, value)

@@ -1,24 +1,24 @@
-"""Linear maps by their types: those of ``shard``, casts, and checks of arguments.
+"""The linear maps of ``shard`` by type, ``pcast``, and checks of arguments.
 
-Under ``shard`` the loss is the mean over n ranks of their own losses. Own values pair
-by the mean over ranks (M), the parts of a sharded leaf by the sum over the ranks that
-hold them (V), and what is one value on all ranks is paired once. Each crossing is a
-linear map with a transpose (the fused path of ``shard`` divides by n on its own):
+Under ``shard`` the loss is the mean of the losses of n ranks. A rank's own values are
+paired with their cotangents by the mean over ranks (M), the parts of a sharded leaf by
+the sum over ranks (V), and a replicated value once. Between these types there are the
+following maps (the fused path of ``shard`` divides by n by itself):
 
 ===========  =======================================  ===============================
-crossing     forward                                  transpose
+map          forward                                  transpose
 ===========  =======================================  ===============================
 GATHER       parts to own: a unit's parameters        REDUCE
-REDUCE       own to parts: the mean, this rank's      GATHER
-ENTER        one value to own: a whole parameter      MEAN
-MEAN         own to own, which agree                  MEAN
-TOTAL        own to own, which agree: their sum       TOTAL
+REDUCE       own to parts: this rank's of the mean    GATHER
+ENTER        replicated to own: a whole parameter     MEAN
+MEAN         own to own, equal on all ranks           MEAN
+TOTAL        own to own, equal on all ranks: the sum  TOTAL
 SUM          partial sums of parts to own: a norm     the mean, into parts
-MAX          the largest of parts to own              none
-SPREAD       own, which agree, into parts: a scale    n times own
-LAY          own, which agree, to parts: this rank's  n times own, zero elsewhere
-OWN          a part, taken for a value of its own     one n-th
-PART         own, taken for a part                    n times
+MAX          the maximum over parts to own            none
+SPREAD       own, equal on all, for parts: a scale    n times own
+LAY          own, equal on all, to this rank's part   n times own, zero elsewhere
+OWN          a part as a value of the rank's own      1/n
+PART         a value of the rank's own as a part      n
 ===========  =======================================  ===============================
 """
 
@@ -53,12 +53,12 @@ class LawError(ValueError):
 
 
 def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
-    """Raises where the gradient by ``x`` would be a mean of unlike samples.
+    """Raises if the gradient by ``x`` would average different samples of the ranks.
 
     Args:
-        x: one value, or parts of one, about to become the rank's own.
-        what: names it; ``mapped``: whether what it meets is mapped around the
-            derivative, if anybody knows.
+        x: a replicated value, or parts of one, about to become the rank's own.
+        what: its name; ``mapped``: whether the values that it is combined with are
+            mapped by a vmap around the derivative, if that is known.
 
     Raises:
         LawError: the derivative is taken sample by sample.
@@ -87,10 +87,10 @@ def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
 
 
 def check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
-    """A dim that is cut in as many parts as there are ranks.
+    """A dim that is split evenly over the ranks, not negative.
 
     Raises:
-        ValueError: it is not a multiple of that.
+        ValueError: its size is no multiple of their number.
     """
     dim = checked_dim(x, dim)
     if x.shape[dim] % where.size:
@@ -103,9 +103,13 @@ def check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
 
 
 def typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The linear map between two types, as the axis takes them."""
+    """The linear map of ``op`` between two types over the axis of ``where``.
+
+    Raises:
+        ValueError: there is none.
+    """
     legal = meanings(op)
-    if where.mean:  # a value is the rank's own, or one value that somebody asked for
+    if where.mean:  # a value is the rank's own, or was asked for as one value
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
     _check_types(where, op, f"{of}->{to}", legal)
     if where.mean:
@@ -114,7 +118,7 @@ def typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearM
 
 
 def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
-    """Raises where an op has no map between two types.
+    """Raises if an op has no map between two types.
 
     Raises:
         ValueError: names those that it has.
@@ -137,10 +141,10 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
     and V->P each other; R->I what the first rank holds.
 
-    Under ``shard``, I->V is how one value, such as a parameter, enters the ranks' own
-    losses: its gradient is their mean. S->V takes this rank's part of a sharded leaf
-    for a tensor of its own, and V->S takes it back: for what is done to each part
-    alone, on purpose. Transposes: divided by n, and times n.
+    Under ``shard``, I->V is how a replicated value, such as a parameter, enters the
+    ranks' losses: its gradient is their mean. S->V takes this rank's part of a sharded
+    leaf for a tensor of its own, and V->S is the inverse, to compute on parts
+    separately. Their transposes are divided by n, and multiplied by n.
 
     Args:
         x: tensors; the result shares their memory.
