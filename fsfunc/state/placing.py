@@ -35,7 +35,7 @@ from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.steadiness import Unsteady
+from fsfunc.tracing.steadiness import Steadiness, Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
@@ -168,6 +168,7 @@ def lay_out(
     )  # or no unit is called
     sharding = _sharding_of(handlers, stores)
     if not handlers:
+        recorder.steadiness.check()
         _check_taken(splits, found)
         return tree.map(source.own, t, is_leaf=is_sharded)
     if not tree.are_shown(leaves):
@@ -180,6 +181,7 @@ def lay_out(
     lay_leaves(placed, own)
     if sharding is not None and not isinstance(source, Shapes):
         _check_types(sharding, fn, recorder, (placed, *rest), at, agreement)
+    recorder.steadiness.check()
     return placed
 
 
@@ -268,9 +270,11 @@ def _check_types(
                     fn, args, {}, at, sharding.axes, exchange=agreement.exchange
                 )
             except (LawError, NotATensor, Unsteady):
+                recorder.steadiness.check()  # which may be why
                 raise
             except Exception:
                 return
+            recorder.steadiness.checked(seen.said)
             sharding.first_calls.learn(at.rank, seen.calls)
             sharding.first_calls.note_own(seen.own_paths)
 
@@ -288,9 +292,9 @@ def _recorded(
     and its own function names the transforms that the record is of.
     """
 
-    def record(steady: Recorder | None = None) -> tuple[Recorder, list[Applied]]:
+    def record() -> tuple[Recorder, list[Applied]]:
         with noting_applied() as applied:
-            return _record(fn, t, rest, how, splits, steady), applied
+            return _record(fn, t, rest, how, splits), applied
 
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     at = here(mine[0].mesh) if mine else None
@@ -304,11 +308,14 @@ def _recorded(
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == at.mesh.size - 1  # it looks for itself
     if key not in notes or last and at.link.moves:
-        found, applied = record(notes.get(key, (None,))[0])
+        found, applied = record()
+        if key in notes:
+            found.steadiness.as_on_rank(notes[key][0].steadiness)
         if set(found.handlers) != set(mine) or last:
             return found, applied
-        notes[key] = replace(found, handlers=mine), applied
+        notes[key] = found, applied = replace(found, handlers=mine), applied
+        return found, applied
     found, applied = notes[key]
     for ours, theirs in zip(mine, found.handlers, strict=True):
         ours.learn(theirs)
-    return replace(found, handlers=mine), applied
+    return replace(found, handlers=mine, steadiness=Steadiness()), applied

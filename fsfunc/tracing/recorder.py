@@ -42,7 +42,7 @@ from fsfunc.tracing.runs import (
     shadows,
     without_data,
 )
-from fsfunc.tracing.steadiness import NumbersGiven, check_steady
+from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import Reads
 
 
@@ -52,7 +52,6 @@ def record(
     rest: tuple[Any, ...],
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
-    steady: Recorder | None = None,
 ) -> Recorder:
     """Record one run of ``fn(params, *rest)`` that moves nothing.
 
@@ -60,16 +59,14 @@ def record(
         splits: by path, how leaves are split over axes that no transform gathers.
         how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
             that read a tensor's value.
-        steady: the record of this program on another rank, which ran it twice.
 
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
-        Unsteady: it gives torch's functions other numbers when it is run again.
 
-    Cost: two runs whose gradients are shapes alone (one for a plan, after which no real
-    step runs, and one that does as ``steady`` did). If they raise, one with its
-    backward pass: a hook, or a Function's backward, may leave behind what the step
-    reads, and an error that stays is that of this run.
+    Cost: a run whose gradients are shapes alone. If it raises, one with its backward
+    pass: a hook, or a Function's backward, may leave behind what the step reads, and an
+    error that stays is that of this run. ``steadiness`` may ask for another, but not
+    for a plan, after which no real step runs.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -78,21 +75,23 @@ def record(
         return run()
     # A forward pass shows which units take which leaves, and in which order. If it
     # raises, its error may come of the backward pass that is missing. It left nothing
-    # behind, so that the whole run below meets what is wrong all the same. A second
-    # one shows whether it does the same each time.
+    # behind, so that the whole run below meets what is wrong all the same.
     at = maybe_here()
     planned = at is not None and not at.link.moves
     for remembers in (True, False):  # of forward mode fakes may raise for that
         with suppress(Exception):
             found = run(True, remembers)
-            once = planned or steady is not None and steady.said == found.said
-            second = [found if once else run(True, remembers)]
-            break
-    else:
-        return run()
-    again = lambda: second.pop() if second else run(True, remembers)  # noqa: E731
-    check_steady(found.said, lambda: again().said)
-    return found
+            again = None if planned else partial(_numbers_again, run, remembers)
+            found.steadiness = Steadiness(found.said, again, found.calls_at)
+            return found
+    return run()
+
+
+def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:
+    """The numbers of another run, and its error where it raises without a backward."""
+    with suppress(Exception):
+        return run(True, remembers).said
+    return run().said
 
 
 def _record(
@@ -151,7 +150,8 @@ class Recorder(Findings, Tracer, Watcher):
             is sharded: then there is nothing about types to look at.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
-        said: the numbers that torch's functions were given.
+        said: the numbers that torch's functions were given; ``steadiness`` holds other
+            runs against them; ``calls_at`` the lines of gradient calls.
         axes: those of its collectives, but of mere numbers outside losses, and along
             which it asked for its place.
         updates: whether it returns sharded leaves that are no gradients.
@@ -163,6 +163,8 @@ class Recorder(Findings, Tracer, Watcher):
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     said: list[NumbersGiven] = field(default_factory=list)
+    steadiness: Steadiness = field(default_factory=Steadiness)
+    calls_at: set[str] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     updates: bool = False
     _known: dict[int, str] = field(default_factory=dict)
@@ -207,6 +209,7 @@ class Recorder(Findings, Tracer, Watcher):
     def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Hears what a gradient call gives: of leaves it is laid out as these are."""
         f = frame()
+        self.calls_at.add(source_line())
         by = [(self.path_of(x), f.micro) for x in leaves]
         known = all(path is not None for path, _ in by)
         apart = known and self._by.isdisjoint(by)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import source_line
+from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.sharded.leaf import is_sharded
 
 _COUNTS, _NUMBERS = (1, 2, 0), (1.0, 2.0**20, -(2.0**20))
@@ -77,11 +77,26 @@ class Unsteady(RuntimeError):
 
 
 class NumbersGiven(NamedTuple):
-    """Numbers that a function of torch was given, and the line of the call."""
+    """Numbers that a function of torch was given, and the line of the call.
+
+    Args:
+        inner: whether a transform called it, or a backward pass; ``own``: or anything
+            else of the library's.
+    """
 
     name: str
     numbers: tuple[Any, ...]
     where: str
+    inner: bool
+    own: bool
+
+    def adds(self, known: set[str]) -> bool:
+        """True if a run that moves data may say this beside one that does not.
+
+        Args:
+            known: the lines of calls of the library's.
+        """
+        return self.inner or self.own and self.where in known
 
 
 _INNER = str(Path(_torch.__file__).parent)  # where what is fake is made
@@ -99,7 +114,8 @@ def said(func: Any, args: Any, kwargs: dict[str, Any] | None) -> NumbersGiven | 
     found = _numbers((*args, *kwargs.values())) if kwargs else _numbers(args)
     if not found:
         return None
-    return NumbersGiven(name, tuple(found), source_line())
+    inner = is_internal() or _torch.current_node() is not None
+    return NumbersGiven(name, tuple(found), source_line(), inner, is_own_call())
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:
@@ -110,6 +126,55 @@ def _numbers(values: Sequence[Any]) -> list[Any]:
         elif isinstance(x, (tuple, list)):
             found += _numbers(x)
     return found
+
+
+class Steadiness:
+    """The check that a step gives torch's functions the same numbers in every run.
+
+    The type check is another run to compare the first one with. Where there is none, or
+    it says something else, the step is run again.
+
+    Args:
+        said: the numbers of its first run.
+        again: runs it once more, for its numbers; None where it need not be.
+        lines: those of its calls that transforms have a part in.
+    """
+
+    def __init__(
+        self,
+        said: Sequence[NumbersGiven] = (),
+        again: Callable[[], Sequence[NumbersGiven]] | None = None,
+        lines: Iterable[str] = (),
+    ):
+        self.said, self.again, self.lines = said, again, lines
+
+    def as_on_rank(self, other: Steadiness) -> None:
+        """Compares with the record of another rank, which is checked by now."""
+        if other.again is None and self.said == other.said:
+            self.again = None
+
+    def checked(self, said: Sequence[NumbersGiven]) -> None:
+        """Compares with a run in which transforms do their work, and say more."""
+        known = {source_line(), *self.lines, *(x.where for x in self.said)}
+        mine, more = iter(self.said), []
+        wanted = next(mine, None)
+        for x in said:
+            if wanted is not None and x[:3] == wanted[:3]:
+                wanted = next(mine, None)
+            else:
+                more.append(x)
+        if wanted is None and all(x.adds(known) for x in more):
+            self.again = None
+
+    def check(self) -> None:
+        """Runs the step again, unless another run has said the same.
+
+        Raises:
+            Unsteady: names the function, the line and the numbers.
+        """
+        again, self.again = self.again, None
+        if again is not None:
+            check_steady(self.said, again)
 
 
 def check_steady(

@@ -84,6 +84,8 @@ class Asked(TorchFunctionMode):
         self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (words := said(func, args, kwargs)) is not None:
+            self.checker.said.append(words)
         if name := _SHAPES.get(func):
             asker = sys._getframe(1)
             while asker.f_code.co_name in ("__len__", "handle_torch_function"):
@@ -91,8 +93,6 @@ class Asked(TorchFunctionMode):
             if called_by_user(asker):
                 self.checker.measured(args[0], name)
             return func(*args, **(kwargs or {}))
-        if (words := said(func, args, kwargs)) is not None:
-            self.checker.said.append(words)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs or {})
         if func in (Tensor.backward, torch.autograd.backward):

@@ -80,6 +80,23 @@ def test_what_is_made_at_the_first_run_alone_hides_no_count():
         ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
 
 
+def test_a_count_that_only_the_library_hears_of_later_is_refused():
+    """The check says more than the record: at a line at which that said nothing."""
+    runs = []
+
+    def step(w, x):
+        runs.append(1)
+        g = ff.value_and_grad(unit)(w, x)[1]
+        w = ff.tree.map(torch.sub, w, g)
+        if len(runs) > 1:
+            w = ff.tree_scale(w, 1 / len(runs))
+        return w
+
+    with pytest.raises(Unsteady, match="mul.* is given 0.3.* and 0.25"):
+        f = ff.shard(step, MESH, "data")
+        ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
+
+
 @KINDS
 def test_the_way_out_is_right(kind):
     t, w = kind(True), W
@@ -148,8 +165,8 @@ def curvature(runs, params, x):
 
 # torch scripts its own forward-mode decompositions, and warns of it.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_a_step_is_tried_three_times_at_most():
-    """Recorded twice, and checked once: nothing in it asks for more."""
+def test_a_step_is_tried_twice_at_most():
+    """Recorded and checked: that it is steady the one shows of the other."""
 
     def main():
         runs = []
@@ -160,4 +177,4 @@ def test_a_step_is_tried_three_times_at_most():
         return tried, len(runs)
 
     for tried, all_ in ff.spmd(main, MESH)():
-        assert 1 <= tried <= 3 and all_ == tried + 1
+        assert 1 <= tried <= 2 and all_ == tried + 1
