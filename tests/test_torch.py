@@ -544,7 +544,15 @@ REMEMBERED = [
     (aten.resize_.default, lambda: (wide(), [30]), {}, False),
     (aten._unsafe_view.default, lambda: (wide(), [24]), {}, False),
     (aten.permute.default, lambda: (wide(), [1, 0]), {}, False),
-    (aten.add.Tensor, lambda: (wide(), torch.ones(())), {}, False),  # a number's type?
+    (aten.add.Tensor, lambda: (wide(), torch.ones(())), {}, True),
+    (aten.mul.Tensor, lambda: (torch.ones(()), torch.ones(())), {}, True),
+    (aten.pow.Tensor_Scalar, lambda: (torch.ones(()), 2), {}, True),
+    (aten.stack.default, lambda: ([torch.ones(()), torch.ones(())],), {}, True),
+    # Which of two types, where one may be a number's?
+    (aten.add.Tensor, lambda: (wide(torch.bfloat16), torch.ones(())), {}, False),
+    (aten.mul.Tensor, lambda: (wide(torch.int64), torch.ones(())), {}, False),
+    (aten.mul.Tensor, lambda: (torch.ones((), dtype=torch.float64), 2.0), {}, False),
+    (aten.mul.Tensor, lambda: (torch.ones((), dtype=torch.int64), 2), {}, False),
     (aten.neg.default, lambda: (torch.ones(2, dtype=torch.cfloat).conj().imag,), {},
      False),
 ]  # fmt: skip
@@ -574,7 +582,7 @@ def test_remembered_fakes_are_those_of_the_mode():
             slow = looks(op(*make(), **how))
             for _ in range(3):
                 given = make()
-                run = functools.partial(func, *given, **how)
+                run = lambda func, given, how: func(*given, **how)  # noqa: E731
                 out = fake_results.fake_result(mode, run, func, given, how)
                 assert looks(out) == slow, (op, breaks("plans have other shapes"))
                 assert (out is given[0]) == op._schema.is_mutable

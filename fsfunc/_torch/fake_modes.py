@@ -34,11 +34,9 @@ class HereFakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
-        kwargs = kwargs or {}
-        slowly = functools.partial(
-            super().__torch_dispatch__, func, types, args, kwargs
-        )
-        return fake_result(self, slowly, func, args, kwargs)
+        mine = super().__torch_dispatch__
+        slowly = lambda func, args, kwargs: mine(func, types, args, kwargs)  # noqa: E731
+        return fake_result(self, slowly, func, args, kwargs or {})
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is GROUPED_PRODUCT.default:
@@ -62,8 +60,11 @@ def result_below(func: Any, args: Any, kwargs: Any) -> Any:
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if type(mode) is not HereFakeMode:
         return func(*args, **kwargs)
-    slowly = functools.partial(func, *args, **kwargs)
-    return fake_result(mode, slowly, func, args, kwargs)
+    return fake_result(mode, _plainly, func, args, kwargs)
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ _OF_NONE = {
 
 
 def fake_result(
-    mode: FakeTensorMode, run: Callable[[], Any], func: Any, args: Any, kwargs: Any
+    mode: FakeTensorMode, run: Callable[..., Any], func: Any, args: Any, kwargs: Any
 ) -> Any:
     """The result of ``func`` on fake tensors.
 
@@ -52,22 +52,18 @@ def fake_result(
     out = quick_fake(mode, func, args, kwargs)
     if out is not NotImplemented:
         return out
-    key = None
-    if _is_remembered(func):
-        named = _looks(mode, tuple(kwargs.items())) if kwargs else None
-        looks = _looks(mode, args), named
-        if _ODD not in looks:
-            key = func, torch.get_default_dtype(), looks
-    made = _MADE.get(key) if key is not None else None
+    key = _key(mode, func, args, kwargs) if _is_remembered(func) else None
+    if key is None:
+        return run(func, args, kwargs)
+    made = _MADE.get(key)
     if made is None:
-        out = run()
-        if key is not None:
-            if len(_MADE) >= _MOST_MADE:
-                _MADE.clear()
-            _MADE[key] = _made(func, out, args, kwargs)
+        out = run(func, args, kwargs)
+        if len(_MADE) >= _MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = _made(func, out, args, kwargs)
         return out
     if made is _ODD:
-        return run()
+        return run(func, args, kwargs)
     if made is _FIRST:
         return args[0]
     kind, specs = made
@@ -148,6 +144,7 @@ def _over(mode: Any, x: Tensor) -> FakeTensor:
 _MADE: dict[Any, Any] = {}  # what operators made of arguments that look so
 _MOST_MADE = 1 << 16
 _ODD, _FIRST = object(), object()
+_OF_NUMBERS = {torch.float64, torch.int64, torch.complex128, torch.bool}
 _SHAPELESS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
     | {torch.device}
@@ -172,27 +169,48 @@ def _is_remembered(func: Any) -> bool:
     return all(x.alias_info is None and str(x.type) in kinds for x in made)
 
 
-def _looks(mode: FakeTensorMode, x: Any) -> Any:
-    """The properties of an argument that decide how results look, or ``_ODD``."""
-    kind = type(x)
-    if kind is FakeTensor:
-        if (
-            x.fake_mode is not mode
-            or x.fake_device != CPU
-            or x.constant is not None
-            or x.ndim == 0  # it may stand for a number of Python
-            or x.layout is not torch.strided
-            or x.is_conj()
-            or x.is_neg()
-        ):
-            return _ODD
-        return x.dtype, x.shape, x.stride()
-    if kind in _SHAPELESS:
-        return kind, x
-    if kind is tuple or kind is list:
-        found = (kind, *[_looks(mode, y) for y in x])
-        return _ODD if _ODD in found else found
-    return _ODD
+def _key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What decides how the results of a call look, or None if nobody knows."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    if not _looks(mode, args, key):
+        return None
+    if kwargs:
+        key += kwargs
+        if not _looks(mode, kwargs.values(), key):
+            return None
+    if () in key and len({x for x in key[2:] if type(x) is torch.dtype}) > 1:
+        return None  # a tensor without dims may be a number of Python: of which type?
+    return tuple(key)
+
+
+def _looks(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bool:
+    """Adds the properties of arguments that decide how results look; False if odd."""
+    for x in values:
+        kind = type(x)
+        if kind is FakeTensor:
+            dtype, shape = x.dtype, x.shape
+            if (
+                x.fake_mode is not mode
+                or x.fake_device != CPU
+                or x.constant is not None
+                or x.layout is not torch.strided
+                or not shape
+                and dtype in _OF_NUMBERS
+                or x.is_neg()
+                or dtype.is_complex
+                and x.is_conj()
+            ):
+                return False
+            key += (dtype, shape, x.stride())
+        elif kind in _SHAPELESS:
+            key += (kind, x)
+        elif kind is tuple or kind is list:
+            key += (kind, len(x))
+            if not _looks(mode, x, key):
+                return False
+        else:
+            return False
+    return True
 
 
 def _is_tensor(x: Any) -> bool:

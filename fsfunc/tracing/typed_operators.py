@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc._torch.fake_modes import result_below
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
@@ -90,7 +91,7 @@ class Operators(OperatorMode):
         if not self._paused and _torch.tells_places(func):
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
-        out = func(*args, **kwargs)
+        out = result_below(func, args, kwargs)
         if self._paused:
             return out
         if path := frame().path:  # there all is the rank's own, whatever it does
