@@ -1,7 +1,4 @@
-"""Checks of a step's arguments: kinds of leaves, and rows to cut.
-
-What is refused here would only fail later, and badly.
-"""
+"""Checks of arguments: functions, integers, kinds of leaves, rows of a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_function(f: Any, who: str) -> None:
-    """Raises where ``who`` is given something that cannot be called.
+    """Raises if ``f``, an argument of ``who``, cannot be called.
 
     Raises:
         TypeError: names what is given.
@@ -65,7 +62,7 @@ def check_function(f: Any, who: str) -> None:
 
 
 def check_integer(value: Any, name: str, least: int | None = None) -> None:
-    """Raises where an option is no integer, or below ``least``.
+    """Raises if an option is no integer, or below ``least``.
 
     Raises:
         TypeError, ValueError: names the option and what is given.
@@ -84,12 +81,12 @@ def arguments(count: int, first: int = 0) -> list[str]:
 
 
 def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
-    """Raises where a leaf of ``values`` is of one of these kinds.
+    """Raises if a leaf of ``values`` is of one of these kinds.
 
     Args:
         kinds: names separated by spaces: array, sparse, meta, float8, inference.
-        who: who is given the values, for the message.
-        parts: what the children of ``values`` are called, for the message.
+        who: the function whose arguments they are, for the message.
+        parts: the names of the children of ``values``, for the message.
 
     Raises:
         TypeError: names the path, what is there, and the way out.
@@ -105,7 +102,7 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     leaves = tree.leaves(values, is_leaf=is_sharded)
     if all(map(is_sharded, leaves)):
         return
-    with _torch.plain_tensors():  # what was donated is refused by others, or not
+    with _torch.plain_tensors():  # donated leaves are refused elsewhere
         odd = [(i, s) for i, x in enumerate(leaves) for f, s in looks if f(x)]
     for i, said in odd:
         path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
@@ -118,11 +115,11 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
 
 
 def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
-    """The number of rows of a batch, of which ``n`` parts can be cut.
+    """The number of rows of a batch that is to be cut into ``n`` parts.
 
     Args:
-        batch: path -> leaf, of one dim or more.
-        n: how many parts; where nothing is to be cut, any number goes.
+        batch: path -> leaf, of one dim or more; may be empty.
+        n: the number of parts.
         even: whether the parts must be of one size.
 
     Raises:
@@ -133,15 +130,15 @@ def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
     if len(set(rows.values())) > 1:
         raise ValueError(
             f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
-            "make what has no batch dim inside the loss; frozen parameters go into the "
-            "first argument, or the loss captures them"
+            "make what has no batch dim inside the loss; pass frozen parameters in the "
+            "first argument, or let the loss capture them"
         )
     count = next(iter(rows.values()), n)
     if count >= n and not (even and count % n):
         return count
     shapes = {path: tuple(x.shape) for path, x in batch.items()}
     if count == 0:
-        why = "the batch is empty, and a mean over no rows is no number: leave it out"
+        why = "the batch is empty, and a mean over no rows is no number: skip it"
     elif count < n:
         why = "give at least one row each"
     else:

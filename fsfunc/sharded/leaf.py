@@ -1,9 +1,10 @@
-"""The leaf that carries its sharding, and the flat buffer in which such leaves lie.
+"""``Sharded``, a leaf that is one rank's part of a tensor; ``FlatShard``, its buffer.
 
-The leaves of one unit lie in one buffer, each rank owning one contiguous range of it,
-of which their parts are views. A gather or a reduction then needs no copy in or out,
-and an optimizer sees one long tensor in place of many short ones. ``packing.repacked``
-packs again what a user's ``tree_map`` has made.
+The leaves of one unit lie in one packed buffer, as FSDP2's do in a flat parameter. Each
+rank has one contiguous range of it, and its parts of the leaves are views of that. So
+gathers and reductions copy nothing in or out, and an optimizer updates one long tensor
+instead of many short ones. ``packing.repacked`` packs again what a user's ``tree_map``
+has made.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ Parts = dict[tuple[int, int], Tensor]
 
 
 class NotATensor(TypeError):
-    """A sharded leaf was used as the tensor of which it is a part."""
+    """A sharded leaf was used as a tensor, outside the unit that gathers it."""
 
 
 class Sharded:
-    """This rank's part of a tensor, and how the whole lies on the mesh.
+    """This rank's part of a tensor, and the layout of the whole on the mesh.
 
     Args:
         local: the rank's part, of the shape that the layout gives for its coordinates
-            (1-D, and often empty, in a flat buffer).
-        layout: global shape, dtype and placement.
+            (1-D, and often empty, in a packed buffer).
+        layout: global shape, dtype and placements.
 
-    ``shape``, ``ndim``, ``dtype`` and ``numel()`` are global, so that a mask such as
-    ``leaf.ndim > 1`` means what it says. Used as a tensor outside a unit it raises.
-    It is a pytree node (optree and torch) with the one child ``local``.
+    ``shape``, ``ndim``, ``dtype`` and ``numel()`` are global, so masks such as
+    ``leaf.ndim > 1`` are right. Used as a tensor outside a unit it raises. It is a
+    pytree node (optree and torch) with one child, ``local``.
 
     >>> import torch, fsfunc as ff
     >>> rows = ff.Layout((4, 2), torch.float32, (ff.Split(0, "data", 2),), "w")
@@ -51,9 +52,10 @@ class Sharded:
     >>> mine.local.shape, mine.shape
     (torch.Size([2, 2]), torch.Size([4, 2]))
 
-    ``packed``: the flat buffer that ``local`` is a view of, or None. Within a gradient
-    call that accumulates the buffer's gradient itself, ``local`` is instead a separate
-    autograd leaf, kept in ``parts``; only code outside units reads it.
+    ``packed`` is the buffer that ``local`` is a view of, or None. In a gradient call
+    that sums the buffer's gradient outside autograd, ``local`` is instead an autograd
+    leaf of its own, kept in ``parts``, for code outside units. ``spent`` is the error
+    of a leaf that may not be used any more.
     """
 
     __slots__ = (
@@ -79,7 +81,7 @@ class Sharded:
         return self._part
 
     def _make(self) -> None:
-        """Makes the part as it would have been made at once, whoever asks first."""
+        """Makes the part, as if at once: beneath the modes and levels of its reader."""
         flat, start, stop = self._range  # type: ignore[misc]
         if self.parts is None and _torch.plainly():
             self._part = flat[start:stop]
@@ -102,13 +104,13 @@ class Sharded:
         return self._local
 
     def check(self) -> None:
-        """Raises where the leaf was donated, or is a gradient that is kept."""
+        """Raises if the leaf is ``spent``."""
         if self.spent:
             raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
 
     @property
     def is_kept(self) -> bool:
-        """True of the gradient that the shard around a call keeps for itself."""
+        """True of the placeholder for a gradient that the enclosing ``shard`` sums."""
         return self.spent is KEPT
 
     name = property(attrgetter("layout.name"))
@@ -126,7 +128,7 @@ class Sharded:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of ``local``, without making it."""
+        """The shape of ``local``, which is not made."""
         self.check()
         if self._range is not None:
             return (self._range[2] - self._range[1],)
@@ -136,11 +138,11 @@ class Sharded:
         return self.layout.numel
 
     def with_local(self, local: Any) -> Sharded:
-        """The same place with another part, on its own."""
+        """A leaf of the same layout with another part, in no buffer."""
         return type(self)(local, self.layout)
 
     def tracked(self, parts: Parts) -> Sharded:
-        """A packed leaf whose ``local``, if read, is an autograd leaf in ``parts``."""
+        """A copy whose ``local``, when it is read, is an autograd leaf in ``parts``."""
         packed: Any = self.packed
         leaf = type(self)(None, self.layout, packed)
         leaf._range = (packed.flat, *(packed._spans or packed.spans)[id(self.layout)])
@@ -148,7 +150,7 @@ class Sharded:
         return leaf
 
     def twin(self) -> Sharded:
-        """A detached leaf that shares this one's storage."""
+        """A detached copy in the same storage."""
         if self.spent:
             self.check()  # which raises
         part = self._part if self._range is None else None  # made when asked for
@@ -170,11 +172,11 @@ class Sharded:
         return f"a leaf in parts ({self.layout})"
 
     tree_advice = (
-        "A sharded leaf and a whole one do not lie alike. A copy of parameters lies as "
-        "they do if it is made of the laid out ones (tree.map(torch.clone, params); "
-        "ff.init_state does so for optimizers), or is placed so, ff.place(step, state, "
-        '..., like={"w0": "w"}) with the paths of both; in a step '
-        "ff.lay_like(whole, params) cuts it"
+        "One leaf is sharded and the other whole. A copy of parameters has their "
+        "layouts if it is made of the sharded ones (tree.map(torch.clone, params); "
+        "ff.init_state does so for optimizers), or by ff.place(step, state, ..., "
+        'like={"w0": "w"}) with the paths of both; in a step '
+        "ff.lay_like(whole, params) shards it"
     )
 
     def __hash__(self) -> int:
@@ -198,7 +200,7 @@ class Sharded:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what libraries ask any object for
+        if name.startswith("_"):  # protocols that libraries look for on any object
             raise AttributeError(name)
         self._refuse(f"cannot read .{name}")
 
@@ -221,8 +223,8 @@ for _name in OPERATORS:
     setattr(Sharded, f"__{_name}__", _refused)
 
 
-# Whether an object is a sharded leaf, for ``is_leaf=``: ``isinstance`` as a function in
-# C, since a walk asks it of every node.
+# True of a sharded leaf; for ``is_leaf=``. It is ``isinstance`` as a function in C, as
+# it is called for every node of a tree.
 is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
@@ -235,18 +237,22 @@ tree.register_node(
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class FlatShard:
-    """One rank's range of a flat buffer, in which several leaves lie.
+    """One rank's range of a packed buffer, which has the parts of several leaves.
 
     Args:
         members: the layouts of the leaves, in the order of their offsets.
-        flat: the rank's range, ``[chunk]``, padding zero.
-        coordinates: the rank's, on the axes of the buffer.
-        whole: the whole buffer ``[size * chunk]``, where the rank keeps it (zero 1 and
+        flat: the rank's range, ``[chunk]``; padding is zero.
+        coordinates: the rank's coordinates on the axes of the buffer.
+        whole: the gathered buffer ``[size * chunk]``, if the rank keeps it (zero 1 and
             2); ``flat`` may be a view of it.
 
-    ``is_shared``: whether small units that are neighbours have it together; its name
-    joins theirs by ``+``. ``whole`` is a cache: it shows what ``flat`` held when
-    ``keep`` was called, and ``shows`` tells whether that still holds.
+    Attributes:
+        place: the `Flat` placement of the first leaf.
+        buffer: the name of the buffer.
+        is_shared: whether neighbouring small units share it; ``+`` joins their names.
+
+    ``whole`` is a cache of what ``flat`` held when ``keep`` was called; ``shows`` is
+    False once ``flat`` has been written.
     """
 
     members: tuple[Layout, ...]
@@ -269,7 +275,7 @@ class FlatShard:
 
     @property
     def name(self) -> str:
-        """The unit that takes the parameters, and the first leaf, for messages."""
+        """The unit and the first leaf, for messages."""
         unit, first = self.buffer.partition(":")[0], self.members[0].name
         more = len(self.members) - 1
         return f"{unit}({first} and {more} more)" if more else f"{unit}({first})"
@@ -281,7 +287,7 @@ class FlatShard:
 
     @property
     def spans(self) -> dict[int, tuple[int, int]]:
-        """By the identity of a member: (start, stop) in ``flat``."""
+        """(start, stop) in ``flat``, by the id of a member."""
         if self._spans is None:
             at = self.coordinates
             self._spans = {id(m): m.buffer_range(at) for m in self.members}
@@ -293,21 +299,21 @@ class FlatShard:
         return 0 if self.flat.is_inference() else self.flat._version
 
     def keep(self, whole: Tensor) -> None:
-        """Remembers the gathered buffer, if autograd may read it."""
+        """Keeps the gathered buffer in ``whole``, if autograd may read it."""
         if not (whole.is_inference() or self.flat.is_inference()):
             self.whole, self._version = whole, self.flat._version
 
     def shows(self, dtype: torch.dtype) -> bool:
-        """True if ``whole`` is there, in ``dtype``, and as new as ``flat``."""
+        """True if ``whole`` has the values of ``flat``, in ``dtype``."""
         whole = self.whole
         if whole is None or whole.dtype != dtype or self.flat.is_inference():
             return False
         return self._version == self.flat._version
 
     def leaves(self) -> list[Sharded]:
-        """The leaves, as views of ``flat``, each made when it is first asked for.
+        """The leaves, whose parts are views of ``flat``, made when they are first read.
 
-        Most never are: gathers, reductions and optimizers read ``flat``.
+        Most never are: gathers, reductions and optimizers use ``flat``.
         """
         flat, spans, leaves = self.flat, self.spans, []
         at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
@@ -326,8 +332,8 @@ class FlatShard:
     def renewed(self) -> FlatShard:
         """A new FlatShard over the same storage, for an in-place update.
 
-        Being a new object, it invalidates cached gathers as an out-of-place update
-        does: so all ranks gather again, whether or not each could update in place.
+        As a new object, it invalidates cached gathers as an out-of-place update does:
+        so all ranks gather again, whether or not each could update in place.
         """
         kept = self.whole, self._version, self.spans
         return FlatShard(self.members, self.flat, self.coordinates, *kept)
@@ -337,9 +343,9 @@ class FlatShard:
         convert: Callable[[Tensor], Tensor],
         coordinates: Mapping[str, int] | None = None,
     ) -> FlatShard:
-        """The same one over converted tensors, which share memory as these do.
+        """A copy with converted tensors, which share memory as these do.
 
-        ``coordinates``: of the rank that it is to be of, if that is another one.
+        ``coordinates``: those of another rank that the copy is for.
         """
         whole = None if self.whole is None else convert(self.whole)
         at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}

@@ -1,8 +1,8 @@
-"""Leaves packed into flat buffers, and trees seen as these few buffers.
+"""Packing of leaves into buffers, and of trees into lists of buffers.
 
-A user's ``tree_map`` update gives every leaf a tensor of its own. On the way into and
-out of a sharded call, leaves of one buffer are put side by side once more; optimizers
-and sums see a tree as one tensor for each buffer (:class:`PackedTree`).
+A user's ``tree_map`` gives every leaf a tensor of its own. Sharded calls pack the
+leaves of one buffer again in their arguments and results. :class:`PackedTree` is a tree
+as a list of buffers, for optimizers and sums.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from fsfunc.sharded.placements import room
 
 
 def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
-    """Packs flat leaves that have no buffer, in place; whether there were any.
+    """Packs leaves that have lost their buffer, in place; returns if there were any.
 
-    A leaf that somebody differentiates stays as it is.
+    A leaf that is differentiated stays as it is.
 
-    Cost: one copy of the leaves that had lost their buffer, which is what a user's own
-    elementwise update costs.
+    Cost: one copy of these leaves, which is what a user's elementwise update costs.
     """
     whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
     sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in whole]
@@ -45,7 +44,7 @@ def _can_pack(leaf: Sharded) -> bool:
     """True if a leaf may be copied: it is neither differentiated nor vmapped."""
     if leaf.layout.flat is None or leaf.parts is not None:
         return False
-    if leaf._part is None is leaf._range:  # a gradient that somebody has used up
+    if leaf._part is None is leaf._range:  # the placeholder of a gradient
         return False
     local = leaf.local
     plain = not (local.requires_grad or _torch.is_wrapped(local))
@@ -53,10 +52,10 @@ def _can_pack(leaf: Sharded) -> bool:
 
 
 def side_by_side(leaves: Sequence[Any], positions: Sequence[int]) -> list[list[int]]:
-    """``positions`` cut into leaves that lie in one buffer, in buffer order.
+    """Groups ``positions`` by the buffer of their leaves, each in buffer order.
 
-    A tree may hold a buffer's leaves several times (moments beside parameters), or
-    those of two buffers of one name: leaves that would overlap go apart.
+    A tree may have a buffer's leaves several times (moments beside parameters), or two
+    buffers of one name: leaves that would overlap get groups of their own.
     """
     found: list[list[int]] = []
     open_: dict[Any, tuple[list[int], list[tuple[int, int]], set[Any]]] = {}
@@ -95,7 +94,7 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 
 
 def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard:
-    """Leaves of one buffer side by side; what is missing of the buffer is zero."""
+    """Copies leaves of one buffer into a new one; missing leaves are zero."""
     members = tuple(leaf.layout for leaf in leaves)
     own = {a: coordinates[a] for a in members[0].axes}
     first = leaves[0].local
@@ -108,9 +107,9 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
 
 
 def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
-    """Positions of the leaves that are gathered together, in buffer order.
+    """Groups positions by the buffer that is gathered for them, each in buffer order.
 
-    Of one buffer those that a gradient call differentiates, and others, go apart.
+    Leaves of one buffer that are differentiated, and that are not, have two groups.
     """
     found: dict[tuple[int, int], list[int]] = {}
     loose, offsets = [], {}
@@ -132,7 +131,7 @@ def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
 def packed_of(
     chosen: Sequence[Sharded], coordinates: Mapping[str, int]
 ) -> tuple[FlatShard, Tensor]:
-    """The buffer of leaves that go together, and the flat tensor to differentiate."""
+    """The buffer of a group of leaves, and its flat tensor, with their history."""
     packed = chosen[0].packed
     if packed is not None:
         return packed, packed.flat
@@ -143,14 +142,14 @@ def packed_of(
 
 
 def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
-    """A rank's range of the buffer, made of its leaves, differentiable in each."""
+    """A rank's range of the buffer, concatenated differentiably from its leaves."""
     pieces: list[Tensor] = []
     end = 0
     for x in chosen:
         start, stop = x.layout.buffer_range(coordinates)
-        if start < min(end, stop):  # a leaf that is among them twice
+        if start < min(end, stop):  # a leaf that occurs twice
             continue
-        if stop > start:  # an empty leaf may come behind what begins where it does
+        if stop > start:  # an empty leaf may follow one that begins at its offset
             pieces.append(x.local.new_zeros(start - end))
             end = stop
         pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
@@ -159,27 +158,28 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
 
 
 def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
-    """1-D tensors as one, of which the empty ones, too, keep their history.
+    """1-D tensors concatenated, with the history of empty ones too.
 
-    ``torch.cat`` gives a tensor of shape [0] a gradient that comes from nowhere: a
-    derivative of it would end on the ranks whose parts are empty, and go on elsewhere.
+    ``torch.cat`` gives a tensor of shape [0] a gradient without history: a second
+    derivative would then be taken on other ranks, but not where parts are empty.
     """
     return torch.cat([x.unsqueeze(1) for x in pieces]).squeeze(1)
 
 
 def chunk_here(layout: Layout, coordinates: Mapping[str, int]) -> int:
-    """Elements that a rank holds of a leaf's buffer: none, where others own it."""
+    """The elements of a rank's range of a leaf's buffer: 0 if other ranks own it."""
     absent = layout.flat is None or layout.block(coordinates) is None
     return 0 if absent else layout.flat.chunk  # type: ignore[union-attr]
 
 
 class PackedTree:
-    """A tree as few tensors: one a packed buffer, one a leaf on its own.
+    """A tree as a short list of tensors: one a packed buffer, one for each other leaf.
 
     Args:
-        treedef, leaves: the tree, sharded leaves counting as leaves.
-        groups: positions of leaves that go together, and their buffer if it is whole.
-        paths: the leaves' paths.
+        treedef, leaves: the tree, with sharded leaves as leaves.
+        groups: (positions, buffer) of leaves that are packed together; the buffer is
+            None for a single leaf.
+        paths: returns the leaves' paths.
     """
 
     def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
@@ -216,7 +216,7 @@ class PackedTree:
 
 
 def _part(leaf: Any) -> Any:
-    """Its tensor; None, where that is a gradient that a transform around keeps."""
+    """The tensor of a leaf; None for the placeholder of a gradient."""
     if not isinstance(leaf, Sharded):
         return leaf
     return None if leaf.is_kept else leaf.local
@@ -225,9 +225,9 @@ def _part(leaf: Any) -> Any:
 def complete_shards(
     leaves: Sequence[Any],
 ) -> dict[int, tuple[list[int], FlatShard]]:
-    """Positions, by buffer, of the leaves of every buffer that is here complete.
+    """(positions, buffer) of every buffer of which all leaves are here, by its id.
 
-    Not where a gradient call differentiates the leaves: ``flat`` has no history then.
+    Not if a gradient call differentiates the leaves, as ``flat`` has no history then.
     """
     found: dict[int, tuple[list[int], FlatShard]] = {}
     for i, leaf in enumerate(leaves):
@@ -251,12 +251,12 @@ def complete_shards(
 
 
 def split_buffers(t: Any) -> PackedTree:
-    """``t`` as few tensors."""
+    """A tree as a `PackedTree`."""
     return split_alike(t)[0]
 
 
 def split_alike(*trees: Any) -> list[PackedTree]:
-    """Trees of one structure as few tensors, cut at the same places in each."""
+    """Trees of one structure as `PackedTree`s with the same groups of leaves."""
     flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
         if treedef != flats[0][1]:

@@ -1,8 +1,8 @@
-"""Plain leaves of a laid out state: one value on all ranks, or each rank's own.
+"""Layouts of plain tensors in a state: replicated, or each rank's own.
 
-A leaf that no unit takes stays a plain tensor. It is laid out all the same: as one
-value, `Whole`, or as a value of each rank's own, `Own`. The layout is noted for its
-memory, so that it holds for a detached or donated leaf too, and ends with that memory.
+A leaf that no unit takes stays a plain tensor, with the layout `Whole` (replicated) or
+`Own` (rank-local). The layout is kept in a table by storage: so it holds for detached
+and donated leaves too, and ends when the memory is freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAID = StorageTable[dict[_Range, Whole | Own]]()
 
 
 def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
-    """Notes the layout of a plain leaf; None: that it has none."""
+    """Sets the layout of a plain leaf; None removes it."""
     x = _torch.unwrapped(x)
     if x.layout != torch.strided:
         return
@@ -40,7 +40,7 @@ def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
 
 
 def laid_as(x: Any) -> Whole | Own | None:
-    """The layout of a plain tensor, if it is a leaf of a state."""
+    """The layout of a plain tensor, or None if it has none."""
     if not isinstance(x, Tensor):
         return None
     x = _torch.unwrapped(x)
@@ -55,10 +55,10 @@ def _range(x: Tensor) -> _Range:
 
 
 def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
-    """``t``, of which the plain leaves are noted as one value on all ranks.
+    """Sets the layouts of the plain leaves of ``t`` to replicated; returns ``t``.
 
     Args:
-        own: by path, those that are each rank's own.
+        own: by path, the leaves that are each rank's own.
 
     Raises:
         TypeError: one of these is no plain tensor.
@@ -72,14 +72,14 @@ def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
         elif how is not WHOLE:
             raise TypeError(
                 f"layouts: {path!r} is given {how}, and is no plain tensor: a unit "
-                "takes it as a parameter, of which ranks have parts. Give the unit "
-                "what is this rank's own as an input"
+                "takes it as a parameter, which is sharded. Pass the rank's own value "
+                "to the unit as an input"
             )
     return t
 
 
 def lay_as(new: Any, old: Any) -> Any:
-    """``new``, its plain leaves laid out as those of ``old``, a tree like it, are."""
+    """Gives the plain leaves of ``new`` the layouts of ``old``; returns ``new``."""
     leaves, treedef = tree.flatten(new, is_leaf=is_sharded)
     given, before = tree.flatten(old, is_leaf=is_sharded)
     if treedef == before:
@@ -90,7 +90,11 @@ def lay_as(new: Any, old: Any) -> Any:
 
 
 def returned_state(args: Sequence[Any], out: Any) -> Any:
-    """The state that a step returned: alone, or of a tuple the like one, or first."""
+    """The state in what a step returned.
+
+    That is all of it; or of a tuple, the part of the structure of the state given, or
+    else the first.
+    """
     if type(out) is not tuple or not out:
         return out
     before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
@@ -101,14 +105,14 @@ def returned_state(args: Sequence[Any], out: Any) -> Any:
 
 
 def laid_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> Any:
-    """``out``, the plain leaves of its state laid out, each as that at its place was.
+    """Gives the plain leaves of a returned state the layouts at their paths.
 
-    A value of the rank's own where there was another one is laid out as nothing. Memory
-    that is laid out otherwise already, as another leaf, is copied.
+    Where a replicated leaf became a value of the rank's own, it gets none. A leaf in
+    memory that has another layout, as another leaf, is copied.
 
     Args:
-        args: those of the call; ``out``: what it returned.
-        own: the paths of values of the rank's own; None where nobody knows.
+        args: the arguments of the call; ``out``: what it returned.
+        own: the paths of values that are the rank's own; None if that is unknown.
     """
     state = returned_state(args, out)
     leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
@@ -135,7 +139,7 @@ def laid_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> 
 
 
 def holds_own(t: Any) -> str | None:
-    """The path of a leaf that is each rank's own, if there is one."""
+    """The path of a leaf that is each rank's own, or None."""
     leaves = tree.leaves(t, is_leaf=is_sharded)
     for i, x in enumerate(leaves):
         if isinstance(laid_as(x), Own):
@@ -144,10 +148,10 @@ def holds_own(t: Any) -> str | None:
 
 
 def check_laid_out(leaves: Sequence[Any], args: Sequence[Any]) -> None:
-    """Raises where a leaf of a state is a plain tensor that was not laid out.
+    """Raises if a leaf of a state is a plain tensor without a layout.
 
     Args:
-        leaves: of the first of ``args``.
+        leaves: those of the first of ``args``.
 
     Raises:
         ValueError: names the leaf, and the ways to lay it out.
@@ -166,7 +170,7 @@ _PLAIN = (
     "laid out, and may be one value on all ranks or each rank's own. Lay the tree out: "
     "ff.init_state(step, params, optimizer, batch), or ff.place(step, t, batch), with "
     'layouts={{path: ff.Own("data")}} for what each rank has of its own (a hidden '
-    "state that is carried on); ff.lay_like(new, old) for what was computed alike on "
-    "every rank of a tree that is laid out. What is this rank's own, and no state, is "
-    "another argument"
+    "state that is carried on); or ff.lay_like(new, old) for values that are equal on "
+    "all ranks, computed from a tree that is laid out. What is this rank's own, and no "
+    "state, is another argument"
 )

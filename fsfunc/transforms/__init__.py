@@ -1,29 +1,30 @@
 """Transforms: a function in, a function out; their order is the configuration.
 
-Each gives `core.frames.transformed` an interpretation, whose ``call`` runs the
-function and whose ``unit`` and ``gradient`` reinterpret the calls that it makes; but
-``precision``, ``donate`` and ``jit``, which change the frame alone.
+Each passes an interpretation to `core.frames.transformed`: its ``call`` runs the
+function, and its ``unit`` and ``gradient`` reinterpret the calls inside. ``precision``,
+``donate`` and ``jit`` only change the frame.
 
-A unit call under ``shard``: `unit_calls` finds the buffers that it reads,
-`shard_runtime` has `gathers` gather them by `wire` and prefetch the next, `boundary`
-passes the parameters in and drops them behind the outputs. In the backward pass
-`boundary` is entered from the other side: `gathers` gathers again, `gradient_sums`
-collects the gradients of a buffer and reduces them by `wire`. A gradient call makes
-such a runtime, and `gradients` returns its sums.
+How a unit call runs under ``shard``: `unit_calls` finds the buffers that it reads.
+`shard_runtime` gathers them, through `gathers` and a message of `messages.wire`, and
+prefetches the next ones. `boundary` passes the parameters to the unit, and frees them
+behind its outputs. In the backward pass, `boundary` first has `gathers` gather them
+again; then `gradient_sums` packs the gradients of a buffer and reduces them, through
+another message. A gradient call has a runtime of its own, and `gradients` puts its
+sums, as means, into the tree of gradients.
 
 shard_options.py    options of shard; process groups of a packed buffer
 sharding.py         shard, with the type check it is handed
 sharded_calls.py    its interpretation: of unit calls and of gradient calls
 unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
-boundary.py         one sharded unit: gather, run, forget; gather again, reduce
+boundary.py         the autograd.Functions around a unit: gather, free, gather, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
 gathers.py          gathered buffers: in flight, arrived, held by a unit call, dropped
-gradient_sums.py    gradients: collected, reduced, summed, kept
-gradients.py        gradients by packed leaves, means of everything else, refusals
-ownership.py        replicated or rank-local: the kind of a plain tensor
+gradient_sums.py    gradients of buffers: packed, reduced, summed
+gradients.py        the tree of gradients: sums as means; checks of derivatives
+ownership.py        whether a plain tensor is replicated or rank-local; assume
 rematerialization.py policies.py   remat and remat_calls; their policies
-repeated_calls.py   a unit call that is run twice
-unread_tail.py      the end of a recompute that its backward does not read
+repeated_calls.py   a unit call that is run a second time
+unread_tail.py      the operators of a recompute that the backward does not need
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units

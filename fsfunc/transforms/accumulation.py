@@ -28,29 +28,28 @@ from fsfunc.transforms.microbatches import Microbatches
 def accumulate(
     f: Callable[..., Any], n: int, *, batch_argnums: Argnums | None = None
 ) -> Callable[..., Any]:
-    """``f`` with each gradient call made on ``n`` microbatches, one after another.
+    """``f`` with each gradient call run on ``n`` microbatches, one after another.
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with
-    ``Weighted`` losses, the sums of totals over the sums of weights). Of what a loss
-    returns beside its value, floating scalars are averaged, what is ``Summed(tree)`` is
-    summed, other tensors are joined along dim 0, and of the rest the last is given.
+    ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary
+    outputs of a loss, floating scalars are averaged, ``Summed(tree)`` is summed, other
+    tensors are concatenated along dim 0, and of the rest the last one is returned.
 
     The batch is cut along dim 0: in ``f(params, batch)`` the tensors of the second
     argument, with more arguments those that ``batch_argnums`` names; scalars and
-    sharded leaves are not cut, nor is what a loss captures. The gradients by what is
-    cut are those of the mean over the microbatches, joined along dim 0: the rows of
-    what the whole batch would have, where the loss is a mean over rows.
+    sharded leaves are not cut, nor is what a loss captures. Gradients with respect to
+    what is cut are concatenated along dim 0: where the loss is a mean over rows, they
+    are the rows of the gradient for the whole batch.
 
-    Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
-    reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
+    The order of transforms decides when gradients are reduced: ``shard(accumulate(f,
+    n))`` reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
     reduces each microbatch and holds parts.
 
     Args:
         f: a train step.
         n: the number of microbatches.
         batch_argnums: which arguments of its gradient calls are the batch, by position
-            or keyword; what ``ff.value_and_grad(loss, batch_argnums=)`` says of its own
-            comes first.
+            or keyword; ``ff.value_and_grad(loss, batch_argnums=)`` takes precedence.
 
     Raises:
         ValueError: ``n`` does not divide dim 0 of the batch; batch leaves that differ
@@ -86,14 +85,14 @@ class _Accumulate(Interpretation):
         return (("n", self.n), *said)
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """Runs ``f`` in reach of one like this, which knows where it stands."""
+        """Calls ``f`` with a copy of this that knows the enclosing gradient calls."""
         outer = frame()
         one = _Accumulate(self.n, self.chosen, outer.in_loss, self.once)
         with inside(replace(outer, handlers=(*outer.handlers, one))):
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
-        return _Accumulate(self.n, self.chosen, once=True)  # others show the same
+        return _Accumulate(self.n, self.chosen, once=True)  # one records them all
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def accumulated(call: GradientCall) -> Outcome:
@@ -132,10 +131,10 @@ class _Sums:
     def __init__(self) -> None:
         self.first: Any = None
         self.grads: Any = None
-        self.ours = False  # whether nobody else holds the memory of ``grads``
+        self.ours = False  # whether ``grads`` may be written in place
 
     def add(self, outcome: Outcome) -> None:
-        """Adds one; what it holds is not written into."""
+        """Adds an outcome, without writing into its memory."""
         if self.first is None:
             self.first, self.grads = outcome, outcome.grads
             self.ours = outcome.owns
@@ -178,28 +177,28 @@ class _Sums:
         return ours.rebuild(out)
 
     def counts(self) -> int:
-        """The number of microbatches that it is the sum of."""
+        """The number of microbatches summed."""
         return 0 if self.first is None else self.first.count
 
     def carried(self) -> list[Tensor]:
-        """All its tensors."""
+        """The tensors of the sums."""
         values = self.first.total, self.first.weight, self.first.aux
         every = [*tree.leaves(values), *split_buffers(self.grads).tensors]
         return [x for x in every if isinstance(x, Tensor)]
 
     def repeat(self, before: int, times: int) -> None:
-        """Counts what was added since ``before``, some more times."""
+        """Counts the microbatches since ``before`` for ``times`` more."""
         count = self.counts()
         self.first = replace(self.first, count=count + times * (count - before))
 
     def outcome(self) -> Outcome:
-        """The sum, and of how many."""
+        """The outcome that is the sum."""
         own = self.grads if self.ours else None
         return replace(self.first, grads=self.grads, own=own)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y`` where ``x`` is."""
+    """``x + y``, in the memory space of ``x``."""
     home = space_of(x)
     if not home.offloaded:
         return x + y

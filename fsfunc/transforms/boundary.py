@@ -1,16 +1,16 @@
-"""The boundary of a sharded unit: gather, run, forget; gather again, and reduce.
+"""The two ``autograd.Function`` around a sharded unit: gather, free, gather, reduce.
 
-Two small ``autograd.Function`` frame the unit's own graph, which stays ordinary:
+The unit's own graph, in between, is ordinary:
 
-``_Enter``  brings the parameters in as views of the gathered buffer; its backward has
-            all their gradients, which the runtime writes into one buffer and reduces.
-``_Exit``   lets the outputs out; its backward comes first, and gathers again.
+``_Enter``  outputs the parameters, as views of the gathered buffer. Its backward has
+            all their gradients, which the runtime packs into one buffer and reduces.
+``_Exit``   outputs the unit's outputs. Its backward runs first, and gathers again.
 
-After the forward pass the unit's part of the graph is walked once, and the saved
-tensors that lie in the gathered buffer get hooks that keep (shape, stride, offset) in
-place of the data. Nothing is hooked while the function runs, so autograd's version
-checks and other people's hooks keep working; and since a hooked tensor is unpacked with
-its own history, the backward can be differentiated again.
+After the forward pass the unit's part of the graph is walked once, and saved tensors
+that lie in the gathered buffer get hooks, which keep (shape, stride, offset) instead of
+the data. Nothing is hooked while the function runs, so autograd's version checks and
+other hooks keep working; and as a hooked tensor is unpacked with its history, the
+backward can be differentiated again.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def enter(
     token: Tensor | None,
     apart: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The token and the call's parameters, differentiable where they should be.
+    """The unit token and the parameters of a call, through ``_Enter`` if grad is on.
 
     Args:
         flats: the buffers' ranges, with their history.
-        apart: give each parameter its own autograd node (pipelines ask one by one).
+        apart: whether each parameter gets a node of its own, as pipelines ask for their
+            gradients one by one.
     """
     tracked = token is not None
     for flat in flats:
@@ -59,8 +60,8 @@ def enter(
     tied = token is not None and not apart
     found: Any = _Enter.apply(runtime, calls, shards, tied, token, *flats)
     if apart:
-        # Each seen through a node of its own: to find what comes to one of a node's
-        # outputs the engine runs all that leads to any.
+        # Through a node of its own: for the gradient of one output of a node the engine
+        # runs what leads to any of them.
         found = [None if x is None else x.view_as(x) for x in found]
     token, *views = found
     return token, views
@@ -79,8 +80,8 @@ def leave(
     """Passes ``outs`` through ``_Exit``, frees saved parameters; returns the token.
 
     Args:
-        inputs: the leaves of what the unit was given beside parameters.
-        recompute: whether a backward pass runs the call a second time.
+        inputs: the leaves of the unit's other arguments.
+        recompute: whether this is the recompute of a call in a backward pass.
     """
     keys, forgotten, at = [], [], 0
     for call, shard in zip(calls, shards, strict=True):
@@ -99,7 +100,7 @@ def leave(
                 tracked.append(i)
                 roots.append(y.grad_fn)
     if not tracked and token is None or not torch.is_grad_enabled():
-        return token  # a token made without grad would cut the thread of units
+        return token  # one made without grad would break the order of units
     if forgotten and running().forgotten:
         calls[0].forgets = True  # with the whole of its graph
     elif forgotten:
@@ -139,8 +140,9 @@ class _Enter(torch.autograd.Function):
         calls: Calls = ctx.calls
         with label(calls[0].name, "backward"):
             before, found, i = runtime.after_backward(calls), [], 0
-            # The gradient call's own backward comes by the token (a pipeline's by each
-            # parameter). Another one is the loss's, by a value between units.
+            # The backward of the gradient call has a gradient of the token (a pipeline
+            # asks for each parameter). Without one, the loss differentiates a value
+            # between units.
             own = token is not None or not ctx.tied
             for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
                 mine = grads[i : i + len(call.views)]
@@ -193,7 +195,7 @@ _NOTHING = torch.empty(0)
 def _forgetting(
     runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, start: int
 ) -> tuple[Any, Any]:
-    """Hooks that keep the place of a saved tensor in place of its data."""
+    """Hooks that replace a saved tensor by its place in the buffer."""
 
     def pack(x: Tensor) -> tuple[Any, ...]:
         return x.shape, x.stride(), x.storage_offset() - start
@@ -203,7 +205,7 @@ def _forgetting(
             return _NOTHING
         shape, stride, offset = packed
         full = call.full
-        if full is None:  # used beside its gradient's path: gathered for this use only
+        if full is None:  # read outside the unit's backward: gathered for this alone
             with label(call.name, "backward"):
                 full = runtime.gathers.gather_again(shard, call)
         return full.as_strided(shape, stride, full.storage_offset() + offset)
@@ -215,10 +217,10 @@ def _forgetting(
 
 
 def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Tensor:
-    """A rank's range as the whole buffer, under the mean over ranks.
+    """The whole buffer, gathered differentiably from this rank's range.
 
     Args:
-        layout: of one of its leaves.
+        layout: that of one of its leaves.
     """
     _check_exact(runtime)
     enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
@@ -263,7 +265,7 @@ def _joined(call: GatheredCall, shard: FlatShard, grads: Sequence[Any]) -> Tenso
 
 
 def _check_exact(runtime: ShardRuntime) -> None:
-    """Raises where a derivative would be that of an encoding.
+    """Raises if a message of ``shard`` is inexact, as its derivative would be wrong.
 
     Raises:
         LawError: a gather or a reduction changes values on the way.

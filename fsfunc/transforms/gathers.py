@@ -32,20 +32,19 @@ class GatheredCall:
     they reference no autograd graph: the FlatShard, which may have one, by weakref.
 
     Args:
-        name, key, micro: of the unit call: its name, which call it was of each body
-            around it, and its microbatches.
-        shard: the buffer; ``views``: how the leaves that the call reads lie in it.
-        dtype: in which it is gathered; ``reduce``: in which its gradient is reduced;
-            ``given``: in which that is kept.
-        keeps: whether the runtime keeps the gradient, past autograd.
+        name, key, micro: the unit call's name, numbers and microbatches.
+        shard: the buffer; ``views``: where the leaves that the call reads are in it.
+        dtype: that of the gathered buffer; ``reduce``: that of the reduction;
+            ``given``: that of the reduced gradient.
+        keeps: whether the runtime sums the gradient, and not autograd.
 
     Attributes:
-        full: the whole buffer in ``dtype``, until it is dropped.
+        full: the gathered buffer, until it is dropped.
         lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
-        shared: whether the call before it held the same one: neighbours share it.
+        shared: whether it is that of the call before, a small unit beside this one.
         held: whether ``full`` is kept from forward to backward.
         forgets: whether saved views of ``full`` were dropped: backward gathers again.
-        grad: the gradient so far, of the calls after it that share the buffer.
+        grad: the sum of the gradients of later calls that share the buffer.
     """
 
     full: Tensor | None = None
@@ -75,37 +74,38 @@ class GatheredCall:
         return self._shard()
 
     def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
-        """True if it holds what ``shard`` is now, in ``dtype``."""
+        """True if ``full`` has the values of ``shard``, in ``dtype``."""
         same = self.full is not None and self._shard() is shard
         return same and self.dtype == dtype and self._version == shard.version
 
     def take_over(self, other: GatheredCall) -> None:
-        """Holds what ``other`` does, if that is what this one was given."""
+        """Takes the gathered buffer of ``other``, if it is that of this call too."""
         same = self._shard() is other._shard() and self.dtype == other.dtype
         if self.full is None and same and self._version == other._version:
             self.full, self.lasts, self.held = other.full, other.lasts, other.held
 
     def check(self, shard: FlatShard) -> None:
-        """Raises where the weights were written over since they were gathered."""
+        """Raises if the parameters were overwritten since they were gathered."""
         if self._version != shard.version:
             raise RuntimeError(
-                f"{shard.members[0].name!r} and what lies beside it was written over "
-                "since a unit used it, by a donated step or a load, and the backward "
-                "of that unit would gather the new values: take the gradients before "
-                "the update"
+                f"{shard.members[0].name!r} and its buffer were overwritten since a "
+                "unit used them, by a donated step or a load, and the backward of that "
+                "unit would gather the new values: take the gradients before the update"
             )
 
     def parameters(self) -> list[Tensor]:
         """The leaves, as views of the whole buffer."""
         if (full := self.full) is None:
-            raise RuntimeError(f"unit {self.name!r} reads what is not gathered")
+            raise RuntimeError(
+                f"unit {self.name!r} reads a buffer that is not gathered"
+            )
         start, found = full.storage_offset(), []
         for shape, steps, offset in self.views:
             found.append(full.as_strided(shape, steps, start + offset))
         return found
 
 
-# The calls of one unit call: one for each buffer that it reads, nearly always one.
+# One for each buffer that a unit call reads: nearly always one.
 Calls = list[GatheredCall]
 
 
@@ -113,24 +113,24 @@ class _Near(NamedTuple):
     """A gather that kept a partial result, from which to re-gather in backward."""
 
     shard: FlatShard
-    shows: tuple[int, torch.dtype]  # of which version of it, in which dtype
+    shows: tuple[int, torch.dtype]  # its version, and the dtype of the gather
     first: KeptGather
-    count: int  # of what arrived
-    like: Tensor  # of its dtype, where it lies
+    count: int  # the elements that arrived
+    like: Tensor  # an empty tensor of their dtype and device
 
 
 class Gathers:
-    """The gathered buffers of one call, and the gathers in flight.
+    """The gathered buffers of a call of a sharded function, and its gathers in flight.
 
     Args:
         groups: the process groups of each buffer.
-        shards: the buffers that the call was given.
+        shards: the packed buffers among the arguments.
         options: those of ``shard``.
         pool: memory for what arrives.
         again: whether partial results of a ``KeptGather`` are kept for the backward.
 
-    ``recent`` are the unit calls that hold their buffers now: the last one, and those
-    that a backward recomputes.
+    ``recent`` are the unit calls whose buffers are alive: the last one, and those that
+    a backward recomputes.
     """
 
     def __init__(
@@ -146,22 +146,23 @@ class Gathers:
         self.again = again
         self.recent: Calls = []
         self.size = groups.where.size
-        self.rounds = not how.exact  # what is floating
-        self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
+        self.rounds = not how.exact  # whether floating buffers are encoded
+        # By the name of the buffer; several, if trees of one layout are arguments.
+        self.named: dict[str, list[FlatShard]] = {}
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
-        self.copy = 0  # which of them is read
-        # Whether some of it is offloaded; asked of none where nothing is.
+        self.copy = 0  # the position of the one that is in use
+        # Whether a buffer is offloaded.
         every = [x for alike in self.named.values() for x in alike]
         self.offloads = any_offloaded() and any(
             space_of(x.flat).offloaded for x in every
         )
         self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
-        # Where gathers leave something to gather from again: what they were.
+        # By the id of a buffer: its gather, if it kept a partial result.
         self.near: dict[int, _Near] = {}
 
     def close(self) -> None:
-        """Takes in what is still in flight, and forgets every buffer."""
+        """Waits for gathers in flight, and drops every buffer."""
         self.drop(self.recent)
         self.recent = []
         for call, work, _ in self.flights.values():
@@ -171,7 +172,7 @@ class Gathers:
         self.near.clear()
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
-        """Forgets gathered buffers; what ``but`` has of them lasts."""
+        """Drops the gathered buffers of ``calls``, except for those of ``but``."""
         for call in calls:
             full, call.full = call.full, None
             if full is not None and not call.lasts and self.pool.poison:
@@ -179,7 +180,7 @@ class Gathers:
                     self.pool.spoil(full)
 
     def whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
-        """The whole buffer where this rank has it without a gather."""
+        """The whole buffer, if this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and space_of(shard.flat).offloaded):
                 return shard.flat.detach()
@@ -188,8 +189,8 @@ class Gathers:
         return shard.whole
 
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
-        """Puts a gather in flight; returns where it will arrive."""
-        if shard.place.size == 1:  # cut over no axis: a cast is all that is needed
+        """Starts a gather; returns the buffer that it fills, and its handle."""
+        if shard.place.size == 1:  # split over no axis: a cast is all that is needed
             source = self._fetched(shard, dtype, full=shard.whole)
             return source, Done(source)
         near = self.near.get(id(shard)) if self.near else None
@@ -201,7 +202,7 @@ class Gathers:
         how, full, source = self.how, shard.whole, None
         if self.rounds and shard.flat.is_floating_point():
             source, full = self._encoded(shard, dtype), None
-        elif self.rounds:  # indices and masks have no rounding
+        elif self.rounds:  # indices and masks are sent as they are
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat.detach() if source is None else source
@@ -212,8 +213,8 @@ class Gathers:
         out = full
         if full is shard.whole:
             if _torch.storage_key(full) == _torch.storage_key(shard.flat):
-                # The state lies in it, and stays what it is: `.data` has a version of
-                # its own. (Any other buffer's tells graphs that it was written.)
+                # The values of the state, which lies in it, do not change; `.data` has
+                # a version counter of its own, so no graph takes it for written.
                 out = full.data
         if source is None:
             source = self._fetched(shard, dtype, where, out)
@@ -230,7 +231,7 @@ class Gathers:
         where: RankGroup | None = None,
         full: Tensor | None = None,
     ) -> Tensor:
-        """This rank's range on the device: right where it is to arrive, if it moves."""
+        """This rank's range on the device; from a store it goes into ``full``."""
         flat = shard.flat.detach()
         if not self.offloads or not (home := space_of(flat)).offloaded:
             return flat.to(dtype)
@@ -242,7 +243,7 @@ class Gathers:
         return home.fetch(flat, dtype, full)
 
     def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """The range as a gather that rounds sends it."""
+        """This rank's range, encoded by the message."""
         flat = self._fetched(shard, shard.flat.dtype)
         version = 0 if flat.is_inference() else flat._version
         source = self.how.encode(flat, dtype)
@@ -254,23 +255,23 @@ class Gathers:
         return source
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole buffer, of what has arrived."""
+        """The whole buffer, decoded from what has arrived."""
         if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
             count, how = shard.place.chunk, self.how
             full = how.decode(full, dtype, count)
             check_decoded(how, full, count * shard.place.size, dtype)
             count_as("gathered", [full])
-        if self.zero in (1, 2):  # the state keeps it, until it changes
+        if self.zero in (1, 2):  # kept with the state, until that changes
             shard.keep(full)
         return full
 
     def bring(
         self, call: GatheredCall, shard: FlatShard, old: Iterable[GatheredCall] = ()
     ) -> None:
-        """Gives a call the whole buffer: the one that is there, or a gathered one.
+        """Sets the whole buffer of a call, which is gathered if it is not there.
 
         Args:
-            old: calls whose buffers go before a new one is waited for.
+            old: calls whose buffers are dropped before that.
         """
         call.full = self.whole(shard, call.dtype)
         call.lasts = call.full is not None
@@ -280,7 +281,7 @@ class Gathers:
             call.lasts = shard.whole is call.full
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """The result of the gather in flight, or of a new one that is waited for."""
+        """The result of the gather in flight, or of a new one."""
         flight = self.flights.pop(shard.buffer, None)
         if flight is not None:
             call, work, _ = flight
@@ -293,7 +294,7 @@ class Gathers:
         return self.arrived(shard, full, dtype)
 
     def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
-        """The same for a backward, which wants what the forward had."""
+        """The whole buffer for a backward, with the values that the forward had."""
         call.check(shard)
         whole = self.whole(shard, call.dtype)
         return self.gather(shard, call.dtype) if whole is None else whole
@@ -301,10 +302,10 @@ class Gathers:
     def send_for(
         self, shard: FlatShard, dtype: torch.dtype, now: Calls, back: bool = False
     ) -> None:
-        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it.
+        """Starts the gather of a buffer ahead of its use, unless ``now`` shares it.
 
-        One that is offloaded is only read ahead on the way ``back``: beside a unit and
-        its gradients there is no room for it.
+        In the backward (``back``) an offloaded buffer is only read ahead: beside a unit
+        and its gradients the device has no room for it.
         """
         name = shard.buffer
         if name in self.flights or self.whole(shard, dtype) is not None:
@@ -315,14 +316,13 @@ class Gathers:
         if not (shard.is_shared and any(c.shows(shard, c.dtype) for c in now)):
             call = GatheredCall("", (), (), shard, [], dtype)
             call.full, work = self.start(shard, dtype)
-            # What is sent is held to the end, on all ranks alike: no donated step
-            # writes into it meanwhile.
+            # Its range is kept alive, so that no donated step writes into it meanwhile.
             self.flights[name] = call, work, shard.flat.detach()
 
     def send_ahead(
         self, at: int, shards: Sequence[FlatShard], casts: Casts | None
     ) -> None:
-        """Sends for what comes after the program's call ``at``, the last one."""
+        """Prefetches the buffers of the unit call after ``at`` in the program."""
         order = shards[0].members[0].order
         if at + 1 >= len(order) or order[at] != tuple(map(_BUFFER, shards)):
             return
@@ -342,7 +342,7 @@ _PLAIN = Gather()
 
 
 def _dtype(shard: FlatShard, casts: Casts) -> torch.dtype:
-    """The dtype in which a buffer is gathered, as far as is known before the call."""
+    """The dtype in which a buffer will be gathered, as far as it is known before."""
     own = shard.flat.dtype
     if not own.is_floating_point:
         return own

@@ -1,4 +1,4 @@
-"""Gradients of one sharded call by packed buffers: collected, reduced and summed."""
+"""Gradients of packed buffers in one gradient call: packed, reduced and summed."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 
 class GradientSums:
-    """The gradients by packed buffers of one gradient call, on one rank.
+    """The gradients of packed buffers in one gradient call, on one rank.
 
     Args:
         groups: the process groups of each buffer.
         options: those of ``shard``; at ``zero=1`` all is reduced in the end.
         pool: memory for reductions.
-        defers: whether reductions wait until the unit's own memory is gone, and are
-            over before the next one's comes: where parameters are offloaded, the device
-            has no room for more.
-        observers: what is to see this rank's gradients before they are reduced.
-        feedback: adds what earlier reductions lost on the way, if anything does.
-        steps: steps a buffer once all of its gradients are summed, if anything does.
+        defers: whether a reduction waits until the unit's memory is freed, and ends
+            before the next unit: with offloaded parameters the device has no room for
+            both.
+        observers: are shown this rank's gradients before they are reduced.
+        feedback: sends gradients with the error of earlier reductions, if any.
+        steps: updates a buffer when its gradients are summed, if any.
 
-    Of ``accumulate`` loops within, the microbatches' gradients are summed before they
-    are reduced; with ``reduce_each`` each is reduced over the ranks that cut a buffer,
-    and the sum of the parts is summed over replicas. One reduction is in flight at a
-    time, and one sum over replicas: each runs beside the backward of the next unit.
+    For ``accumulate`` loops inside, the microbatches' gradients are summed before they
+    are reduced; with ``reduce_each`` each is reduced, and the sum of the parts is
+    summed over replicas. One reduction is in flight at a time, and one sum over
+    replicas: each runs beside the backward of the next unit.
     """
 
     def __init__(
@@ -67,17 +67,18 @@ class GradientSums:
         self.before = _divided_before(groups.mean_size)
         self.depth = len(frame().micro)
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
-        # The unit calls that still read a buffer that is stepped meanwhile.
+        # By the id of a buffer: the unit calls that have read it, and whose gradients
+        # are still to come.
         self.open: dict[int, set[Any]] = {}
-        # A gradient waits for those of other microbatches, for its turn, for the ranks
-        # that cut its buffer, for those that repeat it.
+        # Gradients that wait for those of other microbatches; that are deferred; whose
+        # reduction is in flight; whose sum over replicas is.
         self.partial: dict[Any, _Flow] = {}
         self.waiting: list[_Flow] = []
         self.reducing: list[_Flow] = []
         self.summing: list[_Flow] = []
 
     def reads(self, calls: Calls, graph: bool) -> None:
-        """Notes that a unit call reads buffers, with a graph or not."""
+        """Notes that a unit call reads buffers; ``graph``: whether grad is enabled."""
         for call in calls:
             if not (graph and call.shared) and (shard := call.shard) is not None:
                 self.open.setdefault(id(shard), set()).add(call.key)
@@ -85,9 +86,9 @@ class GradientSums:
     def collect(
         self, call: GatheredCall, shard: FlatShard, grads: Sequence[Tensor | None]
     ) -> Tensor:
-        """The gradients in one buffer, in the dtype of the reduction."""
-        while self.reducing:  # its buffer is what this one may lie in
-            self._finish()
+        """Packs gradients into one buffer, in the dtype of the reduction."""
+        while self.reducing:  # its buffer may be used for this one
+            self._receive()
         home, count = space_of(shard.flat), shard.place.size * shard.place.chunk
         where = self.groups[shard.split_axes].where
         if where is not None and where.size > 1:
@@ -119,10 +120,10 @@ class GradientSums:
         return buffer
 
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
-        """Takes the gradient of one call, which it reduces when all are there."""
+        """Adds the gradient of one call, and reduces the sum when it is complete."""
         if self.observed is not None:
             self.observed.show(call, shard, buffer)
-        due = 1  # counted, not numbered: microbatches may come back in any order
+        due = 1  # a count: the backwards of microbatches may run in any order
         for _, n in call.micro[self.depth :]:
             due *= n
         key = id(shard), call.key
@@ -135,7 +136,7 @@ class GradientSums:
         self._reduce(one)
 
     def _awaits_others(self, one: _Flow) -> bool:
-        """Adds what came of other microbatches, and keeps the sum if more are due."""
+        """Adds a gradient to that of other microbatches; True if more are due."""
         before = self.partial.pop(one.key, None)
         if before is not None:
             one.grad.add_(before.grad.to(one.grad.device))
@@ -147,9 +148,9 @@ class GradientSums:
         return True
 
     def _reduce(self, one: _Flow, now: bool = False) -> None:
-        """Puts a reduction in flight, and waits for the one before; or defers it.
+        """Starts a reduction, and waits for the one before; or defers it.
 
-        With ``now`` it is waited for itself.
+        With ``now``, waits for this one too.
         """
         if self.defers and not now:
             self.waiting.append(one)
@@ -163,22 +164,22 @@ class GradientSums:
         self.reducing.append(one)
         if now or len(self.reducing) > 1:
             del one, buffer
-            self._finish()
+            self._receive()
 
     def settle(self) -> None:
-        """Reduces what was deferred, one buffer after the other."""
+        """Reduces deferred gradients, one buffer after the other."""
         while self.waiting:
             with label(self.waiting[0].name, "backward"):
                 self._reduce(self.waiting.pop(0), now=True)
                 while self.summing:
                     self._keep_first()
 
-    def _finish(self) -> None:
-        """Takes in the reduction that was put in flight first."""
+    def _receive(self) -> None:
+        """Waits for the reduction that was started first, and decodes its result."""
         one = self.reducing.pop(0)
         if one.work is not None:
             sent, arrived = one.grad, one.work.wait()
-            one.work = one.grad = None  # or they hold what arrived, while that is cast
+            one.work = one.grad = None  # frees what arrived as soon as it is cast
             flat = one.shard.flat
             wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
             grad = self.reduction.decode(arrived, wide, flat.numel())
@@ -196,7 +197,7 @@ class GradientSums:
             self._sum_over_replicas(one)
 
     def _sum_over_replicas(self, one: _Flow) -> None:
-        """Puts the sum in flight, where there are any, and waits for the one before."""
+        """Starts the sum over replicas, if any, and waits for the one before."""
         replicas = self.groups[one.shard.split_axes].replicas
         if replicas is None or replicas.size == 1:
             self._keep(one)
@@ -215,7 +216,7 @@ class GradientSums:
         self._keep(one)
 
     def _keep(self, one: _Flow) -> None:
-        """Adds a buffer's summed gradient to those that are there."""
+        """Adds a buffer's summed gradient to ``grads``, or updates the buffer by it."""
         shard, grad, before = one.shard, one.grad, self.grads.get(id(one.shard))
         one.grad = None
         count_as("gradients", [grad])
@@ -224,7 +225,7 @@ class GradientSums:
         if one.given not in (None, own):
             given = one.given
         halved = self.before if one.dtype == torch.float16 else 1
-        # A mean at once, where that dtype might not hold the sum.
+        # Divided at once, where that dtype might not hold the sum.
         if mean := given != own or own == torch.float16:
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
@@ -249,20 +250,20 @@ class GradientSums:
                 self.steps.step(shard, grad, 1 if mean else by)
 
     def counts(self) -> dict[Any, int]:
-        """The sizes, in microbatches, of the sums that wait for others."""
+        """The number of microbatches in each incomplete sum."""
         return {key: one.count for key, one in self.partial.items()}
 
     def carried(self) -> list[Tensor]:
-        """The tensors that one microbatch hands on to the next."""
+        """The tensors that are kept from one microbatch to the next."""
         return [*(one.grad for one in self.partial.values()), *self.grads.values()]
 
     def repeat(self, before: dict[Any, int], times: int) -> None:
-        """Counts what came since ``before``, some more times."""
+        """Counts the microbatches since ``before`` for ``times`` more."""
         for key, one in self.partial.items():
             one.count += times * (one.count - before.get(key, 0))
 
     def finish(self) -> None:
-        """Waits for all that is due: then ``grads`` has the sums over the ranks."""
+        """Reduces and waits for all that is left: ``grads`` has the sums then."""
         for key in [key for key, one in self.partial.items() if not one.reduced]:
             one = self.partial.pop(key)
             one.count = one.due = 1
@@ -273,7 +274,7 @@ class GradientSums:
             self.settle()
         self.settle()
         while self.reducing:
-            self._finish()
+            self._receive()
         for one in self.partial.values():
             with label(one.name, "backward"):
                 self._sum_over_replicas(one)
@@ -289,9 +290,9 @@ class _Flow:
     """The gradient of one buffer, from accumulation through reduction.
 
     Args:
-        dtype: in which it came; ``name``, ``key``: of the unit call.
-        due: the number of microbatches to accumulate before the next stage.
-        given: the dtype in which it is kept, if not that of the parameters.
+        dtype: that of the packed gradient; ``name``, ``key``: those of the unit call.
+        due: the number of microbatches to accumulate; ``count``: those so far.
+        given: the dtype of the result, if not that of the parameters.
     """
 
     shard: FlatShard

@@ -1,8 +1,9 @@
-"""Gradients of a sharded gradient call: by packed leaves, and means of all else.
+"""The tree of gradients of a sharded gradient call; checks of derivatives of units.
 
-And which derivatives ``torch.func`` may take through a sharded unit. A parameter's
-derivative is that of the mean over the ranks, so its rows must mean the same thing on
-every rank, and it must be taken where every rank takes it.
+Sums of packed buffers, divided into means, are put into the tree, and the gradients of
+replicated leaves are averaged over the ranks. A parameter's derivative is one of that
+mean: so a unit refuses derivatives of ``torch.func`` that are taken sample by sample,
+or inside an enclosing unit.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 
 
 def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
-    """By id, this shard's buffers all of whose leaves are differentiated.
+    """By id, the buffers of this shard of which all leaves are differentiated.
 
-    And the number of leaves that are plain tensors.
+    And the number of differentiated leaves that are in none of them.
     """
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
@@ -58,20 +59,19 @@ def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard],
 
 
 class Gradients:
-    """The gradients of a sharded gradient call, leaf by leaf of its arguments.
+    """The gradients of a sharded gradient call, leaf by leaf.
 
     Args:
         chosen: the differentiated arguments; ``grads``: a tree for each.
 
     Raises:
-        RuntimeError: a transform within put others in the place of what is kept here.
+        RuntimeError: an inner transform replaced gradients that the runtime sums.
     """
 
     def __init__(self, chosen: Any, grads: Any, runtime: ShardRuntime):
         self.runtime = runtime
         self.leaves, self.treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
-        # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
-        # arguments is none.
+        # By the leaves of the arguments: a gradient may be None, which is no leaf.
         self.found: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
         kept = [g for g in self.found if is_sharded(g) and g.is_kept]
         due = [x for shard in runtime.keeps.values() for x in shard.members]
@@ -83,13 +83,13 @@ class Gradients:
         return tree.unflatten(self.treedef, self.found)
 
     def _kept(self) -> list[int]:
-        """The positions of leaves whose gradients the runtime keeps."""
+        """The positions of leaves whose gradients the runtime sums."""
         keeps = self.runtime.keeps
         every = enumerate(self.leaves)
         return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
 
     def take_parts(self) -> None:
-        """Takes in gradients by parts that were used outside units."""
+        """Adds gradients of parts that were read outside units to the tree."""
         for i in self._kept() if self.runtime.parts else ():
             x = self.leaves[i]
             part = self.runtime.parts.get((id(x.packed), id(x.layout)))
@@ -97,11 +97,11 @@ class Gradients:
                 self.found[i] = x.with_local(part.grad)
 
     def check_observed(self) -> None:
-        """Raises where some of a rank's own gradient has been seen by no observer.
+        """Raises if some of this rank's gradient was shown to no observer.
 
         Raises:
-            LawError: gradients by parts that the loss used outside units, or of leaves
-                that ranks of the mean hold other blocks of.
+            LawError: gradients of parts that the loss read outside units, or of leaves
+                that ranks of the mean have other blocks of.
         """
         for shard in self.runtime.keeps.values():
             if set(shard.split_axes) & set(self.runtime.options.axes):
@@ -112,7 +112,7 @@ class Gradients:
                 raise LawError(UNSEEN.format(f"{g.name!r} is read outside units"))
 
     def take_sums(self) -> None:
-        """Takes in what the runtime has summed of its buffers."""
+        """Puts the sums of the runtime into the tree, as means."""
         shards, runtime = {}, self.runtime
         steps = runtime.sums.steps
         done = {} if steps is None else steps.done
@@ -141,7 +141,7 @@ class Gradients:
                 new.local.add_(direct.local)
 
     def average_whole(self, where: RankGroup) -> None:
-        """Makes means of the gradients of whole leaves; a rank's own stay its own."""
+        """Averages the gradients of replicated leaves over ranks."""
         whole = [
             i
             for i, (x, g) in enumerate(zip(self.leaves, self.found, strict=True))
@@ -156,7 +156,7 @@ class Gradients:
 
 
 def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
-    """The trees of gradients, with leaves that raise for those that are used up."""
+    """The trees of gradients, with leaves that raise where a buffer was updated."""
     old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     for i, x in enumerate(old):
@@ -170,9 +170,9 @@ def _zeros(flat: Tensor) -> Tensor:
 
 
 def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
-    """Loss, weight, floating scalars of aux and gradients of whole leaves as means.
+    """The outcome averaged over the ranks: loss, weight, aux and replicated gradients.
 
-    What of aux is summed, is summed over the ranks.
+    In aux, floating scalars are averaged and `Summed` ones are summed.
     """
     runtime = found.runtime
     if runtime.groups.mean_size == 1:
@@ -183,7 +183,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
     values = [outcome.total, *[aux[i] for i in picked], one]
     with label("", "loss"):
-        # At least fp32: a weight may be a count that bfloat16 cannot tell.
+        # At least fp32: a weight may be a count that bfloat16 cannot represent.
         wide = functools.reduce(
             torch.promote_types, [v.dtype for v in values], torch.float32
         )
@@ -226,10 +226,10 @@ def _packed(
 
 
 def check_mapped(call: Call, taken: Sequence[Sharded]) -> None:
-    """Raises where vmap, outside the unit that takes leaves, has cut them up.
+    """Raises if a vmap outside the unit maps over sharded leaves.
 
     Raises:
-        LawError: what it maps over is this rank's part, element by element.
+        LawError: it would map over the elements of this rank's part.
     """
     for leaf in taken:
         if leaf.layout.flat is not None and not leaf.local.ndim:
@@ -243,14 +243,14 @@ def check_mapped(call: Call, taken: Sequence[Sharded]) -> None:
 
 
 def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
-    """Raises where a derivative by ``taken`` would mix what the ranks hold.
+    """Raises if a derivative by parameters would mix samples of different ranks.
 
     Args:
-        call: the unit call that takes these leaves, sharded or plain, as parameters.
-        inputs: what else it is given.
+        call: the unit call; ``taken``: its parameters, sharded or plain.
+        inputs: its other arguments.
 
     Raises:
-        LawError: the derivative is taken sample by sample, or within a unit around.
+        LawError: the derivative is taken sample by sample, or in an enclosing unit.
     """
     inner, name, local = 0, "", None
     for leaf in taken:

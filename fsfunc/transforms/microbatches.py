@@ -1,7 +1,7 @@
-"""The arguments of a gradient call in microbatches, cut along dim 0.
+"""Microbatches: the batch of a gradient call cut along dim 0.
 
-Which arguments are the batch is told: in ``f(params, batch)`` the second one, else by
-``batch_argnums``. Of a batch every tensor with dims is cut, but for sharded leaves.
+The batch is the second argument of ``f(params, batch)``, or what ``batch_argnums``
+names. All of its tensors with dims are cut, except for sharded leaves.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Microbatches:
     """A gradient call in ``n`` parts along dim 0.
 
     Args:
-        call: the gradient call; what it says of its batch comes first.
-        n: how many parts, as even as can be, the smaller ones last.
-        chosen: the arguments that are cut, where the transform was told so.
-        who: the transform, for errors.
+        call: the gradient call; its own ``batch_argnums`` take precedence.
+        n: the number of parts, which are as even as possible, smaller ones last.
+        chosen: the ``batch_argnums`` of the transform.
+        who: the name of the transform, for errors.
         even: whether the parts must be of one size.
 
     Raises:
-        ValueError: several arguments that may be the batch, and nobody said which; what
+        ValueError: several arguments may be the batch, and none is named; what
             :func:`rows_of` refuses.
     """
 
@@ -73,7 +73,11 @@ class Microbatches:
         return found
 
     def _only(self, who: str) -> list[int | str]:
-        """The one argument beside the first that holds tensors to cut, if any."""
+        """The argument after the first that holds tensors, if there is one.
+
+        Raises:
+            ValueError: there are several, or it is differentiated.
+        """
         found = [k for k, a in self._arguments.items() if k != 0 and a.tensors]
         if len(found) > 1 or any(k in self._call.argnums for k in found):
             told = ", ".join(map(repr, found))
@@ -99,14 +103,14 @@ class Microbatches:
         return bool(self._arguments[i].pieces)
 
     def share(self, m: int) -> float:
-        """The rows of microbatch ``m``, over those of an average one."""
+        """The rows of microbatch ``m``, divided by the mean number."""
         for a in self._arguments.values():
             for pieces in a.pieces.values():
                 return len(pieces[m]) * self.n / self._rows
         return 1.0
 
     def apart(self, outcome: Outcome, own: list[list[list[Any]]]) -> Outcome:
-        """The outcome without the gradients by what is cut; ``own`` has those more."""
+        """The outcome without gradients by cut arguments, which ``own`` is given."""
         grads: list[Any] = list(outcome.grads)
         own.append([])
         for k, i in enumerate(self._call.argnums):
@@ -121,7 +125,7 @@ class Microbatches:
         return outcome.with_grads(tuple(grads))
 
     def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
-        """The outcome with what :meth:`apart` took off each part, joined in order."""
+        """The outcome with the gradients that :meth:`apart` removed, concatenated."""
         grads = list(outcome.grads)
         for k, i in enumerate(self._call.argnums):
             a = self._arguments[i]
@@ -137,7 +141,7 @@ class Microbatches:
 
 @dataclass
 class _Argument:
-    """One argument: its leaves, and the pieces of those that are cut."""
+    """An argument: its leaves, and the pieces of those that are cut."""
 
     value: Any
     name: str
@@ -150,7 +154,7 @@ class _Argument:
         ]
 
     def named(self) -> dict[str, Tensor]:
-        """path -> leaf, of what can be cut."""
+        """The leaves that can be cut, by path."""
         paths = tree.paths(self.value, is_leaf=is_sharded)
         return {
             "/".join(filter(None, (self.name, paths[j]))): self.leaves[j]

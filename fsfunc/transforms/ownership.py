@@ -1,8 +1,7 @@
-"""Replicated or rank-local: the kind of a plain tensor in a sharded call.
+"""Whether a plain tensor in a sharded call is replicated or rank-local; ``assume``.
 
-The first argument of a sharded function is its state, of which each leaf is laid out;
-in others laid out leaves keep their layout, and all else is the rank's own. What a
-first step returns is one value along the axes that no transform and no layout names.
+The leaves of the first argument, the state, have layouts. Leaves of other arguments
+that have one keep it; other tensors there are the rank's own.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
 
 class Ownership:
-    """The replicated and the rank-local plain tensors of one sharded call.
+    """Which plain tensors of a sharded call are replicated, and which rank-local.
 
     Args:
         state: the leaves of its first argument.
-        leaves: those of all arguments, of which laid out ones keep their layout.
+        leaves: those of all arguments.
     """
 
     def __init__(self, state: Sequence[Any], leaves: Sequence[Any]):
         self._state, self._leaves = state, leaves
-        self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
+        # By storage; with the tensor, so that its memory is not used again.
+        self._said: dict[int, tuple[bool, Tensor]] = {}
 
     @cached_property
     def _replicated(self) -> set[int]:
@@ -47,7 +47,7 @@ class Ownership:
     def is_replicated(self, x: Tensor) -> bool:
         """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.
 
-        By memory, not by object: to detach a leaf, or to track it, makes a new object.
+        By memory, not by object: a detached leaf is a new object.
         """
         key = storage_of(x)
         if key in self._said:
@@ -55,20 +55,20 @@ class Ownership:
         return key in self._replicated
 
     def declare(self, x: Tensor, replicated: bool) -> None:
-        """Sets the kind of ``x`` for this call."""
+        """Declares whether ``x`` is replicated, for this call."""
         self._said[storage_of(x)] = replicated, _torch.unwrapped(x)
 
 
 def enter_tracked(
     leaves: list[Any], ownership: Ownership, where: Callable[[], RankGroup]
 ) -> bool:
-    """Enters leaves that are one value, and differentiated around a sharded call.
+    """Applies ENTER, in place, to replicated leaves that are differentiated outside.
 
-    In place; whether there are any. Their gradients are means, as those of parts. One
-    that merely asks for a gradient does not count, but in a loss around.
+    Their gradients are then means, as those of sharded leaves. Returns whether there
+    are any. A leaf that only requires grad counts if an enclosing loss uses it.
 
     Args:
-        where: gives the ranks of the mean.
+        where: returns the ranks of the mean.
     """
     plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     tracked = [i for i, x in plain if _is_tracked(x) and laid_as(x) == WHOLE]
@@ -79,7 +79,7 @@ def enter_tracked(
 
 
 def _is_tracked(x: Tensor) -> bool:
-    """True if something around differentiates ``x``."""
+    """True if ``x`` is differentiated outside the call."""
     if _torch.differentiated_at(x):
         return True
     in_graph = x.grad_fn is not None or bool(frame().in_loss)
@@ -87,23 +87,23 @@ def _is_tracked(x: Tensor) -> bool:
 
 
 def storage_of(x: Tensor) -> int:
-    """A key that is equal for two tensors in one memory, tracked, mapped or donated."""
+    """The storage key of a tensor, which may be differentiated, mapped or donated."""
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():  # a donated step's own leaves are known as well
         return _torch.storage_key(x)
 
 
 def assume(x: Any, axis: Axis, type: str) -> Any:
-    """``x``, of which the caller answers for whose it is over an axis of ``shard``.
+    """``x``, declared to be replicated or rank-local over an axis of ``shard``.
 
-    The way past a refusal where the library cannot know: for one value, never for a
-    whole step. Nothing is checked, and the derivative goes through as it is.
+    The way past a refusal where you know more than the type check. Nothing is checked,
+    and the derivative is the identity.
 
     Args:
-        x: tensors, no parts of sharded leaves (for these see ``pcast``).
-        type: "I": it is the same on every rank, so that it may scale parameters, be
-            laid out, or be differentiated as one value, whose gradient is the ranks'
-            mean. "V": it is this rank's own, and so is its gradient.
+        x: tensors, but no parts of sharded leaves (for these see ``pcast``).
+        type: "I": it is equal on all ranks, so it may scale parameters, be laid out, or
+            be differentiated as one value, whose gradient is the ranks' mean. "V": it
+            is this rank's own, and so is its gradient.
 
     Raises:
         ValueError: another type.

@@ -1,4 +1,4 @@
-"""``remat``: forget a unit's residuals, and compute them again in the backward."""
+"""``remat``: free a unit's residuals, and recompute them in the backward."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class _Remat(Interpretation):
         *inputs: Any,
         **named: Any,
     ) -> Any:
-        """Runs a unit call, of which the backward runs it again."""
+        """Runs a unit call, which the backward runs again."""
         if call.frame.composable or not torch.is_grad_enabled():
             return run(params, *inputs, **named)
         leaves, treedef = tree.flatten((params, inputs, named), is_sharded)
@@ -295,7 +295,7 @@ def _pull(
     beside: Sequence[Tensor],
     twice: bool = False,
 ) -> Sequence[Tensor | None]:
-    """The gradients of ``wanted``; ``beside`` are to be reached, and no more."""
+    """The gradients of ``wanted``; the backward also reaches ``beside``."""
     inputs = [*wanted, *beside]
     with internal():
         return torch.autograd.grad(

@@ -1,4 +1,4 @@
-"""Options of shard, and the process groups of packed buffers that follow."""
+"""The options of ``shard``, and the process groups of packed buffers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ Rules = tuple[tuple[str, bool], ...]
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """The arguments of ``shard``, checked; see there.
+    """The arguments of ``shard``, checked.
 
-    ``axis``: the axes over which parameters are cut; ``replicate``: those over which
-    the parts are repeated. ``reshard_after_forward``: a mapping as its items.
+    Axes are tuples, and a mapping of ``reshard_after_forward`` is a tuple of items.
     """
 
     mesh: Mesh
@@ -41,7 +40,7 @@ class ShardOptions:
     def of(
         cls, mesh: Mesh, axis: Axis, replicate: Axis | None, **others: Any
     ) -> ShardOptions:
-        """The options, of what a user gave.
+        """The options for the arguments of ``shard``.
 
         Raises:
             ValueError: as ``shard`` does.
@@ -88,17 +87,17 @@ class ShardOptions:
         return (*self.replicate, *self.axis)
 
     def holds(self, name: str, shard: FlatShard) -> bool:
-        """True if a unit call of this name keeps what it gathers for its backward."""
+        """True if a unit call of this name keeps a gathered buffer for its backward."""
         again = self.reshard_after_forward
         if isinstance(again, bool):
             return not again
         return not _first_fitting(again, (name, *(x.name for x in shard.members)))
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raises where a pattern of ``reshard_after_forward`` fits none of the names.
+        """Raises if a pattern of ``reshard_after_forward`` matches none of the names.
 
         Args:
-            names: of the unit calls of a program, and of the leaves that they take.
+            names: those of a program's unit calls, and of the leaves that these take.
         """
         again = self.reshard_after_forward
         for pattern, _ in again if isinstance(again, tuple) else ():
@@ -112,9 +111,10 @@ class ShardOptions:
                 )
 
     def gathers(self, layout: Layout) -> bool:
-        """True if this ``shard`` gathers the leaf: its buffer is cut over ``axis``.
+        """True if this ``shard`` gathers the leaf.
 
-        Or over nothing. Axes that split the leaf itself (experts) cut no buffer.
+        It does if the leaf's buffer is split over ``axis`` (without those axes that
+        split the leaf itself, as for experts), or over nothing.
         """
         if (flat := layout.flat) is None:
             return False
@@ -136,12 +136,12 @@ def _first_fitting(rules: Rules, names: tuple[str, ...]) -> bool:
 
 
 class BufferGroups(NamedTuple):
-    """The groups that a buffer is gathered from and its gradient reduced over.
+    """The groups of ranks of a packed buffer.
 
     Args:
-        where: the ranks over which it is cut.
-        replicas: those that have a copy of this rank's range.
-        blocks: those of the mean that have other blocks of its leaves.
+        where: the ranks that it is split over: gathers and reductions are over these.
+        replicas: the ranks that have a copy of this rank's range.
+        blocks: the ranks of the mean that have other blocks of its leaves.
     """
 
     where: RankGroup | None
@@ -152,9 +152,9 @@ class BufferGroups(NamedTuple):
 class GroupTable(dict[tuple[str, ...], BufferGroups]):
     """The groups of a buffer, by the axes over which its leaves are split.
 
-    Where these are among the axes of ``shard``, as those of experts are, it is the
-    ranks that have the same block. Made in the forward pass: a backward has no mesh in
-    reach.
+    If some of these are axes of ``shard``, as for experts, the groups have the ranks
+    with the same block. They are made in the forward pass, as a backward pass does not
+    know the mesh.
 
     ``mean_size``: the number of ranks over which the loss is a mean.
     """
@@ -179,7 +179,7 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
 
 
 def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
-    """The ranks of a group that differ along none of these axes."""
+    """The ranks of a group that have this rank's coordinates along ``axes``."""
     if where is None or not set(where.axis) & set(axes):
         return where
     rest = tuple(axis for axis in where.axis if axis not in axes)

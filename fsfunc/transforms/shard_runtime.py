@@ -1,13 +1,14 @@
-"""A sharded call as it runs on one rank: what is gathered, and where gradients go.
+"""The state of a sharded call on one rank: gathered buffers, and reduced gradients.
 
-A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies in a
-:class:`~fsfunc.sharded.leaf.FlatShard`; a unit call that reads it has a
-:class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
-gathers the buffer, and reduces the gradient that comes back.
+A :class:`~fsfunc.sharded.leaf.Sharded` leaf lies in a packed buffer, a
+:class:`~fsfunc.sharded.leaf.FlatShard`. A unit call that reads it has a
+:class:`GatheredCall` for that buffer. The :class:`ShardRuntime` of the enclosing call
+gathers the buffer, and reduces its gradient.
 
-Each unit call invokes four hooks: ``take`` (before its forward), ``after_forward``,
-``before_backward`` and ``after_backward`` (then ``gradient_of`` for each buffer).
-``gathers`` holds gathered and prefetched buffers, ``sums`` the reduced gradients.
+`boundary` calls four methods for each unit call: ``take`` before its forward, then
+``after_forward``, ``before_backward`` and ``after_backward``, followed by
+``gradient_of`` for each buffer. ``gathers`` has gathered and prefetched buffers,
+``sums`` the reduced gradients.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 
 class ShardRuntime:
-    """One gradient call, or one plain call, of a sharded function on one rank.
+    """The state of a call of a sharded function, or of a gradient call, on one rank.
 
     Args:
         groups: the process groups of each buffer.
         options: those of ``shard``.
         pool: memory for gathers and reductions.
-        shards: the buffers that the call was given.
-        ownership: the kinds of its plain tensors.
-        first: how many unit calls of the program came before.
+        shards: the packed buffers among the arguments.
+        ownership: which plain tensors are replicated.
+        first: the number of unit calls of the program before this call.
         differentiated: the arguments that a gradient call differentiates.
-        keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
-            ``parts`` has the parts of their leaves that are used outside units.
+        keeps: by id, the buffers whose gradients are summed here, not by autograd;
+            ``parts`` has the parts of their leaves that are read outside units.
         how_summed: ``observers``, ``feedback``, ``steps``: see ``GradientSums``.
     """
 
@@ -67,29 +68,29 @@ class ShardRuntime:
         again = again and bool(differentiated)
         self.gathers = Gathers(groups, shards, options, pool, again)
         defers = self.gathers.offloads
-        self.looks = groups.where.size > 1 or defers  # for what comes next
+        self.looks = groups.where.size > 1 or defers  # whether it prefetches
         self.first = first
-        self.count: dict[Micro, int] = {}  # unit calls up to here, by microbatch
-        self.passes: set[Any] = set()  # those that began, by microbatch
-        self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
+        self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
+        self.passes: set[Any] = set()  # microbatches whose forward pass has begun
+        self.calls: dict[Micro, list[Calls]] = {}  # unit calls, as they returned
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
         self.sums = GradientSums(groups, options, pool, defers, **how_summed)
 
     def averages(self, x: Tensor) -> bool:
-        """True if the gradient call will average the gradient of a whole parameter."""
+        """True if ``gradients`` averages the gradient of ``x`` when this call ends."""
         return bool(self.differentiated) and self.ownership.is_replicated(x)
 
     @property
     def passed(self) -> int:
-        """The number of unit calls of the program, up to here."""
+        """The number of unit calls of the program so far."""
         return max(self.count.values(), default=self.first)
 
     def begin(self) -> None:
-        """A forward pass starts: what the last one left over is forgotten.
+        """Begins a forward pass, and drops what the last one left.
 
         Raises:
-            RuntimeError: one that was there already, whose gradients are summed here.
+            RuntimeError: the same microbatch runs twice, whose gradients are summed.
         """
         micro = frame().micro
         if self.keeps and micro in self.passes:
@@ -97,7 +98,7 @@ class ShardRuntime:
         self.passes.add(micro)
         self.gathers.drop(self.gathers.recent)
         self.gathers.recent, self.calls, self.count = [], {}, {}
-        if self.zero == 3:  # memory before the odd page fault
+        if self.zero == 3:  # to save memory, at the cost of some page faults
             self.pool.trim(2)
             self.groups.where.link.trim()
 
@@ -108,7 +109,7 @@ class ShardRuntime:
         casts: Casts | None,
         recompute: bool,
     ) -> Calls:
-        """Brings in what a unit call reads, and sends for what the next one will."""
+        """Gathers the buffers of a unit call, and prefetches those of the next one."""
         if self.sums.waiting:
             self.sums.settle()
         if recompute:
@@ -135,7 +136,7 @@ class ShardRuntime:
         return calls
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
-        """The same for a recompute: the calls of the first run, which last."""
+        """Gathers the buffers of a recompute; returns the calls of the first run."""
         every, at = self.find(calls[0])
         first = every[at] if at >= 0 else []
         calls = [
@@ -146,8 +147,7 @@ class ShardRuntime:
             if call.full is None:
                 call.check(shard)
                 self.gathers.bring(call, shard)
-        # The last unit's buffer is held still, for its own backward; each call's
-        # backward drops what the call took.
+        # The last unit's buffer stays, for its own backward, which drops it.
         held = self.gathers.recent
         among = set(map(id, held))
         self.gathers.recent = [*held, *(c for c in calls if id(c) not in among)]
@@ -156,9 +156,9 @@ class ShardRuntime:
         return calls
 
     def after_forward(self, calls: Calls) -> None:
-        """A call's outputs are out: the backward comes by in the reverse of this.
+        """Notes that a call has returned: the backward visits calls in reverse.
 
-        Microbatch by microbatch: a pipeline has several under way.
+        By microbatch, as a pipeline has several in flight.
         """
         self.calls.setdefault(calls[0].micro, []).append(calls)
         if self.sums.observed is not None:
@@ -167,7 +167,7 @@ class ShardRuntime:
     # Backward
 
     def find(self, call: GatheredCall) -> tuple[list[Calls], int]:
-        """The forward pass that the call was in, and where; -1: in none any more."""
+        """The calls of the call's forward pass, and its position there, or -1."""
         every = self.calls.get(call.micro, [])
         at = len(every) - 1
         while at >= 0 and every[at][0].key != call.key:
@@ -175,7 +175,7 @@ class ShardRuntime:
         return every, at
 
     def _look_back(self, every: list[Calls], at: int) -> None:
-        """The calls after this one are done; the one before it comes next."""
+        """Drops the calls after position ``at``, and prefetches for the one before."""
         if at < 0:
             return
         del every[at + 1 :]
@@ -187,7 +187,7 @@ class ShardRuntime:
                         self.gathers.send_for(shard, c.dtype, every[at], back=True)
 
     def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
-        """The cotangents of a call's outputs are here: gather again, look back."""
+        """Gathers the buffers of a call again, as its backward begins."""
         if self.sums.waiting:
             self.sums.settle()
         if calls[0].forgets:
@@ -197,9 +197,9 @@ class ShardRuntime:
         self._look_back(*self.find(calls[0]))
 
     def after_backward(self, calls: Calls) -> Calls:
-        """A call's gradients are out: its buffers go, but for those of a neighbour.
+        """Drops the buffers of a call whose backward is over; returns the one before.
 
-        Returns the calls before it.
+        Buffers that it shares with the call before are kept.
         """
         every, at = self.find(calls[0])
         before = every[at - 1] if at > 0 else []
@@ -217,9 +217,10 @@ class ShardRuntime:
         grads: Sequence[Tensor | None],
         before: Calls,
     ) -> Tensor | None:
-        """Takes in one buffer's gradient; returns the buffer that is still to reduce.
+        """Packs the gradient of one buffer, and adds it to ``sums``.
 
-        That is where the runtime does not keep it, and autograd carries it on.
+        Where autograd takes it, that is not ``call.keeps``, returns the packed
+        gradient, which is still to be reduced.
         """
         buffer = self.sums.collect(call, shard, grads)
         if call.grad is not None:
@@ -239,10 +240,10 @@ class ShardRuntime:
         return None
 
     def end_backward(self, micro: Micro) -> None:
-        """Reduces what is left when the backward passes of a gradient call are over.
+        """Reduces what is left when the backward pass of the last microbatch is over.
 
         Args:
-            micro: the microbatches around the call; after the last one all is there.
+            micro: the enclosing microbatches.
         """
         if all(i == n - 1 for i, n in micro[self.sums.depth :]):
             self.sums.finish()

@@ -1,4 +1,7 @@
-"""The interpretation of ``shard``: its calls, its unit calls, its gradient calls."""
+"""``Sharding``, the interpretation of ``shard``.
+
+How it runs a call of the transformed function, a unit call, and a gradient call.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ from fsfunc.transforms.unit_calls import call_unit
 
 
 class Sharding(Interpretation):
-    """The interpretation of ``shard``: of unit calls and of gradient calls.
+    """The interpretation of ``shard``.
 
     Args:
-        options: where and how leaves are cut, and what moves them.
+        options: the arguments of ``shard``.
         first_calls: the check of a call with arguments of new shapes.
 
-    ``compared_whole``: by rank, the whole leaves of which values were compared, told by
-    how many there were in which arguments.
+    ``compared_whole``: the gradient calls whose replicated leaves were compared, by
+    rank, the number of these leaves, and ``argnums``.
     """
 
     lays_out, reads_outputs = True, False
@@ -61,7 +64,7 @@ class Sharding(Interpretation):
         self.axes, self.zero = options.axes, options.zero
         self.min_bytes = options.min_bytes
         self.compared_whole: frozenset[Any] = frozenset()
-        self.new = True  # nothing was returned as yet
+        self.new = True  # until a real call has returned
         self.returned: set[int] = set()  # the ranks whose first state was compared
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
@@ -72,7 +75,11 @@ class Sharding(Interpretation):
     # A call of the transformed function
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """Runs ``f`` in reach of this interpretation; what it changed is packed."""
+        """Runs ``f`` with this interpretation in force; packs leaves that it made.
+
+        In order: the arguments are checked (`entered`) and packed, a runtime is made,
+        ``f`` runs, and its result is compared, packed and laid out.
+        """
         leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
         state = leaves[: treedef.child(0).child(0).num_leaves] if args else []
         found = self.entered(self, f, args, keywords, state)
@@ -121,10 +128,10 @@ class Sharding(Interpretation):
         keywords: Any,
         state: Sequence[Any] = (),
     ) -> Frame:
-        """The frame in which a call of ``f`` runs, of which ``handler`` is one more.
+        """Checks a call of ``f``; returns its frame, to which ``handler`` is added.
 
         Args:
-            state: the leaves of the first argument, which must be laid out.
+            state: the leaves of the first argument, which must have layouts.
         """
         before = frame()
         for other in before.handlers:
@@ -146,7 +153,7 @@ class Sharding(Interpretation):
         return recorder.noted(self)
 
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
-        """Has a call of new shapes tried without data, before anything of it runs."""
+        """Type checks a call with arguments of new shapes, before it runs."""
         if at.link.moves:
             refuse(
                 "array meta",
@@ -182,7 +189,7 @@ class Sharding(Interpretation):
     def _runtime(
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
     ) -> ShardRuntime:
-        """The runtime of a call that is given these leaves."""
+        """A runtime for a call with these leaves."""
         coordinates = self.mesh.coordinates(rank)
         buffers = {id(x.packed): x.packed for x in leaves if is_sharded(x)}
         shards = [
@@ -205,9 +212,9 @@ class Sharding(Interpretation):
     def _check_places(
         self, shards: Iterable[FlatShard], at: dict[str, int], groups: GroupTable
     ) -> None:
-        """Raises where a buffer is another rank's, or one of other ranks."""
+        """Raises if a buffer is that of another rank, or of another number of them."""
         tracer = frame().tracer
-        checks = tracer is None or tracer.complete  # else in another's place
+        checks = tracer is None or tracer.complete  # else it runs as another rank
         for shard in shards:
             where = groups[shard.split_axes].where  # made here: a backward has no mesh
             own, size = shard.coordinates, shard.place.size
@@ -223,7 +230,7 @@ class Sharding(Interpretation):
     # Unit calls
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        if call.frame.whole:  # its parameters are plain tensors, and its own
+        if call.frame.whole:  # an enclosing unit has gathered its parameters
             return run
         runtime = call.frame.runtime_of(self)
         return partial(call_unit, self.cut, runtime, run, call)
@@ -243,7 +250,7 @@ class Sharding(Interpretation):
             call = replace(call, args=args, keywords=keywords)
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
         places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
-        # In place of the plain call's: a loss is under one mean of ours.
+        # In place of the runtime of the call around.
         others = [(h, kept) for h, kept in f.runtimes if h is not self]
         runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
         with inside(replace(f, runtimes=runtimes, varies=varies)):
@@ -258,7 +265,7 @@ class Sharding(Interpretation):
     def _begun(
         self, call: GradientCall, leaves: Sequence[Any], at: Here
     ) -> ShardRuntime:
-        """The runtime of a gradient call that is about to run."""
+        """The runtime of a gradient call."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         keeps, plain = {}, 0
         if not (call.composable or f.create_graph):
@@ -293,7 +300,7 @@ class Sharding(Interpretation):
     def _ended(
         self, call: GradientCall, outcome: Outcome, runtime: ShardRuntime
     ) -> Outcome:
-        """The outcome, with the sums of the runtime in their places, as means."""
+        """The outcome with the sums of the runtime as mean gradients."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         with internal():
             found = Gradients(chosen, outcome.grads, runtime)
@@ -319,7 +326,12 @@ class Sharding(Interpretation):
         return outcome
 
     def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> GradientSteps | None:
-        """The steps that are made while the backward runs, if any."""
+        """The updates to make during the backward, if ``step_in_backward`` asks for it.
+
+        Raises:
+            ValueError: gradients are not complete there: at zero=1, or within
+                ``accumulate`` or another ``shard``.
+        """
         f = frame()
         found = [h for h in f.handlers if isinstance(h, GradientSteps)]
         if not found or f.in_loss:

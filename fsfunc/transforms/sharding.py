@@ -26,29 +26,30 @@ def shard(
     gather: Gather | None = None,
     reduction: Reduction | None = None,
 ) -> Callable[..., Any]:
-    """``f`` with its units' parameters in parts over ``axis``, one part per rank.
+    """``f`` with its units' parameters split over ``axis``, one part per rank.
 
-    Each unit gathers its parameters, runs, and forgets them; its backward gathers
-    again, without computing again, and reduces the gradients. The loss is this rank's
-    own mean; value and gradient are those of the mean over the ranks.
+    Each unit gathers its parameters, runs, and frees them; its backward gathers them
+    again, without recomputing, and reduces the gradients. The loss is the mean over
+    this rank's rows; value and gradients are those of the mean over the ranks.
 
     Args:
         f: a unit, a loss, or a train step.
         axis: the mesh axis, or several, over which the data vary.
         zero: 3: parameters, gradients and moments in parts. 2: parameters whole,
-            gradients reduced as they appear. 1: the same, reduced when the backward
-            ends. 0: everything whole, gradients all-reduced unit by unit.
+            gradients reduced in the backward, unit by unit. 1: the same, reduced when
+            the backward ends. 0: everything whole, gradients all-reduced unit by unit.
         replicate: a further axis over which the parts are repeated (HSDP).
-        reshard_after_forward: at zero=3, False keeps what the forward gathered. Or by
-            unit, pattern to value, as in ``{"head": False, "blocks/[01]/**": False}``:
-            compared with the name of a unit call, as in ``precision``, and the paths of
-            the parameters that it gathers. The first that fits is taken, else True.
+        reshard_after_forward: at zero=3, False keeps gathered parameters for the
+            backward. Or a mapping of patterns to values, as in ``{"head": False,
+            "blocks/[01]/**": False}``, which are matched with the name of a unit call,
+            as in ``precision``, and with the paths of the parameters that it gathers.
+            The first match counts; the default is True.
         min_bytes: neighbouring units below this size share one buffer.
-        reduce_each: of an ``accumulate`` within, reduces each microbatch's gradients
-            over ``axis``, and holds parts meanwhile; over ``replicate`` the sum of
-            them is summed once. Else both are done once, of whole gradients.
-        gather, reduction: how parameters and gradients travel, where that is not as
-            they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
+        reduce_each: with an ``accumulate`` inside, reduces each microbatch's gradients
+            over ``axis``, and holds parts of their sum; that is summed over
+            ``replicate`` once. By default whole gradients are summed, and reduced once.
+        gather, reduction: messages in other encodings, such as
+            ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
         TypeError: another value of ``reshard_after_forward``.
@@ -58,11 +59,11 @@ def shard(
             ``gather`` or ``reduction`` that is not for these.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
-    each unit twice, but for the last one, those whose backward reads no parameter and
-    those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one gather
-    and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum
-    of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its bytes.
-    Reductions and sums over replicas run beside the backward of the units that follow.
+    each unit twice, except for the last one, those whose backward needs no parameter
+    and those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one
+    gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
+    psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
+    bytes. Reductions overlap with the backward of the units that follow.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 

@@ -1,4 +1,4 @@
-"""A unit call under ``shard``: which leaves it gathers, and how."""
+"""A unit call under ``shard``: the leaves that it gathers, and how."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _gather_and_forget(
     mine: list[int],
     rest: tuple[Any, Any, list[Any]],
 ) -> Any:
-    """Runs the unit between the two Functions of its boundary.
+    """Runs the unit between the two Functions of `boundary`.
 
     Args:
-        leaves: of the parameters; ``mine``: the positions of those to gather.
-        rest: the inputs and keywords, and the leaves of both.
+        leaves: those of the parameters; ``mine``: the positions of those to gather.
+        rest: the inputs, the keywords, and the leaves of both.
     """
     now, (inputs, named, given) = running(), rest
     thread = now.thread
@@ -110,7 +110,7 @@ def _gather_and_forget(
 
 
 def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list[int]:
-    """The positions of leaves that this call gathers: ours, and no inner unit's."""
+    """The positions of this shard's leaves that no nested unit gathers."""
     mine, inner = [], "" if call.unit.whole else call.name + "/"
     for i, x in enumerate(leaves):
         if is_sharded(x) and cut.gathers(x.layout):
@@ -124,7 +124,7 @@ def _unaveraged(
 ) -> list[int]:
     """The positions of replicated parameters whose gradient must be averaged here.
 
-    Excludes those that the enclosing ``value_and_grad`` averages at its end.
+    Others are averaged when the enclosing ``value_and_grad`` ends.
     """
     found = []
     for i, x in enumerate(leaves):
@@ -138,7 +138,7 @@ def _unaveraged(
 def _enter_whole(
     cut: ShardOptions, leaves: list[Any], positions: list[int], call: Call, inputs: Any
 ) -> None:
-    """Whole parameters as each rank's own: their gradients are means then."""
+    """Applies ENTER to replicated parameters, so that their gradients are averaged."""
     if call.frame.staged:
         raise LawError(_MADE.format(call.name))
     where = group(cut.axes, here(cut.mesh))
@@ -157,7 +157,7 @@ def _gathered_calls(
 ) -> tuple[Any, ...]:
     """(GatheredCall, FlatShard, flat tensor) for each buffer that the call reads.
 
-    As three lists, and a fourth: the positions of the leaves, in order of the views.
+    As three lists; the fourth has the positions of the leaves, in order of the views.
     """
     f, calls, shards, flats, order = call.frame, [], [], [], []
     reduce, each, given = None, None, None
@@ -196,7 +196,7 @@ def _compose(
     call: Call,
     runtime: Any,
 ) -> None:
-    """Gathers by collectives that support higher-order derivatives and ``vmap``."""
+    """Gathers, in place, by collectives with higher-order derivatives and ``vmap``."""
     casts = call.frame.casts
     for positions in by_buffer(leaves, mine):
         chosen = [leaves[i] for i in positions]
@@ -218,9 +218,9 @@ def _compose(
 
 
 def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.dtype:
-    """In what a buffer is gathered of which leaves are wanted in these dtypes.
+    """The dtype in which to gather a buffer whose leaves are wanted in these dtypes.
 
-    Where they differ, in its own: the unit casts each.
+    If they differ, it is the buffer's own, and the unit casts each leaf.
     """
     first = wanted[0]
     if first is None or not own.is_floating_point or wanted.count(first) < len(wanted):
@@ -231,5 +231,5 @@ def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.
 _MADE = (
     "unit {!r} of a pipelined loss has a parameter that was made in the loss: there it "
     "is unknown if it is one value on all ranks, with a mean as its gradient, or this "
-    "rank's own. Make it inside the unit, of the parameter itself"
+    "rank's own. Make it inside the unit, from the parameter itself"
 )

@@ -1,14 +1,13 @@
-"""Messages between ranks: a gather and a reduction of a packed buffer, as values.
+"""Messages between ranks: ``Gather`` and ``Reduction`` of a packed buffer, as values.
 
-A message is five steps: its memory space (`memory_spaces`) fetches a range to the
-device, ``encode`` makes what is sent, ``move`` sends it, ``decode`` makes the result of
-what arrived, and the memory space of the result puts it where it belongs. To a buffer
-on the device the first and the last are nothing. Gathers in another dtype or
-quantised, and compressed gradients, take the place of one of the others, and nothing
-else of ``shard`` changes.
+A message has five steps: the buffer's memory space (`memory_spaces`) copies it to the
+device if it is offloaded; ``encode`` returns the tensor to send; ``move`` sends it;
+``decode`` makes the result from what arrived; and the memory space stores that. To send
+other dtypes, quantised values or compressed gradients, replace ``encode``, ``move`` or
+``decode``; nothing else of ``shard`` changes.
 
-To replace one, derive from it, change the steps that differ, say ``exact = False``
-where the values change on the way, and give it to ``shard``::
+Derive from one of the two classes, override the steps that differ, set ``exact =
+False`` if values change on the way, and give an instance to ``shard``::
 
     class Narrow(Gather):
         exact = False
@@ -21,11 +20,10 @@ where the values change on the way, and give it to ``shard``::
 
     step = ff.shard(step, mesh, "data", gather=Narrow())
 
-A rank that is alone on the axis sends nothing: there no step of these is taken. Ranks
-must agree in what they send: as many elements, of one dtype. What arrives lies in
-memory of the rank's pool; a ``decode`` that returns something else makes its own. What
-is not exact holds for ``value_and_grad``, whose backward is the reduction, and is
-refused under ``torch.func``, which would differentiate the encoding instead.
+On an axis of one rank no step is taken. All ranks must send as many elements, of one
+dtype. What arrives lies in memory of the rank's pool; ``decode`` may return new memory.
+An inexact message works under ``value_and_grad``, whose backward is the reduction; it
+is refused under ``torch.func``, which would differentiate the encoding.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from fsfunc.sharded.leaf import FlatShard
 
 
 def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> None:
-    """Raises where a ``decode`` did not return ``count`` elements in ``dtype``."""
+    """Raises unless a ``decode`` returned ``count`` elements in ``dtype``."""
     if x.shape != (count,) or x.dtype != dtype:
         raise ValueError(
-            f"{how}.decode returned {list(x.shape)} in {x.dtype}: due are [{count}] in "
-            f"{dtype}"
+            f"{how}.decode returned {list(x.shape)} in {x.dtype}: it must return "
+            f"[{count}] in {dtype}"
         )
 
 
 class _Shown:
-    """Equality, hash and repr from attributes: ranks compare their configurations."""
+    """Equality, hash and repr by attributes, so that ranks can compare messages."""
 
     exact: bool
 
@@ -57,7 +55,7 @@ class _Shown:
         if own and _Shown not in cls.__bases__ and cls.exact is True:
             raise TypeError(
                 f"{cls.__name__} has an encode or a decode of its own: say exact = "
-                "False in it, or what arrives is taken for what was there"
+                "False in it, as what arrives may differ from what was sent"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -72,14 +70,14 @@ class _Shown:
 
 
 class Gather(_Shown):
-    """A rank's range of a buffer becomes the whole buffer.
+    """The gather of a packed buffer: from each rank's range to the whole buffer.
 
-    One with an ``encode`` or ``decode`` of its own says ``exact = False``: it holds for
+    A subclass with an ``encode`` or ``decode`` sets ``exact = False``: it works under
     ``ff.value_and_grad``, and is refused where ``torch.func`` differentiates it.
 
     Raises:
         ValueError: ``decode`` returns another dtype, or number of elements.
-        RuntimeError: ``encode`` changes in place what it is given.
+        RuntimeError: ``encode`` changes its argument in place.
 
     Cost: one all-gather of what ``encode`` gives.
 
@@ -100,34 +98,36 @@ class Gather(_Shown):
     exact = True
 
     def check(self, axes: tuple[str, ...]) -> None:
-        """Raises where it cannot be used over these axes of a mesh."""
+        """Raises if it cannot be used over these axes of a mesh."""
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Encodes this rank's part for sending."""
+        """The tensor to send for this rank's range of the buffer."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
-        """Sends it to all ranks, for the whole to arrive in ``out``.
+        """Starts the gather of all ranks' tensors into ``out``.
 
-        A `KeptGather` is asked, until the gradients are there, to gather again.
+        If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
         return where.start("all_gather", sent, out=out, what=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        """The whole buffer, in ``dtype``: ``count`` elements of each rank, in a row."""
+        """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
         return arrived
 
 
 class KeptGather(Handle):
-    """A gather that keeps what it takes to gather the same again at less cost."""
+    """A gather that keeps a partial result, to gather the same again at less cost."""
 
     def again(self, out: Tensor) -> Handle:
-        """Gathers once more, for the whole to arrive in ``out``."""
+        """Starts the same gather again, into ``out``."""
         raise NotImplementedError
 
 
 class Reduction(_Shown):
-    """The ranks' gradients of a whole buffer become their sum: of this rank's range.
+    """The reduction of the ranks' gradients of a packed buffer to sums.
+
+    Each rank receives the sum of its range, or at zero=0 the whole sum.
 
     Cost: one reduce-scatter of what ``encode`` gives (at zero=0 one all-reduce).
     """
@@ -135,27 +135,27 @@ class Reduction(_Shown):
     exact = True
 
     def check(self, axes: tuple[str, ...], zero: int) -> None:
-        """Raises where it cannot be used over these axes of a mesh, or at ``zero``."""
+        """Raises if it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
-        """Encodes this rank's part for sending."""
+        """The tensor to send for this rank's gradient of the whole buffer."""
         return buffer
 
     def sent(self, encoded: Tensor, count: int) -> Tensor:
-        """Decodes one's own message: of each range ``count`` elements, in float32.
+        """The gradient that ``encoded`` stands for, ``count`` elements for each range.
 
-        Asked for where what was lost is to be sent later, see ``error_feedback``.
+        In float32. ``error_feedback`` computes the error of the encoding from it.
         """
         return encoded.float()
 
     def send(
         self, buffer: Tensor, shard: FlatShard, where: RankGroup, whole: bool
     ) -> Handle:
-        """Puts the sum of a buffer's gradient in flight: encodes and moves it."""
+        """Starts the reduction of a buffer's gradient: encodes and moves it."""
         return self.move(self.encode(buffer, where.size), where, whole, shard.name)
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
-        """Sums it; each rank receives its range, or the whole."""
+        """Starts the sum; each rank receives its range, or the ``whole``."""
         return where.start("psum" if whole else "psum_scatter", sent, what=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
