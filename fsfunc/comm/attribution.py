@@ -24,8 +24,11 @@ _INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
-# Modes pass on a call, and so do the operators of a leaf that is recorded.
-_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch", "passed_on")
+# Modes pass on a call, and so do operators and attributes of a leaf that is recorded.
+_PASSES_ON = {
+    *("__torch_function__", "__torch_dispatch__", "dispatch"),
+    *("passed_on", "__getattr__"),
+}
 
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
 INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
@@ -94,7 +97,7 @@ def is_own_call() -> bool:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        passes_on = name == here or code.co_name in _MODES
+        passes_on = name == here or code.co_name in _PASSES_ON
         if not passes_on and not name.startswith((_TORCH, "<frozen ")):
             return name.startswith(_OURS) and not name.endswith(_ANYBODYS)
         frame = frame.f_back

@@ -170,7 +170,7 @@ def _first_order(call: GradientCall) -> Outcome:
         pass
     elif f.tracer is not None and f.tracer.forward_only:
         found = [torch.empty_like(x) for x in inputs]
-        f.tracer.gradients(picked, found)
+        f.tracer.gradients(picked, found, aux)
     else:
         with internal():
             seed = call.seed(tied)

@@ -53,8 +53,14 @@ class Tracer:
     def know(self, x: Tensor, path: str) -> None:
         """Called with ``x``, which replaces a leaf of the step's first argument."""
 
-    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Called with placeholders for the gradients with respect to ``leaves``."""
+    def gradients(
+        self, leaves: Sequence[Tensor], found: Sequence[Tensor], aux: Any
+    ) -> None:
+        """Called with placeholders for the gradients with respect to ``leaves``.
+
+        Args:
+            aux: the auxiliary outputs of the loss.
+        """
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Called when a sharded function is.

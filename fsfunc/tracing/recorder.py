@@ -43,7 +43,7 @@ from fsfunc.tracing.runs import (
     without_data,
 )
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
-from fsfunc.tracing.torch_calls import Reads
+from fsfunc.tracing.torch_calls import OwnValues, Reads
 
 
 def record(
@@ -123,6 +123,7 @@ def _record(
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
             leaves, treedef = recorder.leaves(params, splits)
+            recorder.own.add(rest)
             with Reads(recorder):
                 given = tree.unflatten(treedef, leaves)
                 out = fn(given, *rest)
@@ -146,8 +147,8 @@ class Recorder(Findings, Tracer, Watcher):
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
         plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
-            of the tree, once by each, and nobody but units and the library reads what
-            is sharded: then there is nothing about types to look at.
+            of the tree, once by each, and what is sharded is read by units and the
+            library alone, and not beside what is not: then there are no types to check.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
         said: the numbers that torch's functions were given; ``steadiness`` holds other
@@ -155,6 +156,7 @@ class Recorder(Findings, Tracer, Watcher):
         axes: those of its collectives, but of mere numbers outside losses, and along
             which it asked for its place.
         updates: whether it returns sharded leaves that are no gradients.
+        own: what may be a rank's own outside losses and units.
     """
 
     forward_only: bool = False
@@ -167,6 +169,7 @@ class Recorder(Findings, Tracer, Watcher):
     calls_at: set[str] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     updates: bool = False
+    own: OwnValues = field(default_factory=OwnValues)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -206,8 +209,9 @@ class Recorder(Findings, Tracer, Watcher):
         """Hears that a sharded function is called; ``key``: on what kinds of things."""
         self.calls.append(key)
 
-    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    def gradients(self, leaves: Sequence[Any], found: Sequence[Any], aux: Any) -> None:
         """Hears what a gradient call gives: of leaves it is laid out as these are."""
+        self.own.add(aux)
         f = frame()
         self.calls_at.add(source_line())
         by = [(self.path_of(x), f.micro) for x in leaves]
@@ -224,7 +228,7 @@ class Recorder(Findings, Tracer, Watcher):
         if frame().path and not where.mean:
             return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
-        if typed or self._is_leaf(x):
+        if typed or self.is_leaf(x):
             self.plain = False
 
     def claimed(self, x: Any, what: str) -> None:
@@ -243,16 +247,8 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
-    def touched(self, args: tuple[Any, ...]) -> None:
-        """Hears that a function of torch was called with these, by anybody."""
-        f = frame()
-        if self.plain and not (f.path or f.in_loss):
-            one = len(args) == 1 and isinstance(args[0], Tensor)  # it asks of a tensor
-            leaves = args if one else tree.leaves(args, is_leaf=is_sharded)
-            if any(map(self._is_leaf, leaves)) and not is_own_call():
-                self.plain = False
-
-    def _is_leaf(self, x: Any) -> bool:
+    def is_leaf(self, x: Any) -> bool:
+        """True if ``x`` is in place of a leaf, or of the gradient by one."""
         return id(x) in self._gradients or self.path_of(x) is not None
 
     def path_of(self, x: Any) -> str | None:
@@ -317,14 +313,14 @@ class Recorder(Findings, Tracer, Watcher):
             self.taken.append(taken)
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(replace(call.frame, path=call.path, numbers=numbers)):
-                return tree.map(self._given, out, is_leaf=is_sharded)
+                return tree.map(self._output, out, is_leaf=is_sharded)
 
         return recorded
 
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
         refuse_cut(name, [(self.path_of(x), local(x)) for x in leaves])
 
-    def _given(self, x: Any) -> Any:
+    def _output(self, x: Any) -> Any:
         """An output; a leaf that a unit returns as it is, is no leaf any more."""
         if self.path_of(x) is None:
             return x

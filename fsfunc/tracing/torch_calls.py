@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import called_by_user, is_internal
+from fsfunc.comm.attribution import called_by_user, is_internal, is_own_call
+from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import plain
 from fsfunc.tracing.runs import with_data
@@ -30,6 +31,24 @@ _READS_NOTHING = {
 _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 
 
+class OwnValues:
+    """Tensors that may be a rank's own: data, and what users make outside of losses."""
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def add(self, values: Any) -> None:
+        found = [x for x in tree.leaves(values) if isinstance(x, Tensor)]
+        self._ids.update(map(id, found))
+        self._alive.extend(found)
+
+    def has(self, x: Any) -> bool:
+        """True if ``x`` is one, or is nothing of the step, which sees fakes alone."""
+        real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
+        return id(x) in self._ids or real and not _torch.is_wrapped(x)
+
+
 class Reads(TorchFunctionMode):
     """Tells a `recorder.Recorder` which functions are called, and on what."""
 
@@ -39,16 +58,36 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        self.recorder.touched(args)
+        own = self._touched((args, kwargs) if kwargs else args)
         if name == "__get__":  # of a tensor, most often its shape
-            return func(*args)
-        if (words := said(func, args, kwargs)) is not None:
-            self.recorder.said.append(words)
-        if name not in _READS_NOTHING:
-            self.recorder.read((args, kwargs or {}))
-        if func in _DERIVATIVES and not is_internal():
-            self.recorder.plain = False
-        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
+            out = func(*args)
+        else:
+            if (words := said(func, args, kwargs)) is not None:
+                self.recorder.said.append(words)
+            if name not in _READS_NOTHING:
+                self.recorder.read((args, kwargs or {}))
+            if func in _DERIVATIVES and not is_internal():
+                self.recorder.plain = False
+            out = func(*map(_plain_in, args), **_plain_in(kwargs or {}))
+        if own:
+            self.recorder.own.add(out)
+        return out
+
+    def _touched(self, args: tuple[Any, ...]) -> bool:
+        """Whether what a function makes of ``args`` may be a rank's own.
+
+        Where it meets leaves or gradients, or a user calls it on them, there is
+        something about types to look at.
+        """
+        recorder, f = self.recorder, frame()
+        if not recorder.plain or f.path or f.in_loss:
+            return False
+        one = len(args) == 1 and isinstance(args[0], Tensor)  # it asks of a tensor
+        leaves = args if one else tree.leaves(args, is_leaf=is_sharded)
+        own = any(map(recorder.own.has, leaves)) or not is_own_call()
+        if own and any(map(recorder.is_leaf, leaves)):
+            recorder.plain = False
+        return own
 
 
 def _plain_in(value: Any) -> Any:

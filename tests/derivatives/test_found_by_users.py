@@ -355,3 +355,51 @@ def test_what_a_rank_draws_of_its_own_is_no_part_of_an_update(name, zero):
 
     with pytest.raises(LawError, match="differs from rank to rank|not the same on"):
         run(step, zero, ff.TrainState(params, optimizer.init(params)))
+
+
+def written(g, x, params):
+    params["scale"].data.add_(x.mean())
+    return g
+
+
+ELSEWHERE = {  # data that reach an update past the operators of leaves
+    "by keywords": lambda g, x, p: (
+        g | {"scale": torch.mul(input=g["scale"], other=x.mean())}
+    ),
+    "in its place": lambda g, x, p: g | {"scale": x.mean()[None]},
+    "a part of the batch": lambda g, x, p: g | {"scale": x[0, :1]},
+    "a factor": lambda g, x, p: ff.tree_scale(g, x.mean()),
+    "laid like it": lambda g, x, p: ff.lay_like(
+        each(lambda y: y * x.mean(), ff.unshard(g)), g
+    ),
+    "sent on": lambda g, x, p: (
+        g | {"scale": ff.ppermute(x.mean()[None], "data", [(0, 1), (1, 0)])}
+    ),
+    "written past autograd": written,
+}
+
+
+@by_turns(ELSEWHERE, (0, 1, 3))
+def test_data_are_no_part_of_an_update(name, zero):
+    params, optimizer = {"w": W, "scale": torch.ones(1)}, ff.sgd(0.5)
+
+    def step(state, x):
+        loss = lambda p, x: (unit(p["w"], x) * p["scale"]).square().mean()  # noqa: E731
+        g = ff.value_and_grad(loss)(state.params, x)[1]
+        g = ELSEWHERE[name](g, x, state.params)
+        return state.apply_gradients(g, optimizer)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(step, zero, ff.TrainState(params, optimizer.init(params)))
+
+
+def test_what_a_loss_gives_beside_its_value_is_no_factor():
+    optimizer = ff.sgd(0.5)
+
+    def step(state, x):
+        loss = lambda w, x: (unit(w, x).square().mean(), (x > 0).sum())  # noqa: E731
+        (_, count), g = ff.value_and_grad(loss, has_aux=True)(state.params, x)
+        return state.apply_gradients(ff.tree_scale(g, count), optimizer)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(step, 3, ff.TrainState(W, optimizer.init(W)))
