@@ -1,4 +1,8 @@
-"""Reads of boxes of tensors: by several threads, each block proven by its checksum."""
+"""Reads of boxes of tensors: by several threads, each block proven by its checksum.
+
+What is asked for is cut into pieces that lie in one slab each. A thread reads a slab,
+proves its blocks, and only then puts the pieces where they belong.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
-from operator import sub
+from operator import attrgetter, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +40,117 @@ SLAB = 2 * BLOCK  # bytes that a thread reads at once
 THREADS = 6
 _MANY = 1 << 16  # bytes from which pages are taken at once
 
-Range = tuple[int, memoryview]  # (where in the file, what to fill)
+
+class Request(NamedTuple):
+    """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place.
+
+    The target's dtype may be another than that of the leaf.
+    """
+
+    leaf: StoredTensor
+    chunk: Chunk
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    target: Tensor
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        sizes = self.chunk.sizes
+        return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The positions in the file of its first element, and behind its last."""
+        first = last = 0
+        rows = zip(self.offsets, self.lengths, self.strides, strict=True)
+        for offset, length, stride in rows:
+            first += offset * stride
+            last += (offset + length - 1) * stride
+        width, begin = self.leaf.dtype.itemsize, self.chunk.begin
+        return begin + first * width, begin + (last + 1) * width
+
+    def part(self, dim: int, start: int, stop: int) -> Request:
+        """Of its rows along a dim those from ``start`` to ``stop``."""
+        offsets, lengths = list(self.offsets), list(self.lengths)
+        offsets[dim], lengths[dim] = offsets[dim] + start, stop - start
+        target = self.target.narrow(dim, start, stop - start)
+        return Request(self.leaf, self.chunk, tuple(offsets), tuple(lengths), target)
+
+    def pieces(self, edge_after: Callable[[int], int]) -> Iterator[Piece]:
+        """The request in pieces, none across an edge but where an element lies so.
+
+        Args:
+            edge_after: gives the first edge behind a position in the file.
+        """
+        rest = [self]
+        while rest:
+            piece = rest.pop()
+            begin, end = piece.span
+            edge = edge_after(begin)
+            if end <= edge or piece.target.numel() == 1:
+                yield Piece(begin, end, piece)
+                continue
+            dim = next(d for d, n in enumerate(piece.lengths) if n > 1)
+            count, step = piece.lengths[dim], piece.strides[dim]
+            step *= piece.leaf.dtype.itemsize
+            beyond = -(-(end - edge) // step)  # rows that end behind the edge
+            before = max(count - beyond, 1)
+            rest += [piece.part(dim, before, count), piece.part(dim, 0, before)]
+
+    def take(self, raw: memoryview) -> None:
+        """Fills the target from the bytes of its span."""
+        x = self.target
+        is_plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+        is_plain = is_plain and x.device.type == "cpu" and x.nbytes == len(raw)
+        if is_plain and x.dtype == self.leaf.dtype:
+            if len(raw) >= _MANY:
+                populate(x)
+            copy(bytes_of(x), raw)
+            return
+        aligned = bytearray(raw)  # it may begin anywhere
+        found = torch.frombuffer(aligned, dtype=self.leaf.dtype)
+        found = found.as_strided(self.lengths, self.strides)
+        if found.dtype != x.dtype:
+            _check_range(self.leaf, found, x.dtype)
+        x.copy_(found)
+
+
+class Piece(NamedTuple):
+    """A request, and its span."""
+
+    begin: int
+    end: int
+    request: Request
+
+
+def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
+    """Raises where a number would be infinite, or none, in another floating dtype."""
+    if not dtype.is_floating_point or x.numel() == 0:
+        return
+    size = x.double().nan_to_num(0, 0, 0).abs().max().item()
+    if size > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{leaf.name!r} {leaf} holds a number of size {size:g}, which does not fit "
+            f"into {dtype}: give a target of a wider dtype"
+        )
+
+
+def copy(into: memoryview, source: memoryview) -> None:
+    """Fills ``into`` with the bytes of ``source``, both writable.
+
+    Other threads run meanwhile, as they do not for a slice's assignment; and it takes
+    no threads of its own, as torch's copies do.
+
+    >>> into = bytearray(2)
+    >>> copy(memoryview(into), memoryview(bytearray(b"ab")))
+    >>> into
+    bytearray(b'ab')
+    """
+    if len(into) != len(source):
+        raise ValueError(f"{len(into)} bytes are to come from {len(source)}")
+    if len(into):
+        target, first = map(ctypes.c_char.from_buffer, (into, source))
+        ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
 
 
 def threads() -> ThreadPoolExecutor:
@@ -48,7 +162,8 @@ _LOCAL = threading.local()
 
 
 def _make_slab() -> None:
-    _LOCAL.slab = memoryview(bytearray(SLAB))
+    # An element that lies across an edge is read with the block behind it.
+    _LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
 
 
 class Blocks:
@@ -66,17 +181,17 @@ class Blocks:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         os.close(self.file)
 
-    def read(self, wanted: Iterable[Range]) -> None:
-        """Fills pieces of memory, each with the bytes from its place in the file on.
-
-        Args:
-            wanted: best in the file's order: ranges of one slab, one after the other,
-                are read once.
+    def read(self, wanted: Iterable[Request]) -> None:
+        """Fills the targets of requests, all of this file.
 
         Raises:
             CheckpointError: the file ends too soon, or a checksum is wrong.
         """
-        self._run(self._slabs(wanted))
+        edge_after = lambda at: self._floor(at, SLAB) + SLAB  # noqa: E731
+        pieces = [piece for one in wanted for piece in one.pieces(edge_after)]
+        pieces.sort(key=attrgetter("begin"))
+        slabs = groupby(pieces, lambda piece: self._floor(piece.begin, SLAB))
+        self._run(self._slab(list(some)) for _, some in slabs)
 
     def prove(self) -> None:
         """Reads the whole file for its checksums alone.
@@ -85,32 +200,21 @@ class Blocks:
             CheckpointError: as `read`.
         """
         lows = range(self.origin, self.nbytes, SLAB)
-        self._run((low, min(low + SLAB, self.nbytes), []) for low in lows)
+        self._run((low, min(low + SLAB, self.nbytes), ()) for low in lows)
 
-    def _slabs(self, wanted: Iterable[Range]) -> Iterator[tuple[int, int, list[Range]]]:
-        """(begin, end, ranges) of each slab, no wider than the blocks of its ranges."""
-        pieces = self._cut(wanted)
-        for _, some in groupby(pieces, lambda piece: self._floor(piece[0], SLAB)):
-            ranges = list(some)
-            end = max(at + len(into) for at, into in ranges)
-            low = self._floor(min(at for at, _ in ranges), BLOCK)
-            yield low, min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes), ranges
-
-    def _cut(self, wanted: Iterable[Range]) -> Iterator[Range]:
-        """The ranges, cut where slabs meet."""
-        for at, into in wanted:
-            if at + len(into) > self.nbytes:
-                raise self._truncated(self.nbytes, at + len(into))
-            while into:
-                count = self._floor(at, SLAB) + SLAB - at
-                yield at, into[:count]
-                at, into = at + count, into[count:]
+    def _slab(self, pieces: Sequence[Piece]) -> tuple[int, int, Sequence[Piece]]:
+        """(begin, end, pieces) of a slab no wider than the blocks of its pieces."""
+        end = max(piece.end for piece in pieces)
+        if end > self.nbytes:
+            raise self._truncated(self.nbytes, end)
+        low = self._floor(pieces[0].begin, BLOCK)
+        return low, min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes), pieces
 
     def _floor(self, at: int, size: int) -> int:
         """The beginning of the piece of ``size`` that ``at`` lies in."""
         return at - (at - self.origin) % size
 
-    def _run(self, slabs: Iterable[tuple[int, int, list[Range]]]) -> None:
+    def _run(self, slabs: Iterable[tuple[int, int, Sequence[Piece]]]) -> None:
         """Fills slabs by the threads; when it ends, well or not, nobody reads."""
         running = [self.pool.submit(self._fill, *slab) for slab in slabs]
         try:
@@ -121,15 +225,14 @@ class Blocks:
                 work.cancel()
             wait(running)
 
-    def _fill(self, low: int, end: int, ranges: list[Range]) -> None:
+    def _fill(self, low: int, stop: int, pieces: Sequence[Piece]) -> None:
         """Reads the blocks of one slab, verifies and copies them, on a thread."""
         slab = _LOCAL.slab
-        self._read(low, end - low, slab)
-        self._prove(low, slab[: end - low])
-        for at, into in ranges:
-            if len(into) >= _MANY:
-                populate(torch.frombuffer(into, dtype=torch.uint8))
-            copy(into, slab[at - low :])
+        self._read(low, stop - low, slab)
+        self._prove(low, slab[: stop - low])
+        with torch.no_grad():  # of each thread its own
+            for begin, end, request in pieces:
+                request.take(slab[begin - low : end - low])
 
     def _read(self, low: int, size: int, slab: memoryview) -> None:
         done = 0
@@ -179,86 +282,6 @@ def prove(stored: Stored) -> int:
     return sum(file.nbytes for file in stored.files.values())
 
 
-def copy(into: memoryview, source: memoryview) -> None:
-    """Fills ``into`` with the first bytes of ``source``, both writable.
-
-    Other threads run meanwhile, as they do not for a slice's assignment; and it takes
-    no threads of its own, as torch's copies do.
-
-    >>> into = bytearray(2)
-    >>> copy(memoryview(into), memoryview(bytearray(b"abc")))
-    >>> into
-    bytearray(b'ab')
-    """
-    if len(into) > len(source):
-        raise ValueError(f"{len(into)} bytes are to come from {len(source)}")
-    if len(into):
-        target, first = map(ctypes.c_char.from_buffer, (into, source))
-        ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
-
-
-# What waits to be put in another order: bytes, and tensors.
-_HELD, _TENSORS = 8 * BLOCK, 1024
-
-
-class Request(NamedTuple):
-    """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place.
-
-    The target's dtype may be another than that of the leaf.
-    """
-
-    leaf: StoredTensor
-    chunk: Chunk
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    target: Tensor
-
-    @property
-    def begin(self) -> int:
-        """The position of its first element in the file."""
-        at = sum(o * s for o, s in zip(self.offsets, self.strides, strict=True))
-        return self.chunk.begin + at * self.leaf.dtype.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        sizes = self.chunk.sizes
-        return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
-
-    @property
-    def span(self) -> int:
-        """Bytes from its first element to the end of its last."""
-        steps = zip(self.lengths, self.strides, strict=True)
-        return (sum((n - 1) * s for n, s in steps) + 1) * self.leaf.dtype.itemsize
-
-    @property
-    def is_plain(self) -> bool:
-        """True if its bytes are laid out in the file as in memory."""
-        x = self.target
-        as_written = x.is_contiguous() and not (x.is_conj() or x.is_neg())
-        return (
-            x.dtype == self.leaf.dtype
-            and as_written
-            and x.device.type == "cpu"
-            and self.span == x.nbytes
-        )
-
-    def pieces(self) -> Iterator[Request]:
-        """The request, cut along its first dims into what can wait in memory."""
-        if self.is_plain or self.span <= _HELD or self.target.numel() == 1:
-            yield self
-            return
-        dim = next(d for d, n in enumerate(self.lengths) if n > 1)
-        half = self.lengths[dim] // 2
-        for start, length in ((0, half), (half, self.lengths[dim] - half)):
-            offsets, lengths = list(self.offsets), list(self.lengths)
-            offsets[dim], lengths[dim] = offsets[dim] + start, length
-            target = self.target.narrow(dim, start, length)
-            piece = self._replace(
-                offsets=tuple(offsets), lengths=tuple(lengths), target=target
-            )
-            yield from piece.pieces()
-
-
 def requests(leaf: StoredTensor, box: Box, target: Tensor) -> Iterator[Request]:
     """The requests that fill a box of a leaf from its stored boxes.
 
@@ -284,61 +307,15 @@ def read(stored: Stored, wanted: Iterable[Request]) -> None:
 
     Raises:
         CheckpointError: a block whose checksum is not that of its bytes.
+        ValueError: a number that does not fit into the target's dtype.
 
-    Cost: each block of a file that holds something asked for is read once where
-    requests follow each other; some 20 MiB of memory.
+    Cost: each block of a file that holds something asked for is read once; some 20 MiB
+    of memory.
     """
     by_file: dict[str, list[Request]] = defaultdict(list)
     for request in wanted:
         by_file[request.chunk.file].append(request)
     with threads() as pool:
         for name, some in by_file.items():
-            some.sort(key=lambda request: request.begin)
             with Blocks(stored, name, pool) as file:
-                for batch in _batches(some):
-                    file.read((request.begin, bytes_of(x)) for request, x in batch)
-                    _land(batch)
-
-
-def _land(batch: list[tuple[Request, Tensor]]) -> None:
-    """Puts what was read in its place, and lets it go."""
-    while batch:
-        request, x = batch.pop()
-        if x is not request.target:
-            ordered = x.as_strided(request.target.shape, request.strides)
-            if ordered.dtype != request.target.dtype:
-                _check_range(request.leaf, ordered, request.target.dtype)
-            request.target.copy_(ordered)
-
-
-def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
-    """Raises where a number would be infinite, or none, in another floating dtype."""
-    if not dtype.is_floating_point or x.numel() == 0:
-        return
-    size = x.double().nan_to_num(0, 0, 0).abs().max().item()
-    if size > torch.finfo(dtype).max:
-        raise ValueError(
-            f"{leaf.name!r} {leaf} holds a number of size {size:g}, which does not fit "
-            f"into {dtype}: give a target of a wider dtype"
-        )
-
-
-def _batches(wanted: Iterable[Request]) -> Iterator[list[tuple[Request, Tensor]]]:
-    """Requests, each with the memory that is read into: its target, where that lies so.
-
-    What does not lie in memory as it does in the file comes into memory of its own
-    first; a batch has no more of that than may wait to be put in its place.
-    """
-    batch: list[tuple[Request, Tensor]] = []
-    waiting = nbytes = 0
-    for request in (piece for one in wanted for piece in one.pieces()):
-        x = request.target
-        if not request.is_plain:
-            if nbytes + request.span > _HELD or waiting == _TENSORS:
-                yield batch
-                batch, waiting, nbytes = [], 0, 0
-            count = request.span // request.leaf.dtype.itemsize
-            x = torch.empty(count, dtype=request.leaf.dtype, device="cpu")
-            waiting, nbytes = waiting + 1, nbytes + request.span
-        batch.append((request, x))
-    yield batch
+                file.read(some)

@@ -1,6 +1,7 @@
 """Files read by several threads and proven; disks that fail at any moment."""
 
 import errno
+import math
 import os
 import resource
 import shutil
@@ -15,8 +16,15 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.checkpoint import reading
-from fsfunc.checkpoint.reading import SLAB, Blocks, threads
-from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, StoredFile
+from fsfunc.checkpoint.reading import SLAB, Blocks, Request, threads
+from fsfunc.checkpoint.stored import (
+    BLOCK,
+    CheckpointError,
+    Chunk,
+    Stored,
+    StoredFile,
+    StoredTensor,
+)
 from fsfunc.comm.mesh import here
 from tests.checkpoint.trees import PAIR, empty, on, tree_of
 from tests.checks import same
@@ -33,31 +41,61 @@ def stored(tmp_path_factory):
     return Stored(folder, {}, files={"x": StoredFile(SIZE, sums)})
 
 
-@st.composite
-def ranges(draw):
-    edges = [0, 1, BLOCK - 1, BLOCK, SLAB - 1, SLAB, SLAB + 1, 2 * SLAB, SIZE]
-    point = st.one_of(st.sampled_from(edges), st.integers(0, SIZE))
-    pairs = draw(st.lists(st.tuples(point, point), max_size=8))
-    return [(min(pair), max(pair)) for pair in pairs]
+def wanted_of(begin, sizes, dtype, box, target):
+    """A request for a box of a chunk that begins anywhere in the file."""
+    chunk = Chunk("x", begin, (0,) * len(sizes), tuple(sizes))
+    offsets, lengths = zip(*((a, b - a) for a, b in box), strict=True)
+    return Request(
+        StoredTensor(sizes, dtype, (chunk,)), chunk, offsets, lengths, target
+    )
 
 
-def read(source, *wanted):
-    """What was read of (begin, stop) pairs of a file."""
-    into = [bytearray(stop - start) for start, stop in wanted]
+def read(source, *asked):
     with threads() as pool, Blocks(source, "x", pool) as file:
-        file.read(
-            (start, memoryview(x)) for (start, _), x in zip(wanted, into, strict=True)
-        )
-    return into
+        file.read(asked)
 
 
-@settings(max_examples=6)
-@given(ranges(), st.booleans())
-def test_any_ranges_in_any_order(stored, wanted, known):
-    """With checksums or without."""
-    name = StoredFile(SIZE, stored.files["x"].sums if known else None)
-    source = Stored(stored.path, {}, files={"x": name})
-    assert read(source, *wanted) == [DATA[start:stop] for start, stop in wanted]
+def bytes_read(source, start, stop):
+    into, n = torch.zeros(stop - start, dtype=torch.uint8), stop - start
+    read(source, wanted_of(start, (n,), torch.uint8, [(0, n)], into))
+    return bytes(into.tolist())
+
+
+BEGINS = [0, 1, BLOCK - 1, SLAB - 300_001, SLAB - 4, SLAB]
+SHAPES = [(3, 500, 211), (1 << 18, 2), (5, 1 << 17), (1 << 20,)]
+
+
+@st.composite
+def boxes(draw, sizes):
+    """All, or the middle, or any part along each dim."""
+    ends = [[(0, n), (n // 3, n - n // 3)] for n in sizes]
+    ends = [
+        [*some, (draw(st.integers(0, some[0][1] - 1)), some[0][1])] for some in ends
+    ]
+    return [draw(st.sampled_from(some)) for some in ends]
+
+
+@settings(max_examples=16)
+@given(data=st.data(), begin=st.sampled_from(BEGINS), sizes=st.sampled_from(SHAPES))
+def test_any_boxes_wherever_they_lie(stored, data, begin, sizes):
+    """With checksums or without, in any order, across the edges of slabs, into memory
+    of other strides and dtypes."""
+    kind = data.draw(st.sampled_from([torch.uint8, torch.int16]))
+    begin = min(begin, SIZE - math.prod(sizes) * kind.itemsize)
+    part = bytearray(DATA[begin : begin + math.prod(sizes) * kind.itemsize])
+    whole = torch.frombuffer(part, dtype=kind).view(sizes)
+    asked, expected = [], []
+    for box in data.draw(st.lists(boxes(sizes), min_size=1, max_size=3)):
+        x = whole[tuple(slice(*pair) for pair in box)]
+        wide = data.draw(st.sampled_from([kind, torch.int64]))
+        target = torch.zeros_like(x, dtype=wide)
+        if data.draw(st.booleans()):
+            target = target.movedim(0, -1).contiguous().movedim(-1, 0)
+        asked.append(wanted_of(begin, sizes, kind, box, target))
+        expected.append(x.to(wide))
+    sums = stored.files["x"].sums if data.draw(st.booleans()) else None
+    read(Stored(stored.path, {}, files={"x": StoredFile(SIZE, sums)}), *asked)
+    same([one.target for one in asked], expected)
 
 
 def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
@@ -65,15 +103,15 @@ def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
     spoilt[SLAB + 3] ^= 1
     (tmp_path / "x").write_bytes(spoilt)
     source = Stored(tmp_path, {}, files=stored.files)
-    good, into = bytearray(SLAB), bytearray(BLOCK)
-    with threads() as pool, Blocks(source, "x", pool) as file:
-        with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
-            file.read([(0, memoryview(good)), (SLAB, memoryview(into))])
-    assert good == DATA[:SLAB] and into == bytearray(BLOCK)
+    into = torch.zeros(SLAB + BLOCK, dtype=torch.uint8)
+    asked = wanted_of(0, into.shape, torch.uint8, [(0, len(into))], into)
+    with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
+        read(source, asked)
+    assert bytes(into[:SLAB].tolist()) == DATA[:SLAB] and not into[SLAB:].any()
     with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
         reading.prove(source)
     beside = SLAB + BLOCK, SLAB + 2 * BLOCK
-    assert read(source, beside) == [DATA[slice(*beside)]]
+    assert bytes_read(source, *beside) == DATA[slice(*beside)]
 
 
 def test_an_error_leaves_no_thread_and_no_open_file(stored, monkeypatch):
@@ -112,7 +150,7 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
 
 def test_a_range_past_the_end_is_refused(stored):
     with pytest.raises(CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"):
-        read(stored, (SIZE - 1, SIZE + 1))
+        bytes_read(stored, SIZE - 1, SIZE + 1)
 
 
 # Disks that fail at any moment
