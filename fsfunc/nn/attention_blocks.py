@@ -25,6 +25,25 @@ from fsfunc.nn.attention_masks import NOTHING, Visible
 from fsfunc.nn.numerics import wide
 
 
+class Heads(NamedTuple):
+    """Queries, keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def at(self, rows: slice, keys: slice) -> Heads:
+        """Some of the queries, and some of the keys."""
+        return Heads(self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys])
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if torch has one kernel for it that also gives the sums."""
+        some = self.q.numel() and self.k.numel()
+        on_cpu = self.q.device.type == "cpu"
+        return bool(on_cpu and some and self.v.shape == self.k.shape)
+
+
 class Attended(NamedTuple):
     """Attention of queries to some keys.
 
@@ -37,12 +56,12 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> Attended:
+def attend(x: Heads, seen: Visible, scale: float) -> Attended:
     """Attention by plain operators, differentiable in any way."""
-    scores = _scores(q, k, scale, seen)
+    scores = _scores(x, scale, seen)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = scores.softmax(-1) @ v.to(scores.dtype)
-    return Attended(_unfold(out, q), _unfold(lse, q))
+    out = scores.softmax(-1) @ x.v.to(scores.dtype)
+    return Attended(_unfold(out, x.q), _unfold(lse, x.q))
 
 
 def joined(one: Attended | None, other: Attended) -> Attended:
@@ -66,26 +85,16 @@ def settled(x: Attended) -> Attended:
 # Without a graph: a kernel of torch's that gives both, or products; by tiles.
 
 
-def attend_in_place(
-    q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float
-) -> Attended:
+def attend_in_place(x: Heads, seen: Visible, scale: float) -> Attended:
     """:func:`attend` without a graph, which never holds all the scores."""
-    attended = _attended_by_kernel if _has_kernel(q, k, v) else _attended
-    found = [
-        attended(q[:, :, rows], k[:, :, keys], v[:, :, keys], of_tile, scale)
-        for rows, keys, of_tile in _tiles(q, k, v, seen)
-    ]
-    return Attended(*(torch.cat(tiles, 2) for tiles in zip(*found, strict=True)))
+    attended = _attended_by_kernel if x.has_kernel else _attended
+    tiles = _tiles(x, seen)
+    found = [attended(x.at(*where), of_tile, scale) for *where, of_tile in tiles]
+    return Attended(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
 
 
 def pull(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of: Attended,
-    seen: Visible,
-    scale: float,
+    g: Tensor, x: Heads, of: Attended, seen: Visible, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's share of the gradients by q, k and v, computing its scores again.
 
@@ -98,30 +107,27 @@ def pull(
 
     Source: Dao et al., 2022, FlashAttention, appendix B.
     """
-    pulled = _pulled_by_kernel if _has_kernel(q, k, v) else _pulled
-    if _at_once(q, k, v, seen):
-        return pulled(g, q, k, v, of, seen, scale)
-    dqs, dk, dv = [], *(torch.zeros_like(x, dtype=wide(q)) for x in (k, v))
-    for rows, keys, of_tile in _tiles(q, k, v, seen):
-        gs, qs, *some = (x[:, :, rows] for x in (g, q, *of))
-        ks, vs = k[:, :, keys], v[:, :, keys]
-        dq, dks, dvs = pulled(gs, qs, ks, vs, Attended(*some), of_tile, scale)
+    pulled = _pulled_by_kernel if x.has_kernel else _pulled
+    if _at_once(x, seen):
+        return pulled(g, x, of, seen, scale)
+    dqs, dk, dv = [], *(torch.zeros_like(y, dtype=wide(x.q)) for y in (x.k, x.v))
+    for rows, keys, of_tile in _tiles(x, seen):
+        mine = Attended(*(y[:, :, rows] for y in of))
+        dq, dks, dvs = pulled(g[:, :, rows], x.at(rows, keys), mine, of_tile, scale)
         dqs.append(dq)
         dk[:, :, keys] += dks
         dv[:, :, keys] += dvs
     return torch.cat(dqs, 2), dk, dv
 
 
-def _tiles(
-    q: Tensor, k: Tensor, v: Tensor, seen: Visible
-) -> Iterator[tuple[slice, slice, Visible]]:
+def _tiles(x: Heads, seen: Visible) -> Iterator[tuple[slice, slice, Visible]]:
     """Some queries, the keys between which all lie that they may see, and what of them.
 
     A kernel takes all at once where it needs no mask.
     """
-    batch, heads, n, _ = q.shape
-    m = k.shape[2]
-    at_once = _at_once(q, k, v, seen)
+    batch, heads, n, _ = x.q.shape
+    m = x.k.shape[2]
+    at_once = _at_once(x, seen)
     rows = n if at_once else max(_ROWS, _SCORES // max(1, batch * heads * m))
     for start in range(0, max(n, 1), max(rows, 1)):
         stop, first, last = min(start + rows, n), 0, m
@@ -137,30 +143,25 @@ _ROWS = 64  # fewer at once are no work for a product
 _SCORES = 1 << 20  # held at once, unless that is fewer rows
 
 
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if torch has one kernel for it that also gives the sums."""
-    some = q.numel() and k.numel()
-    return bool(q.device.type == "cpu" and some and v.shape == k.shape)
-
-
-def _at_once(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> bool:
+def _at_once(x: Heads, seen: Visible) -> bool:
     """True where a kernel needs no mask, whatever the length."""
-    return _has_kernel(q, k, v) and (seen.whole or seen.causal)
+    return x.has_kernel and (seen.whole or seen.causal)
 
 
-def _attended(q, k, v, seen, scale):
-    scores = _scores(q, k, scale, seen)
+def _attended(x, seen, scale):
+    scores = _scores(x, scale, seen)
     top = scores.amax(-1, keepdim=True)
     total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-    out = (scores @ v.to(scores.dtype)).div_(total)
-    return Attended(_unfold(out, q), _unfold(top.add_(total.log_()), q))
+    out = (scores @ x.v.to(scores.dtype)).div_(total)
+    return Attended(_unfold(out, x.q), _unfold(top.add_(total.log_()), x.q))
 
 
-def _pulled(g, q, k, v, of, seen, scale):
+def _pulled(g, x, of, seen, scale):
+    q, k, v = x
     dtype = wide(q)
     keys, values, gs = k.to(dtype), v.to(dtype), _fold(g, k).to(dtype)
-    out, lse = (_fold(x, k).to(dtype) for x in of)
-    p = _scores(q, keys, scale, seen).sub_(lse).exp_()
+    out, lse = (_fold(y, k).to(dtype) for y in of)
+    p = _scores(x._replace(k=keys), scale, seen).sub_(lse).exp_()
     dv = p.transpose(-1, -2) @ gs
     ds = gs @ values.transpose(-1, -2)
     ds.sub_((gs * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
@@ -168,26 +169,28 @@ def _pulled(g, q, k, v, of, seen, scale):
     return _unfold(ds @ keys, q), dk, dv
 
 
-def _attended_by_kernel(q, k, v, seen, scale):
-    heads, k, v, how = _for_kernel(q, k, v, seen, scale)
-    out, lse = _torch.CPU_ATTENTION(heads, k, v, **how)
-    lse = lse.reshape(*q.shape[:3], 1)
-    return Attended(out.reshape(q.shape).to(wide(q)), lse.to(wide(q)))
+def _attended_by_kernel(x, seen, scale):
+    heads, how = _for_kernel(x, seen, scale)
+    out, lse = _torch.CPU_ATTENTION(*heads, **how)
+    lse = lse.reshape(*x.q.shape[:3], 1)
+    return Attended(out.reshape(x.q.shape).to(wide(x.q)), lse.to(wide(x.q)))
 
 
-def _pulled_by_kernel(g, q, k, v, of, seen, scale):
-    heads, keys, values, how = _for_kernel(q, k, v, seen, scale)
-    gs, out = (x.to(q.dtype).reshape(heads.shape).contiguous() for x in (g, of.out))
-    lse = of.lse.reshape(heads.shape[:3]).contiguous()
-    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(gs, heads, keys, values, out, lse, **how)
-    if keys.shape != k.shape:
+def _pulled_by_kernel(g, x, of, seen, scale):
+    (q, k, _), (heads, how) = x, _for_kernel(x, seen, scale)
+    shape = heads.q.shape
+    gs, out = (y.to(q.dtype).reshape(shape).contiguous() for y in (g, of.out))
+    lse = of.lse.reshape(shape[:3]).contiguous()
+    dq, dk, dv = _torch.CPU_ATTENTION_BACKWARD(gs, *heads, out, lse, **how)
+    if heads.k.shape != k.shape:
         each = (k.shape[1], -1)
-        dk, dv = (x.unflatten(1, each).sum(2, dtype=wide(q)) for x in (dk, dv))
+        dk, dv = (y.unflatten(1, each).sum(2, dtype=wide(q)) for y in (dk, dv))
     return dq.reshape(q.shape), dk, dv
 
 
-def _for_kernel(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float):
-    """q, k and v with as many heads each, and dense in the last dim; and the mask."""
+def _for_kernel(x: Heads, seen: Visible, scale: float) -> tuple[Heads, dict[str, Any]]:
+    """The same with as many heads each, and dense in the last dim; and the mask."""
+    q, k, v = x
     groups = q.shape[1] // k.shape[1]
     how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": seen.causal, "scale": scale}
     if not seen.whole and not seen.causal:
@@ -197,12 +200,13 @@ def _for_kernel(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float):
     if seen.whole:
         q = _fold(q, k)
     elif groups > 1:  # rows are counted within a head
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), how
+        k, v = (y.repeat_interleave(groups, 1) for y in (k, v))
+    return Heads(*(y if y.stride(-1) == 1 else y.contiguous() for y in (q, k, v))), how
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, seen: Visible) -> Tensor:
+def _scores(x: Heads, scale: float, seen: Visible) -> Tensor:
     """[batch, key heads, g n, m]: NOTHING for keys that a query does not see."""
+    q, k, _ = x
     scores = (_fold(q, k).to(wide(q)) * scale) @ k.to(wide(q)).transpose(-1, -2)
     if seen.whole:
         return scores

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis
+from fsfunc.nn.attention_blocks import Heads
 from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.numerics import autocast
 
@@ -27,7 +28,7 @@ def checked(
     scale: float | None,
     masks: Masks,
     window: Window,
-) -> tuple[tuple[Tensor, Tensor, Tensor], float, Masks, Reach]:
+) -> tuple[Heads, float, Masks, Reach]:
     """q, k and v as autocast has them, the scale, masks in full form, and the reach."""
     if order not in ("zigzag", "contiguous", None):
         raise ValueError(f"{name}: order={order!r} is not 'zigzag' or 'contiguous'")
@@ -84,9 +85,9 @@ def checked(
     )
     if where is not None and size > 1 and order == "zigzag" and any(ordered.values()):
         check_halves(name, q.shape[2], where)
-    q, k, v = autocast(q, k, v)  # what is sent and saved is of the low dtype, too
+    x = Heads(*autocast(q, k, v))  # what is sent and saved is of the low dtype, too
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return (q, k, v), scale, masks, reach
+    return x, scale, masks, reach
 
 
 def _reach(name: str, causal: bool, window: Window) -> Reach:

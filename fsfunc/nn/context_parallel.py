@@ -18,6 +18,7 @@ from torch import Tensor
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.mesh import Axis
+from fsfunc.nn.attention_blocks import Heads
 from fsfunc.nn.attention_checks import (
     Reach,
     Window,
@@ -138,18 +139,18 @@ def ring_attention(
     True
     """
     name, masks = "ring_attention", Masks(documents, attn_mask)
-    (q, k, v), scale, masks, (left, right) = checked(
+    x, scale, masks, (left, right) = checked(
         name, q, k, v, axis, causal, order, scale, masks, window
     )
     if axis is None or group(axis).size == 1:
-        return _alone(q, k, v, masks, (left, right), scale, recompute)
+        return _alone(x, masks, (left, right), scale, recompute)
     where, n = group(axis), q.shape[2]
     limited = left is not None or right is not None
     zigzagged = limited and order == "zigzag"
     turns = causal and left is None and attn_mask is None and order == "contiguous"
     if turns:
         check_halves(name, n, where)
-        q, k, v = (zigzag_parts(x, axis, 2) for x in (q, k, v))
+        x = Heads(*(zigzag_parts(y, axis, 2) for y in x))
     ids, mask = masks
     if ids is not None:
         ids = all_gather(ids, axis, dim=1)
@@ -158,8 +159,8 @@ def ring_attention(
         mask = zigzag(mask, where.size, 3)
     masks, halves = Masks(ids, mask), zigzagged or turns
     cut = SequenceCut(where.size, halves, n // 2 if halves else n, left, right)
-    index = axis_index(axis) if limited or any(x is not None for x in masks) else 0
-    out = attention(q, k, v, masks, Ring(where, index, cut, scale), recompute)
+    index = axis_index(axis) if limited or any(y is not None for y in masks) else 0
+    out = attention(x, masks, Ring(where, index, cut, scale), recompute)
     return contiguous_parts(out, axis, 2) if turns else out
 
 
@@ -213,15 +214,15 @@ def all_to_all_attention(
     True
     """
     name, masks = "all_to_all_attention", Masks(documents, attn_mask)
-    (q, k, v), scale, masks, reach = checked(
+    x, scale, masks, reach = checked(
         name, q, k, v, axis, causal, order, scale, masks, window
     )
     if axis is None or group(axis).size == 1:
-        return _alone(q, k, v, masks, reach, scale, recompute)
+        return _alone(x, masks, reach, scale, recompute)
     where, (ids, mask), n = group(axis), masks, q.shape[2]
     check_heads(name, q.shape[1], k.shape[1], where)
     limited = reach != (None, None) or mask is not None
-    q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
+    x = Heads(*(all_to_all(y, axis, split_dim=1, concat_dim=2) for y in x))
     ids = ids if ids is None else all_gather(ids, axis, dim=1)
     if mask is not None and mask.shape[1] > 1:
         mask = all_to_all(mask, axis, split_dim=1, concat_dim=2)
@@ -231,24 +232,18 @@ def all_to_all_attention(
         mask = mask.repeat_interleave(n, 2)
     turns = limited and order == "zigzag"
     if turns:
-        q, k, v = (unzigzag(x, where.size, 2) for x in (q, k, v))
+        x = Heads(*(unzigzag(y, where.size, 2) for y in x))
         ids = ids if ids is None else unzigzag(ids, where.size, 1)
         mask = mask if mask is None else unzigzag(mask, where.size, 2)
-    out = _alone(q, k, v, Masks(ids, mask), reach, scale, recompute)
+    out = _alone(x, Masks(ids, mask), reach, scale, recompute)
     if turns:
         out = zigzag(out, where.size, 2)
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
 
 def _alone(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Masks,
-    reach: Reach,
-    scale: float,
-    recompute: bool,
+    x: Heads, masks: Masks, reach: Reach, scale: float, recompute: bool
 ) -> Tensor:
     """Attention to what this rank has."""
-    ring = Ring(None, 0, SequenceCut(1, False, q.shape[2], *reach), scale)
-    return attention(q, k, v, masks, ring, recompute)
+    ring = Ring(None, 0, SequenceCut(1, False, x.q.shape[2], *reach), scale)
+    return attention(x, masks, ring, recompute)

@@ -25,6 +25,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.frames import composable
 from fsfunc.nn.attention_blocks import (
     Attended,
+    Heads,
     attend,
     attend_in_place,
     joined,
@@ -93,29 +94,22 @@ class Ring:
         return table.index_select(0, self.index.reshape(1)).squeeze(0)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Masks,
-    ring: Ring,
-    recompute: bool = True,
-) -> Tensor:
+def attention(x: Heads, masks: Masks, ring: Ring, recompute: bool = True) -> Tensor:
     """This rank's queries' attention to the keys of all ranks, in the dtype of q."""
     learnt = masks.mask is not None and masks.mask.requires_grad
-    with without_autocast(q):
+    with without_autocast(x.q):
         masks = masks.ready(ring.index, ring.cut)
         if recompute and not composable() and not learnt:
-            return _Ring.apply(q, k, v, *masks, ring)[0]
-        return _composed(q, k, v, masks, ring)
+            return _Ring.apply(*x, *masks, ring)[0]
+        return _composed(x, masks, ring)
 
 
-def _travelled(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, list[Any]]]:
+def _travelled(x: Heads, ring: Ring) -> Iterator[tuple[int, list[Any]]]:
     """Each step, with the keys and values that it brings; the next are under way.
 
     A part that goes nowhere in a step is None.
     """
-    mine = list(zip(k.chunk(ring.parts, 2), v.chunk(ring.parts, 2), strict=True))
+    mine = list(zip(*(y.chunk(ring.parts, 2) for y in x[1:]), strict=True))
     steps, waits = ring.steps(), []
     packed = [_pack(*part) for part in mine] if len(steps) > 1 else []
     for step, after in zip(steps, [*steps[1:], None], strict=True):
@@ -137,21 +131,20 @@ def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(k.shape), values.view(v.shape)
 
 
-def _composed(q: Tensor, k: Tensor, v: Tensor, masks: Masks, ring: Ring) -> Tensor:
+def _composed(x: Heads, masks: Masks, ring: Ring) -> Tensor:
     """Plain operators and collectives: it has all derivatives, and keeps all blocks.
 
     It is one graph for all ranks, of whatever order: so they meet in every collective
     of every derivative. Where their work differs, they pick what they work on.
     """
     found: list[Any] = [None] * ring.parts
-    qs = q.chunk(ring.parts, 2)
-    for step, parts in _travelled(k, v, ring):
+    qs = x.q.chunk(ring.parts, 2)
+    for step, parts in _travelled(x, ring):
         for slot in ring_slots(step, ring.cut):
-            block = Block(*(ring.mine(values, q) for values in slot))
+            block = Block(*(ring.mine(values, x.q) for values in slot))
             seen = masks.seen(block, step, ring.index, ring.cut)
-            keys, values = _picked(block.part, parts)
-            rows = _picked(block.rows, qs)
-            new = attend(rows, keys, values, seen, ring.scale)
+            rows, keys = _picked(block.rows, qs), _picked(block.part, parts)
+            new = attend(Heads(rows, *keys), seen, ring.scale)
             for a, old in enumerate(found):
                 if isinstance(block.rows, Tensor):
                     here = block.rows == a
@@ -160,8 +153,8 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, masks: Masks, ring: Ring) -> Tens
                 elif block.rows == a:
                     found[a] = joined(old, new)
     if masks.mask is not None:
-        found = [settled(x) for x in found]
-    return torch.cat([x.out for x in found], 2).to(q.dtype)
+        found = [settled(one) for one in found]
+    return torch.cat([one.out for one in found], 2).to(x.q.dtype)
 
 
 def _picked(which: Any, xs: Sequence[Any]) -> Any:
@@ -185,11 +178,11 @@ class _Ring(torch.autograd.Function):
     def forward(q, k, v, documents, mask, ring):  # type: ignore[override]
         qs, found = q.chunk(ring.parts, 2), [None] * ring.parts
         masks = Masks(documents, mask)
-        for step, parts in _travelled(k, v, ring):
+        for step, parts in _travelled(Heads(q, k, v), ring):
             for block in ring_blocks(step, ring.index, ring.cut):
-                seen = masks.seen(block, step, ring.index, ring.cut)
-                (keys, values), a = parts[block.part], block.rows
-                new = attend_in_place(qs[a], keys, values, seen, ring.scale)
+                seen, a = masks.seen(block, step, ring.index, ring.cut), block.rows
+                new = Heads(qs[a], *parts[block.part])
+                new = attend_in_place(new, seen, ring.scale)
                 found[a] = joined(found[a], new)
         if mask is not None:
             found = [settled(x) for x in found]
@@ -207,58 +200,52 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _):  # type: ignore[override]
         q, k, v, documents, mask, out, lse = ctx.saved_tensors
-        masks, ring = Masks(documents, mask), ctx.ring
+        x, masks, ring = Heads(q, k, v), Masks(documents, mask), ctx.ring
         with label(ctx.unit, "backward"), without_autocast(q), internal():
             if torch.is_grad_enabled() or _torch.functorch_active():
                 needs = ctx.needs_input_grad[:3]
-                grads = _pulled_twice(g, (q, k, v), needs, masks, ring)
+                grads = _pulled_twice(g, x, needs, masks, ring)
             else:
-                grads = _pulled(g, q, k, v, Attended(out, lse), masks, ring)
+                grads = _pulled(g, x, Attended(out, lse), masks, ring)
         return *grads, None, None, None
 
 
 def _pulled_twice(
-    g: Tensor, xs: Sequence[Tensor], needs: Sequence[bool], masks: Masks, ring: Ring
+    g: Tensor, x: Heads, needs: Sequence[bool], masks: Masks, ring: Ring
 ) -> list[Tensor | None]:
     """The gradients, as a function that may be differentiated or mapped again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        q, k, v = xs = [x.view_as(x) for x in xs]  # one may be made of another
-        out = _composed(q, k, v, masks, ring)
-    wanted = [x for x, need in zip(xs, needs, strict=True) if need]
+        x = Heads(*(y.view_as(y) for y in x))  # one may be made of another
+        out = _composed(x, masks, ring)
+    wanted = [y for y, need in zip(x, needs, strict=True) if need]
     found = iter(torch.autograd.grad(out, wanted, g, create_graph=create_graph))
     return [next(found) if need else None for need in needs]
 
 
 def _pulled(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    whole: Attended,
-    masks: Masks,
-    ring: Ring,
+    g: Tensor, x: Heads, whole: Attended, masks: Masks, ring: Ring
 ) -> list[Tensor]:
     """The gradients: keys and values travel again, and theirs come home."""
-    n = ring.parts
-    mine = list(zip(*(x.chunk(n, 2) for x in (g, q, *whole)), strict=True))
+    n, (q, k, v) = ring.parts, x
+    mine = list(zip(*(y.chunk(n, 2) for y in (g, q, *whole)), strict=True))
     dqs: list[Any] = [None] * n
     home: list[Any] = [None] * n  # what this rank's own keys and values get
     waits: list[Flight] = []
-    for step, parts in _travelled(k, v, ring):
+    for step, parts in _travelled(x, ring):
         given = _pulled_at(step, mine, parts, dqs, masks, ring)
         if step == 0:
             home = given
             continue
         back = [how and how.transpose() for how in ring.moves(step)]
-        sent = [x if x is None else x.to(k.dtype) for x in given]
+        sent = [y if y is None else y.to(k.dtype) for y in given]
         _land(waits, home)
         waits = list(map(ring.launch, sent, back))
     _land(waits, home)
     like = k.chunk(n, 2)[0], v.chunk(n, 2)[0]
-    dks, dvs = zip(*(_unpack(x, *like) for x in home), strict=True)
-    grads = zip((dqs, dks, dvs), (q, k, v), strict=True)
-    return [torch.cat(parts, 2).to(x.dtype) for parts, x in grads]
+    dks, dvs = zip(*(_unpack(y, *like) for y in home), strict=True)
+    grads = zip((dqs, dks, dvs), x, strict=True)
+    return [torch.cat(parts, 2).to(y.dtype) for parts, y in grads]
 
 
 def _pulled_at(
@@ -273,11 +260,10 @@ def _pulled_at(
     given: list[Any] = [None] * len(parts)
     for block in ring_blocks(step, ring.index, ring.cut):
         a, b, *_ = block
-        g, q, out, lse = mine[a]
-        keys, values = parts[b]
+        g, q, *of = mine[a]
         seen = masks.seen(block, step, ring.index, ring.cut)
-        of = Attended(out, lse)
-        dq, dk, dv = pull(g, q, keys, values, of, seen, ring.scale)
+        x = Heads(q, *parts[b])
+        dq, dk, dv = pull(g, x, Attended(*of), seen, ring.scale)
         dqs[a] = _added(dqs[a], dq)
         given[b] = _added(given[b], _pack(dk, dv))
     for i, part in enumerate(parts):

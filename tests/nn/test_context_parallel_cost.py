@@ -5,9 +5,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc.nn import attention_blocks
-from fsfunc.nn.attention_blocks import attend_in_place, pull
+from fsfunc.nn.attention_blocks import Heads, attend_in_place, pull
 from fsfunc.nn.attention_masks import Visible
-from fsfunc.nn.ring_schedule import SequenceCut, ring_blocks, ring_moves
 from tests.checks import simulated
 from tests.models import train_step
 from tests.nn.test_context_parallel import attention, cut, pulled, tensors
@@ -75,29 +74,6 @@ def test_all_to_all_is_four_of_them_each_way(size) -> None:
             assert log.count("all_to_all") == len(log.of()) == 4 * times * (size > 1)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_every_block_that_is_seen_is_computed_once_and_in_equal_shares(size) -> None:
-    places = [(i, 2 * size - 1 - i) for i in range(size)]
-    cut, done = SequenceCut(size, True, 4, None, 0), []
-    for step in range(size):
-        work = [ring_blocks(step, i, cut) for i in range(size)]
-        assert {len(blocks) for blocks in work} == {2 if step else 3}
-        for i, blocks in enumerate(work):
-            source = (i - step) % size
-            for block in blocks:
-                pair = places[i][block.rows], places[source][block.part]
-                assert (block.least == 0) == (pair[0] == pair[1]) and block.most is None
-                done.append(pair)
-                if step:  # and it was sent
-                    assert (source, i) in ring_moves(step, cut)[block.part]
-        if step:
-            moved = sum(map(len, ring_moves(step, cut)))
-            used = {(i, b.part) for i, blocks in enumerate(work) for b in blocks}
-            assert moved == len(used)  # nothing else was
-    n = 2 * size
-    assert sorted(done) == [(a, b) for a in range(n) for b in range(a + 1)]
-
-
 def test_no_tile_is_computed_that_is_masked_as_a_whole(monkeypatch) -> None:
     seen, scores = [], attention_blocks._scores
     spy = lambda *args: seen.append(scores(*args)) or seen[-1].clone()  # noqa: E731
@@ -105,8 +81,8 @@ def test_no_tile_is_computed_that_is_masked_as_a_whole(monkeypatch) -> None:
     monkeypatch.setattr(attention_blocks, "_SCORES", 0)
     monkeypatch.setattr(attention_blocks, "_ROWS", 2)
     q, k, v, g = tensors(0, (1, 4, 8, 4), (1, 2, 8, 4), (1, 2, 8, 5))
-    of = attend_in_place(q, k, v, Visible(least=0), 0.5)
-    pull(g, q, k, v, of, Visible(least=0), 0.5)
+    of = attend_in_place(Heads(q, k, v), Visible(least=0), 0.5)
+    pull(g, Heads(q, k, v), of, Visible(least=0), 0.5)
     # Heads, rows of a tile, and keys that the last of them sees; in both passes.
     assert [x.numel() for x in seen] == [4 * 2 * keys for keys in (2, 4, 6, 8)] * 2
 
