@@ -191,9 +191,15 @@ def take_status(folder: Path, rank: int) -> RankStatus:
     """Takes what a rank reported out of the folder.
 
     Raises:
-        FileNotFoundError: it is not there.
+        CheckpointError: it is not there.
     """
-    said = json.loads(_path(folder, rank).read_text())
+    try:
+        said = json.loads(_path(folder, rank).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"rank {rank} wrote its part where rank 0 does not see it, in {folder}: "
+            "all ranks need one shared file system"
+        ) from error
     _path(folder, rank).unlink()
     files = {
         name: StoredFile(n, tuple(s)) for name, (n, s, *_) in said["files"].items()

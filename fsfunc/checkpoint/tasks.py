@@ -98,7 +98,8 @@ class SaveTask:
         """The first rank's: writes the manifest and gives the folder its name."""
         if not self.first:
             return
-        stored = self._stored([self._status_of(rank) for rank in range(self.size)])
+        ranks = [agreement.take_status(self.folder, rank) for rank in range(self.size)]
+        stored = self._stored(ranks)
         write_manifest(stored, self.folder)
         folders.appear(self.folder, self.path)
         finding.remember(self.path)
@@ -197,16 +198,6 @@ class SaveTask:
         folders.empty(self.folder, f"{mine}.safetensors")
 
     # What the first rank makes of all reports
-
-    def _status_of(self, rank: int) -> RankStatus:
-        """The report of a rank."""
-        try:
-            return agreement.take_status(self.folder, rank)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"rank {rank} wrote its part of {self.path} where rank 0 does not "
-                "see it: all ranks need one shared file system"
-            ) from error
 
     def _stored(self, ranks: Sequence[RankStatus]) -> Stored:
         """The metadata of what the ranks have written."""

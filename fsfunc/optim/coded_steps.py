@@ -33,10 +33,6 @@ class CodeGroup:
     used: int  # those before the padding, on this rank
     first: Any
 
-    @property
-    def here(self) -> int:
-        return 0 if is_sharded(self.first) and _absent(self.first.layout) else self.room
-
 
 def groups_of(
     leaves: Sequence[Any], paths: Sequence[str]
@@ -46,8 +42,9 @@ def groups_of(
     By their layouts alone, whether they lie in the buffer just now or on their own.
     """
     active = [i for i, x in enumerate(leaves) if trainable(x)]
-    flat = [i for i in active if is_sharded(leaves[i]) and leaves[i].layout.flat]
-    loose = [[i] for i in active if i not in set(flat)]
+    is_flat = lambda x: bool(is_sharded(x) and x.layout.flat)  # noqa: E731
+    flat = [i for i in active if is_flat(leaves[i])]
+    loose = [[i] for i in active if not is_flat(leaves[i])]
     groups, said = [], []
     for members in [*side_by_side(leaves, flat), *loose]:
         first = leaves[members[0]]
@@ -68,10 +65,6 @@ def groups_of(
             said.append(f"{paths[i]} {x.layout if is_sharded(x) else tuple(x.shape)}")
         said.append("")
     return groups, zlib.crc32("\n".join(said).encode())
-
-
-def _absent(layout: Layout) -> bool:
-    return bool(layout.owned) and layout.block(here().mesh.coordinates()) is None
 
 
 def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
@@ -151,7 +144,8 @@ class CodedStep:
     ) -> None:
         """The step of a group; blocks of which nothing is updated keep their codes.
 
-        ``where``: codes and scales of each moment in turn, old and new.
+        ``where``: codes and scales of each moment in turn, old and new; these begin as
+        the old ones are.
         """
         tensors = [t for pair in where for t in pair]
         tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
@@ -159,10 +153,8 @@ class CodedStep:
         if any(beside) and not all(beside):
             self._write_here(number, group, cuts, where)
             return
-        end = 0
         for start, stop in _blocks(cuts):
-            _keep(where, end, start)
-            param, end = cuts[0].param, stop
+            param = cuts[0].param
             size = stop - start
             size = min(CHUNK, size) if param.device.type == "cpu" else size
             for begin in range(start, stop, size):
@@ -170,7 +162,6 @@ class CodedStep:
                 self._write_chunk(number, group, cuts, chunk, begin)
                 if isinstance(param, _torch.FakeTensor):
                     return  # nothing is written, and each chunk is as the first
-        _keep(where, end, len(where[0][0]))
 
     def _write_here(
         self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
@@ -236,14 +227,6 @@ def _blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
             start, stop = found[-1][0], max(stop, found.pop()[1])
         found.append((start, stop))
     return found
-
-
-def _keep(where: Moved, start: int, stop: int) -> None:
-    """The blocks of a range stay as they are."""
-    if stop > start:
-        for old, new in _range(where, start, stop - start):
-            if old.data_ptr() != new.data_ptr():
-                new.copy_(old)
 
 
 def _range(where: Moved, begin: int, count: int) -> list[tuple[Tensor, Tensor]]:

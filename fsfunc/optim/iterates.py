@@ -182,7 +182,8 @@ class _ScheduleFree:
 
 def _only(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
-    updated = [i in set(matched.active) for i in range(len(matched.trees[0]))]
+    active = set(matched.active)
+    updated = [i in active for i in range(len(matched.trees[0]))]
     return chosen(matched.treedef, updated, values, what="parameters")
 
 

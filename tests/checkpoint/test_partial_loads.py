@@ -143,14 +143,6 @@ def test_no_number_becomes_another(tmp_path, saved, target, right):
         ff.load(tmp_path / "a", {"w": target})
 
 
-def test_a_large_leaf_is_converted_piece_by_piece(tmp_path):
-    saved = torch.randn(3 << 20).view(1 << 10, -1)
-    ff.save(tmp_path / "a", {"w": saved.t()})
-    target = torch.zeros(saved.t().shape, dtype=torch.bfloat16)
-    found = ff.load(tmp_path / "a", {"w": target}, cast=True)["w"]
-    assert torch.equal(found, saved.t().bfloat16())
-
-
 def test_ranks_that_choose_differently_are_told(kept):
     path, state = kept
 

@@ -101,36 +101,6 @@ def test_a_mesh_without_values_is_told(tmp_path, backend):
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_save_different_trees_are_told(tmp_path):
-    def main(mesh, who):
-        more = {"v": torch.ones(3)} if mesh.rank == who else {}
-        with pytest.raises((CheckpointError, ValueError), match="another tree|'v'"):
-            ff.save(tmp_path / "a", {"w": torch.ones(4), **more})
-
-    for who in (0, 1):
-        on(PAIR, lambda mesh, who=who: main(mesh, who))
-        assert not list(tmp_path.iterdir())
-
-
-def test_a_path_that_exists_is_left_alone(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    ff.save(tmp_path / "saved", tree_of(step=1))
-    (tmp_path / "link").symlink_to("saved")
-    (tmp_path / "dangling").symlink_to("nothing")
-    before = sorted(tmp_path.rglob("*"))
-
-    def main(mesh):
-        for name in ("file", "folder", "saved", "link", "dangling"):
-            for save in (ff.save, ff.save_async):
-                with pytest.raises(FileExistsError, match=f"{name} exists"):
-                    save(tmp_path / name, tree_of(step=2))
-
-    on(PAIR, main)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert ff.load(tmp_path / "saved", empty(tree_of()))["step"] == 1
-
-
 # Pickles can run any code: none is ever loaded
 
 

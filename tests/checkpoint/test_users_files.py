@@ -3,6 +3,7 @@
 import itertools
 import os
 import secrets
+import shutil
 import stat
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.save_lock import MARK, own_name
+from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
 
 W = {"w": torch.ones(2)}
@@ -47,6 +49,12 @@ def a_link_to(target):
 
 
 OUTSIDE = "../archive"
+
+
+def a_checkpoint(path):
+    shutil.copytree(path.parent / "a", path)
+
+
 THINGS = {
     "a file": a_file,
     "a folder": a_folder,
@@ -141,11 +149,12 @@ def test_names_that_saves_use_may_be_taken(run, what, name):
     assert (run / "step-1").exists() == (name == ".x.saving")
 
 
-@pytest.mark.parametrize("what", THINGS)
+@pytest.mark.parametrize("what", [*THINGS, "a checkpoint"])
 def test_nothing_is_written_over(run, what, monkeypatch):
     """Whether it was there before, or came while the rest was written."""
+    make = THINGS.get(what, a_checkpoint)
     ff.save(run / "a", W)
-    THINGS[what](run / "x")
+    make(run / "x")
     before = everything(run)
     for write in (
         ff.save,
@@ -154,12 +163,14 @@ def test_nothing_is_written_over(run, what, monkeypatch):
     ):
         with pytest.raises(FileExistsError, match="x exists"):
             write(run / "x", W)
+    with pytest.raises(FileExistsError, match="x exists"):  # on every rank
+        on(PAIR, lambda mesh: ff.save(run / "x", W))
     assert everything(run) == before
     sync = os.fsync
 
     def meanwhile(file):
         if not os.path.lexists(run / "y"):
-            THINGS[what](run / "y")
+            make(run / "y")
         sync(file)
 
     monkeypatch.setattr("os.fsync", meanwhile)

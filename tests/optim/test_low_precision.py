@@ -10,7 +10,9 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import refusals, refused, simulated
-from tests.optim.trees import assert_bits, trained
+from tests.optim.shards import mixed, placed, together
+from tests.optim.steps import parts
+from tests.optim.trees import assert_bits, floating, like, trained
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, UNITS = 24, 2
@@ -76,7 +78,7 @@ KINDS = {
 
 
 @functools.cache
-def wide():
+def float32s():
     return losses(adam())[-1]
 
 
@@ -85,7 +87,7 @@ def test_it_trains_as_float32_does(i, name):
     """On one device, or on two ranks, by turns."""
     make, dtype = KINDS[name]
     found = losses(make(), dtype, ranks=2 * (i % 2))
-    assert abs(found[-1] / wide() - 1) < 0.05
+    assert abs(found[-1] / float32s() - 1) < 0.05
 
 
 ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks of 256
@@ -120,8 +122,8 @@ def test_bytes_a_parameter_are_those_stated(name):
 
 def held(state):
     """Bytes of the storages of a state on this rank."""
-    parts = [x.local if is_sharded(x) else x for x in tree.leaves(state, is_sharded)]
-    stored = [x.untyped_storage() for x in parts if isinstance(x, torch.Tensor)]
+    held = [x for x in parts(state) if isinstance(x, torch.Tensor)]
+    stored = [x.untyped_storage() for x in held]
     return sum({s.data_ptr(): s.nbytes() for s in stored}.values())
 
 
@@ -259,6 +261,58 @@ def test_codes_stay_near_the_moments_of_float32():
     assert (ws[0] - ws[1]).square().mean().sqrt() < 0.2 * moved
     grown = (ws[0] - w).abs().mean() / (ws[1] - w).abs().mean()
     assert abs(grown - 1) < 0.02
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"data": 3, "model": 2}])
+def test_codes_of_parts_stay_as_near(axes):
+    """Flat over one axis or two, uneven, split, a stage's own, and whole.
+
+    Also where only some leaves of a buffer had a gradient in between.
+    """
+    (values, plan), mesh = mixed(axes), simulated(**axes)
+
+    def steps(lay):
+        grads = [lay(like(values, k)) for k in range(4)]
+        leaves, treedef = tree.flatten(grads[1], is_sharded)
+        some = [g if i % 2 else None for i, g in enumerate(leaves)]
+        return lay(values), [grads[0], tree.unflatten(treedef, some), *grads[2:]]
+
+    def main():
+        mine = steps(lambda t: placed(t, plan))
+        return trained(adam(moment_dtype=U8), *mine)[0]
+
+    found = floating(together(ff.spmd(main, mesh)(), mesh))
+    expected = floating(trained(adam(), *steps(lambda t: t))[0])
+    for x, y, start in zip(found, expected, floating(values), strict=True):
+        assert (x - y).norm() <= 0.1 * (y - start).norm()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_has_no_gradient_keeps_its_codes(ranks):
+    """Behind and before leaves of its buffer that have one, too."""
+    optimizer = adam(moment_dtype=U8)
+
+    def main():
+        params, grads = model(FP32), tree.map(torch.cos, model(FP32))
+        if ranks:
+            call = ff.shard(ff.value_and_grad(loss_fn), MESH, "data")
+            params, grads = (ff.place(call, t, data()) for t in (params, grads))
+        params, before = optimizer.apply(grads, optimizer.init(params), params)
+        some = [{**grads[0], "w": None}, {**grads[1], "b": None}]
+        none = tree.map(lambda _: None, grads, is_leaf=is_sharded)
+        later = [optimizer.apply(g, before, params)[1] for g in (some, none)]
+        return [before, *later]
+
+    kept, alive = [], []
+    for states in ff.spmd(main, MESH)() if ranks else [main()]:
+        for old, new, same in zip(*(s[1:3] for s in states), strict=True):  # mu and nu
+            assert_bits(parts(old), parts(same))
+            for a, b in zip(parts(old.codes), parts(new.codes), strict=True):
+                kept.append((a.view(-1, 256) == b.view(-1, 256)).all(1))
+            alive += [x.flatten() > 0 for x in parts(new.scales)]
+    # A leaf of three blocks has none in one unit, one of a block in the other.
+    assert 0.3 < torch.cat(kept).float().mean() < 0.8
+    assert torch.cat(alive).float().mean() > 0.9  # none was forgotten
 
 
 NARROW = {  # the parameters' dtype, the optimizer, and what is said of its moments

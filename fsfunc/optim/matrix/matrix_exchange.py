@@ -302,19 +302,9 @@ def directions(
             for leaf, x in zip(leaves, out, strict=True)
         ]
         return matched.restore(out, matched.nothing)
-    flats = [torch.empty_like(x) for x in params.tensors]
-    for flat, (_, packed) in zip(flats, params.groups, strict=True):
-        end = 0  # of what the leaves before take; what is between them stays zero
-        for start, stop in () if packed is None else [*packed.ranges, _end(flat)]:
-            flat[end:start].zero_()
-            end = max(end, stop)
-    out = params.rebuild(flats)
+    out = params.rebuild([torch.zeros_like(x) for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
         local(leaf).copy_(x)
         if factor != 1:
             local(leaf).mul_(factor)
     return matched.restore(out, matched.nothing)
-
-
-def _end(flat: Tensor) -> tuple[int, int]:
-    return flat.numel(), flat.numel()

@@ -195,7 +195,7 @@ def ranks_of(leaf: Any, share: bool) -> tuple[Axes, tuple[str, ...], Any]:
 
 def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
     """The index along the axes of an owner that is given."""
-    layout = leaf.layout if is_sharded(leaf) else Layout(tuple(leaf.shape), leaf.dtype)
+    layout = layout_of(leaf)
     at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
     mine = {p.axis: (p.size, p.coordinate) for p in layout.owned}
     along = {axis: n for axis, (n, _) in at.items() if axis not in mine}

@@ -176,8 +176,7 @@ def muon(
     >>> (w.diagonal() < -0.06).tolist()  # both directions, though unlike, go as far
     [True, True]
     """
-    check_not_negative(weight_decay=weight_decay, eps=eps)
-    check_not_negative(learning_rate=learning_rate)
+    check_not_negative(weight_decay=weight_decay, eps=eps, learning_rate=learning_rate)
     check_numbers(momentum=momentum)
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
