@@ -102,7 +102,7 @@ class BatchDataset:
             made = batch_of(taken)
             if places:
                 return made
-            # Of lists only a batch of two tells which have an item for each row.
+            # A batch of two shows which lists have an item for each row.
             lists = any(map(_is_list, tree.leaves(made, _is_list)))
             more = batch_of(taken * 2) if lists else made
         return _emptied(made, more)

@@ -50,15 +50,15 @@ def batches(
     """An iterator over this rank's part of each global batch of ``batch_size`` rows.
 
     Args:
-        dataset: has ``len`` and gives row ``i`` as ``dataset[i]``; on every rank alike.
+        dataset: has ``len``, and row ``i`` is ``dataset[i]``; the same on every rank.
         mesh: None for the whole batch, on one device.
         axis: one name or several, the first varying slowest, along which the rows of a
             batch are cut as `local_batch` cuts them. Ranks along others read the same.
         batch_size: rows of all ranks together.
-        seed: decides the order of every epoch, and what the dataset draws.
+        seed: determines the order of every epoch, and random numbers of the dataset.
         shuffle: a new order in each epoch; without it that of the dataset.
         drop_last: leave out the rows of an epoch that do not fill a batch.
-        epochs: stop after so many; without it, go on for ever.
+        epochs: the number of epochs; without it, the iterator does not end.
         uneven: allow parts that differ by one row, and are empty where rows are few
             (return ``ff.Weighted`` from the loss then, so that the mean is exact).
         workers: processes that read ahead. Of simulated ranks each reads for itself:
@@ -75,7 +75,7 @@ def batches(
     Raises:
         ValueError: rows that the ranks cannot share evenly, and ``uneven`` is not set;
             a dataset that is empty, or does not fill one batch.
-        TypeError: a dataset that cannot tell its length, or is only iterable.
+        TypeError: a dataset without a length, or one that is only iterable.
 
     Cost: nothing is sent. A rank reads its own rows, and no others; one whose part is
     empty reads one row (thrice, where the batch has lists), and returns none of it:
@@ -242,8 +242,8 @@ class Batches(Iterator[Any]):
     def position(self) -> dict[str, int]:
         """The place of the next batch: numbers that are the same on every rank.
 
-        ``epoch`` and ``batch`` count from 0; the others tell of which order they are a
-        place. To be saved: ``{"train": state, "data": loader.position}``.
+        ``epoch`` and ``batch`` count from 0; the others identify the order. To be
+        saved: ``{"train": state, "data": loader.position}``.
         """
         return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
 
@@ -251,11 +251,11 @@ class Batches(Iterator[Any]):
         return {name: int(value) for name, value in vars(self._order).items()}
 
     def seek(self, position: Mapping[str, int]) -> None:
-        """Goes on at a ``position`` that was read before, perhaps on another mesh.
+        """Continues at a ``position`` that was read before, perhaps on another mesh.
 
         Raises:
             ValueError: a place of another order (another seed, batch size, ...) or one
-                that is not there.
+                that does not exist.
         """
         mine = self._identity()
         epoch, batch = (int(position.get(k, -1)) for k in ("epoch", "batch"))

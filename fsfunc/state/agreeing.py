@@ -36,11 +36,11 @@ _LIKE = (
 
 
 class Agreement:
-    """The ranks that lay out for one function, and how far they have come.
+    """The comparisons of the ranks that lay out a state together, as far as made.
 
-    ``where`` is None where there are no others; ``apart``: whether they are processes
-    (simulated ranks all raise anyway); ``compared``: whether they have said what they
-    are about to do; ``among``: those who have yet to exchange what they would compute;
+    ``where`` is None without other ranks; ``apart``: whether they are processes (all
+    simulated ranks raise anyway); ``compared``: whether programs were compared;
+    ``among``: the ranks that still have to exchange constants of the type check;
     ``made``: what is compared at the end.
     """
 
@@ -131,11 +131,11 @@ def compare_programs(
     values: Callable[[], Section],
     agreement: Agreement,
 ) -> None:
-    """Raises on every rank where the ranks lay out for unlike programs, or values.
+    """Raises on every rank if the ranks' programs or values differ.
 
     Args:
-        handlers: those that lay leaves out; ``over``: the axes that leaves are split
-            over.
+        handlers: the interpretations that lay leaves out; ``over``: the axes that
+            leaves are split over.
     """
     where = compared(at, over.union(*(h.axes for h in handlers)))
     if where is None:
@@ -172,7 +172,7 @@ SPLIT, STAGES = "parameters are split over it", "stages lie along it"
 
 
 def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
-    """Raises where ranks that must be given one batch are given unlike ones.
+    """Raises if ranks that must be given one batch are given different ones.
 
     Args:
         because: the reason why they compute one batch together; "" along axes over

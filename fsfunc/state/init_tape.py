@@ -1,8 +1,8 @@
 """Recording of an init function on fake tensors, to be replayed in part.
 
 The function runs on fake tensors, and each operator that makes or writes memory is
-noted down, with where its operands lie: a number for their storage, and how they lie
-in it. Views need no note, and aliases, chunks and ``.data`` are right by themselves.
+recorded with its operands: a number for their storage, and their place in it. Views
+need no record, and aliases, chunks and ``.data`` are right by themselves.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _all(values: Any, kind: Any) -> list[Any]:
 
 
 class InitTape(_torch.DispatchMode):
-    """Notes what is done inside; it stands above the mode of fake tensors.
+    """The dispatch mode that records operators, above the mode of fake tensors.
 
-    What is computed from given tensors alone is computed at once: a step that reads a
-    file, or ``torch.tensor(...)``, has its values. What an operator writes of the
-    run's into a given tensor is written when that is asked for, into a copy. A number
-    that the function asks for (``if mask.any()``) is computed by ``value``.
+    What is computed from real tensors alone is computed at once: a function that reads
+    a file, or ``torch.tensor(...)``, has its values. A fake value that is written into
+    a real tensor is written into a copy of it, when that is made. A number that the
+    function reads (``if mask.any()``) is computed by ``value``.
     """
 
     def __init__(self, fake: Any, draws: bool = True):
@@ -68,7 +68,7 @@ class InitTape(_torch.DispatchMode):
         if func is _aten._local_scalar_dense.default and self.value is not None:
             with _torch.beneath_all_modes():
                 return self.value(self.ref(args[0]))
-        before = exchange((args, kwargs), Tensor, self.ref)  # as they lie before it
+        before = exchange((args, kwargs), Tensor, self.ref)  # their places before it
         wrote = _torch.written(func, *before)
         out = func(*args, **kwargs)
         fake_modes.forget_fakes(self.fake)
@@ -93,7 +93,7 @@ class InitTape(_torch.DispatchMode):
         self.ops.append(op)
         return out
 
-    # Where tensors lie
+    # The places of tensors
 
     def ref(self, x: Tensor) -> Ref:
         """The storage and strides of a fake tensor of the run."""

@@ -38,49 +38,49 @@ def init_state(
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> Any:
-    """The first state of ``step``, each rank holding its part.
+    """The initial state of ``step``, of which each rank has its part.
 
-    The step is run once on fake tensors to see which leaves its units take. The state
-    is a `TrainState`; under ``local_sgd`` and its like a `LocalState` of one.
+    The step is run once on fake tensors to find the leaves that its units take. The
+    state is a `TrainState`; under ``local_sgd`` and the like a `LocalState` of one.
 
-    A function that returns the parameters is run on fake tensors too, and what it would
-    have made is then made leaf by leaf, of each leaf this rank's part alone. What it
-    draws, each operator draws from a stream of its own, which one number of its
-    generator starts: so the values differ from those of a plain ``init_fn()``, and do
-    not depend on the mesh, nor on the transforms; the same seed gives the same bits.
+    A function that returns the parameters is run on fake tensors too; its values are
+    then made leaf by leaf, this rank's part alone. Each operator draws random numbers
+    from a stream of its own, seeded by one number of its generator: so the values
+    differ from those of a plain ``init_fn()``, but depend neither on the mesh nor on
+    the transforms; the same seed gives the same bits.
 
     Args:
         step: ``(state, *batch) -> (state, metrics)``, transformed.
-        params_or_init_fn: the whole parameters, or a function that returns them; on
-            every rank the same.
-        optimizer: its ``init``, given the laid out parameters, makes the optimizer's
-            state; so that lies as they do. For a state that is no `TrainState` of one
-            optimizer, a function of the laid out parameters that makes it: see below.
+        params_or_init_fn: the whole parameters, or a function that returns them; the
+            same on every rank.
+        optimizer: its ``init`` is called with the laid out parameters, and gives its
+            state their layouts. For another state than a `TrainState` of one optimizer,
+            a function from the laid out parameters to the state: see below.
         batch: of the shapes that the step will see (its values are not read).
-        record: ``"real"`` runs one real call, where fake tensors cannot go on, on the
-            whole parameters.
-        extra: what the step finds in ``state.extra``: any tree, the same on every rank,
-            whose leaves lie in parts where units take them and are whole elsewhere; or
-            a function of the laid out parameters: what ``tree.map`` makes of a leaf
-            lies as that leaf does (an average of the weights), all else is whole.
+        record: ``"real"`` runs one real call on the whole parameters, for steps that
+            cannot run on fake tensors.
+        extra: the value of ``state.extra``: any tree, the same on every rank, whose
+            leaves are sharded if units take them, and replicated otherwise; or a
+            function of the laid out parameters: what ``tree.map`` makes from a leaf has
+            the layout of that leaf (an average of the weights), all else is replicated.
         layouts: by pattern of a parameter's path, how it is split over axes that split
             the work of one loss: see ``place``. By pattern of a path in the state, such
-            as ``"extra/h"``, an ``Own(axis)`` for what each rank has of its own.
+            as ``"extra/h"``, an ``Own(axis)`` for a value of each rank's own.
         like: by pattern of a path in the tree ``extra``, the path of the parameters
-            that it lies like ("" is all of them): see ``place``.
+            whose layouts it has ("" is all of them): see ``place``.
 
     Raises:
-        RuntimeError: the step or the function asks a fake tensor for its value, or the
+        RuntimeError: the step or the function reads a fake tensor's value, or the
             function calls a collective; names the line.
-        RanksDiffer: ranks that record unlike steps, or are given unlike parameters,
-            optimizers or numbers for them, or whose functions draw from unlike numbers;
-            on every rank. See ``place``.
+        RanksDiffer: on every rank, if the ranks' steps, parameters, optimizers or their
+            numbers differ, or their functions draw from different numbers. See
+            ``place``.
 
-    Ranks compare the optimizer by what it was made of: schedules by their rates at some
-    counts, masks by what they say of each leaf; one of your own by the names of its
-    functions, and its ``configuration`` if it has one. So too the optimizers that the
-    recorded step applies. What a closure holds they see where it meets gradients, as a
-    number: inside units, or in a metric, it is each rank's own.
+    Optimizers are compared by their arguments: schedules by their rates at some counts,
+    masks by their values for each leaf; your own by the names of its functions, and its
+    ``configuration`` if it has one. So are the optimizers that the step applies. A
+    number that a closure holds is compared where it is combined with gradients; inside
+    units, or in a metric, it is each rank's own.
 
     Cost: over processes a gather of 32 bytes and two of 16. Two runs of the step on
     fake tensors, and one of the function. Whole parameters: each is read once, and the
@@ -170,12 +170,12 @@ def abstract_state(
 
 @dataclass(frozen=True)
 class _FirstState:
-    """The first state of laid out parameters.
+    """The initial state for laid out parameters.
 
     Args:
-        optimizer: or the function that makes the state.
-        extra: the tree that lies beside the parameters, if one was given.
-        more: the function that makes it of them, if that was given.
+        optimizer: the optimizer, or the function that makes the state.
+        extra: the tree ``extra``, if one was given.
+        more: the function that makes ``extra``, if that was given.
     """
 
     optimizer: Any
@@ -290,11 +290,11 @@ def _laid_out(
 def _in_own_memory(
     state: Any, given: Any, is_told: bool, source: GivenLeaves, store: Store | None
 ) -> Any:
-    """``state``, its leaves beside those of ``given`` in memory of their own.
+    """``state``, with copies of leaves that share memory with ``given`` or others.
 
-    They lie in ``store`` if there is one.
+    The copies are in ``store`` if there is one.
 
-    A user's function may return leaves that it was given, or that it keeps: an average
+    A user's function may return its arguments, or tensors that it keeps: an average
     begins as the parameters. A donated step writes into its state, so these are copied.
     """
     known = {id(x) for x in tree.leaves(given, is_leaf=is_sharded)}
@@ -303,7 +303,7 @@ def _in_own_memory(
     moved = []
     for i, x in enumerate(leaves):
         if id(x) in known:
-            known.remove(id(x))  # where it stands a second time, it is copied
+            known.remove(id(x))  # where it occurs a second time, it is copied
             continue
         if is_sharded(x) and _memory(x.local) in memory:
             leaves[i] = x.with_local(x.local.clone())

@@ -1,7 +1,7 @@
-"""Trees that lie as another does: ``reduce_like``, ``lay_like``, ``randn_like``.
+"""Trees with the layouts of another: ``reduce_like``, ``lay_like``, ``randn_like``.
 
-The first two are the ways back from whole tensors to parts, for what the ranks have
-each of their own, and for what is the same on all of them; the third draws noise.
+The first two shard whole tensors: the mean of the ranks' own, or values that are equal
+on all ranks. The third draws noise.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from fsfunc.tracing.groups import plain
 
 
 def reduce_like(t: Any, like: Any) -> Any:
-    """The means of ``t`` over the ranks, of which each keeps the parts of ``like``.
+    """The means of ``t`` over the ranks, with the layouts of ``like``.
 
-    The way back from what each rank has of its own, such as the clipped and summed
-    gradients of its samples, to a tree that lies as the parameters do.
+    For values that differ between ranks, such as the clipped and summed gradients of
+    their samples: the result is sharded as the parameters are.
 
     Args:
-        t: whole floating tensors, on each rank its own, in the structure of ``like``;
-            None stays None.
-        like: the tree whose layout is wanted: sharded leaves, and plain ones, which
-            become the mean whole.
+        t: whole floating tensors, each rank's own, in the structure of ``like``; None
+            stays None.
+        like: the tree with the layouts; where a leaf of it is plain, the mean is whole.
 
     Raises:
         TreeMismatch: another structure.
@@ -74,22 +73,22 @@ def reduce_like(t: Any, like: Any) -> Any:
 
 
 def lay_like(t: Any, like: Any) -> Any:
-    """``t``, the same on every rank, of which each keeps the parts of ``like``.
+    """``t``, which is equal on all ranks, with the layouts of ``like``.
 
-    The way back from whole tensors that every rank computed alike of the same values,
-    such as the orthogonalised momenta of Muon.
+    For whole tensors that every rank computed from the same values, such as the
+    orthogonalised momenta of Muon: each rank keeps its parts.
 
     Args:
-        t: whole tensors, the same on every rank, in the structure of ``like``; None,
-            numbers, and a leaf that lies so already, stay what they are.
-        like: the tree whose layout is wanted; where a leaf is plain, so is the result.
+        t: whole tensors, equal on all ranks, in the structure of ``like``; None,
+            numbers, and leaves that have the layout already, stay as they are.
+        like: the tree with the layouts; where a leaf is plain, so is the result.
 
     Raises:
         TreeMismatch: another structure.
         ValueError: another shape, or axes that no ``shard`` around takes means over.
 
-    Transpose: n times the cotangent of the rank's part, zero elsewhere: n ranks each
-    give a part of what was one value.
+    Transpose: n times the cotangent of the rank's part, zero elsewhere, as n ranks each
+    have a part of one value.
 
     Cost: nothing is sent; a copy of the rank's parts.
 
@@ -111,7 +110,7 @@ def lay_like(t: Any, like: Any) -> Any:
 def _back(
     t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
 ) -> Any:
-    """Whole tensors as ``like`` lies; those that go the same way go together."""
+    """Whole tensors in the layouts of ``like``, grouped by the same collectives."""
     leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
     try:
         values: list[Any] = treedef.flatten_up_to(t)
@@ -125,7 +124,7 @@ def _back(
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
         real = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
-        if real and x is not None and not alike:  # what lies so already stays
+        if real and x is not None and not alike:  # others have the layout already
             _check_like(x, old, what)
             if whole is None:
                 claim(x, what)
@@ -175,7 +174,7 @@ def _laid(
     """Tensors of one dtype, of which each rank keeps the parts over ``axes``.
 
     Args:
-        like: how each is to lie; None for one that stays whole.
+        like: a leaf with the layout of each; None for one that stays whole.
     """
     copies = (
         tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
@@ -213,16 +212,17 @@ def _laid(
 
 
 def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
-    """Standard normal noise that lies as ``like`` does.
+    """Standard normal noise with the layouts of ``like``.
 
-    A leaf's numbers are those of the whole leaf, of which each rank draws its part: the
-    same on any number of ranks, with any ``zero``, on one device. (``torch.randn_like``
-    of a part would be the same noise on every rank's part.)
+    Each rank draws its part of the noise for the whole leaf, which is the same on any
+    number of ranks, with any ``zero``, and on one device. (``torch.randn_like`` of a
+    part would give every rank's part the same noise.)
 
     Args:
-        like: a tree of tensors and shards; None is returned for what is not floating.
-        generator: one number is drawn of it, which must be alike on every rank; by
-            default of the first rank's own, and sent.
+        like: a tree of tensors and sharded leaves; the result is None for leaves that
+            are not floating.
+        generator: gives the seed, one number that must be equal on all ranks; by
+            default it is drawn by the first rank, and sent.
 
     Cost: one broadcast of one number, with a generator nothing; blocks of 131072
     elements are drawn whole, and so are leaves that are split along a dim.

@@ -26,17 +26,17 @@ from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.tree.structure import matches
 
-Like = dict[str, str]  # by path of a leaf, the path of the one that it lies like
+Like = dict[str, str]  # by path of a leaf, the path of the one whose layout it has
 
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """The leaves of a group that units take, or the leaves that lie like these.
+    """The leaves of a group that units take, or leaves with their layouts.
 
     Args:
         group: the group, with all leaves of its buffer.
-        paths: the leaves, by the path in ``group`` of the one that each lies like.
-        dtype: theirs.
+        paths: the leaves, by the path in ``group`` of the one whose layout each has.
+        dtype: their dtype.
     """
 
     group: LeafGroup
@@ -58,11 +58,11 @@ def lay_groups(
     stores: Stores,
     at: Here,
 ) -> None:
-    """Lays out, in ``found``, the leaves that units take, and those that lie like them.
+    """Lays out, in ``found``, the leaves that units take, and those like them.
 
     Args:
-        found: by path, whole; each is replaced by this rank's part of it.
-        applied: what optimizers were applied to; ``like``: see `place`.
+        found: by path, whole leaves; each is replaced by this rank's part.
+        applied: the arguments of optimizers in the step; ``like``: see `place`.
     """
     coordinates = at.mesh.coordinates(at.rank)
     # Ranks that share a record have leaves of the same shapes, and transforms of the
@@ -98,10 +98,10 @@ def lay_groups(
 
 @dataclass
 class _Plan:
-    """What ranks lay out alike: groups, the buffers that calls want, and layouts.
+    """The layouts that all ranks make: groups, the order of buffers, and layouts.
 
-    ``layouts`` are by group and by the leaves that lie as it does, made as they are
-    asked for.
+    ``layouts`` are made when they are first read, by group and by the leaves that have
+    its layouts.
     """
 
     groups: list[LeafGroup]
@@ -126,10 +126,10 @@ def _plan(
 def _groups_taken(
     groups: list[LeafGroup], recorder: Recorder, like: Mapping[str, str]
 ) -> list[PlacedGroup]:
-    """The groups that units take, without leaves that are to lie like others.
+    """The groups that units take, without leaves that have the layouts of others.
 
     Args:
-        like: by path of a leaf, the path of the one that it is to lie like.
+        like: by path of a leaf, the path of the one whose layout it is to have.
     """
     taken = {p for t in recorder.taken for p in t.leaves}
     chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
@@ -143,7 +143,7 @@ def _groups_taken(
 def _groups_like(
     taken: list[PlacedGroup], like: Mapping[str, str], leaves: Mapping[str, Any]
 ) -> list[PlacedGroup]:
-    """The groups of leaves that lie like those that units take, copy by copy.
+    """The groups of copies of leaves that units take, copy by copy.
 
     Args: as for :func:`_groups_taken`.
     """
@@ -164,10 +164,10 @@ def _groups_like(
 
 
 def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
-    """By path of a leaf, the path of the one that it is said to lie like.
+    """By path of a leaf, the path of the one whose layout ``like=`` gives it.
 
     Args:
-        patterns: by pattern of a subtree's path, the path of the one that it lies like.
+        patterns: by pattern of a subtree's path, the path of the one that it copies.
 
     Raises:
         ValueError: a pattern that matches no path; a leaf without one of its shape.
@@ -203,9 +203,9 @@ def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
 
 
 def moments_like(applied: Iterable[Applied], leaves: Mapping[str, Any]) -> Like:
-    """By path of a leaf in an optimizer's state: the parameter that it lies like.
+    """By path of a leaf in an optimizer's state: the parameter whose layout it has.
 
-    The optimizer's own ``init`` tells, given the parameters as they lie.
+    The optimizer's ``init`` is called with the laid out parameters.
     """
     found: dict[str, str] = {}
     for optimizer, state, params in applied:
@@ -228,7 +228,7 @@ def _is_whole(x: Any, leaves: Mapping[str, Any]) -> bool:
 
 
 def _shape(x: Any, leaves: Mapping[str, Any]) -> Any:
-    """A leaf of a recorded tree as it lies, without memory."""
+    """A leaf of a recorded tree with its layout, without memory."""
     if not isinstance(x, Recorded):
         return x
     leaf = leaves[x.name]
@@ -313,7 +313,7 @@ def _packed(
 def _owned(
     placed: PlacedGroup, recorder: Recorder, leaves: dict[str, Any], source: GivenLeaves
 ) -> list[Sharded | Tensor]:
-    """Tensors that lie in no buffer, each on the coordinate that owns it."""
+    """Tensors of no buffer, each on the coordinate that owns it."""
     laid: list[Sharded | Tensor] = []
     outer = dict(zip(placed.group.paths, recorder.outer(placed.group), strict=True))
     for original, path in placed.paths.items():

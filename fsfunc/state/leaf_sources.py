@@ -84,7 +84,7 @@ class Shapes(GivenLeaves):
 
 
 class Deferred(GivenLeaves):
-    """Leaves that a function made, or will make when they are asked for."""
+    """Leaves that a function made, or will make when they are read."""
 
     def __init__(self, tape: InitTape):
         self.tape, self.replay = tape, Replay(tape)
@@ -146,12 +146,11 @@ def defer(
     """The result of ``init_fn`` on fake tensors, and the source of its values.
 
     Args:
-        beside: the batch: fake tensors of two modes cannot meet.
+        beside: the batch, as fake tensors of two modes cannot be combined.
         draws: whether generators are drawn from.
 
     Raises:
-        RuntimeError: the function asks for a value, or calls a collective; names the
-            line.
+        RuntimeError: the function reads a value, or calls a collective; names the line.
     """
     if _torch.fake_active():
         return init_fn(), GivenLeaves()

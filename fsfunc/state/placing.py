@@ -49,47 +49,47 @@ def place(
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> Any:
-    """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
+    """``t``, whole on every rank, laid out for the call ``fn(t, *rest)``.
 
-    The inverse of ``unshard``. Leaves that units take lie in flat buffers over the
-    axis of the ``shard`` around them; what no unit takes stays whole, and what is laid
-    out already stays as it is. No memory is shared with ``t``.
+    The inverse of ``unshard``. Leaves that units take are packed into buffers, which
+    are split over the axis of the ``shard`` around them. Other leaves are replicated,
+    and leaves that have layouts keep them. No memory is shared with ``t``.
 
-    The optimizer's state in a `TrainState` lies as ``optimizer.init`` of the laid out
-    parameters does, by the optimizer that the step applies to it. Any other copy of
-    parameters that no unit takes (an average, moments in a tree of your own) stays
-    whole, unless ``like`` says what it lies like: by pattern of a subtree's path, the
-    path of the subtree that it copies, as in ``like={"w0": "w", "op/*": "w"}``. Leaf by
-    leaf it then lies as that does, so that elementwise arithmetic between the two just
-    works; else that raises. (What is made of leaves that are laid out lies as these do
+    The optimizer's state in a `TrainState` gets the layouts of ``optimizer.init`` of
+    the laid out parameters, for the optimizer that the step applies to it. Any other
+    copy of parameters that no unit takes (an average, moments in a tree of your own) is
+    replicated, unless ``like`` names what it copies: by pattern of a subtree's path,
+    the path of the other subtree, as in ``like={"w0": "w", "op/*": "w"}``. Its leaves
+    then have the layouts of those, so that elementwise arithmetic between the two
+    works; without that it raises. (What is made from laid out leaves has their layouts
     by itself: ``tree.map(torch.clone, placed)``. See `init_state`.)
 
-    Every rank calls it, with the same ``t`` and a function that makes the same unit
-    calls: ranks compare what they recorded, the configuration of their transforms and
-    of the optimizers that the function applies, numbers that meet gradients outside
-    units, and a checksum of each whole leaf; of ``rest`` tensors may have any lengths
-    (under ``pipeline``, the same). Simulated ranks compare likewise, where the first
-    and the last have a record of their own, and the others take the first one's.
+    Every rank must call it, with the same ``t`` and a function that makes the same unit
+    calls. The ranks compare their recorded programs, the configurations of transforms
+    and of the optimizers that the function applies, numbers that are combined with
+    gradients outside units, and a checksum of each whole leaf. Tensors of ``rest`` may
+    differ in length (except under ``pipeline``). Of simulated ranks the first and the
+    last record the program, and the others use the record of the first.
 
-    ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
-    number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
-    one, for the layer functions of ``ff.nn``; it is split before it is cut over the
-    axes of a ``shard``. ``Own(axis)`` is for a leaf that no unit takes, and of which
-    each rank has a value of its own along the axes of the ``shard``: these are not
-    compared. The axes of a split may be among the axes that it is split over: experts,
-    which the ranks along an axis exchange their samples with, are cut, and their
-    gradients summed, over the others.
+    ``layouts`` splits leaves: it maps patterns of paths (``*`` is one name, ``**`` any
+    number) to a ``Split(dim, axis)``, or several. A unit gets such a leaf as a
+    `Sharded` one, for the layer functions of ``ff.nn``; it is split before it is packed
+    over the axes of a ``shard``. ``Own(axis)`` is for a leaf that no unit takes, and of
+    which each rank has a value of its own along the axes of the ``shard``: these are
+    not compared. The axis of a split may be one of the ``shard``: experts, with which
+    the ranks along it exchange samples, are packed, and their gradients reduced, over
+    the other axes.
 
     Raises:
-        RanksDiffer: on every rank: what differs, and on which ranks; on the others,
-            where one raises.
+        RanksDiffer: on every rank: what differs, and on which ranks; or another rank
+            raised.
         ValueError: one tensor at two paths that are differentiated; a pattern that
             matches no path, two that match one, an axis that does not divide the dim,
-            or that a pipeline has; a leaf that is to lie like one that is not there, or
-            has another shape.
+            or that is one of a pipeline; ``like`` names a path that is not there, or
+            leaves of other shapes.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
-    processes a gather of 32 bytes and two of 16, of which ledgers say nothing.
+    processes a gather of 32 bytes and two of 16, which are in no ledger.
     """
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
@@ -209,7 +209,7 @@ def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
 
 
 def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
-    """Raises where parameters are to lie beside the device, and would not."""
+    """Raises if parameters are to be offloaded, and would not be."""
     if stores.params is None:
         return
     if not shardings:
@@ -221,7 +221,7 @@ def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
 
 
 def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
-    """Raises where one tensor stands at two paths that are differentiated."""
+    """Raises if one tensor is at two paths that are differentiated."""
     paths: dict[Any, str] = {}
     for path, x in leaves.items():
         if path not in trained or not isinstance(x, Tensor) or not x.numel():
@@ -254,10 +254,9 @@ def _check_types(
     at: Here,
     agreement: Agreement,
 ) -> None:
-    """Runs the type check, where what the step does has to do with types.
+    """Runs the type check, if the step needs it.
 
-    What the step itself raises meanwhile it raises in its first call, if it still does:
-    the state may not be as it will be.
+    Errors of the step itself are left to its first call, as the state may still change.
     """
     own = holds_own(args) is not None
     if recorder.plain and recorder.handlers and not own:  # on batches of any shape

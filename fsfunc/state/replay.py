@@ -166,7 +166,7 @@ class Replay:
             start, stop = max(wanted[0], r.offset), min(wanted[1], r.offset + r.numel)
             reads_target = any(x.storage == r.storage for x in op.reads)
             if not op.writes or (start, stop) == wanted and not reads_target:
-                del need[r.storage]  # nobody asks for what lay there before
+                del need[r.storage]  # older values there are not needed
             if start >= stop or op.how == "empty":
                 continue
             start, stop = start - r.offset, stop - r.offset
@@ -217,7 +217,7 @@ class _ReplayMemory:
 
 
 def _seen(x: Tensor, r: Ref) -> Tensor:
-    """The tensor that lies in a storage of which all is in ``x``."""
+    """The tensor at a place of a storage, whose elements are all in ``x``."""
     bare = torch.empty(0, dtype=r.dtype, device=x.device)
     memory = x.untyped_storage()
     seen = bare.set_(memory, r.offset, r.shape, r.stride)  # type: ignore[call-overload]

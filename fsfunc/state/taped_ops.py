@@ -50,8 +50,8 @@ class Storage:
 class TapedOp:
     """One operator that made memory or wrote into it.
 
-    ``how`` tells what it does to element i of its target: nothing (``"empty"``), fill
-    it with ``value``, draw it, copy or compute it from the elements i of its operands
+    ``how`` is what it does to element i of its target: nothing (``"empty"``), fill it
+    with ``value``, draw it, copy or compute it from the elements i of its operands
     (``"copy"``, ``"math"``); or anything at all (``"plain"``).
     """
 

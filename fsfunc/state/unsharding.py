@@ -118,10 +118,7 @@ def _gathered(x: Sharded) -> Tensor:
 
 @lru_cache(1024)
 def _regions(layout: Layout) -> list[Region]:
-    """Each rank's region, in the order of its axes: simulated ranks ask alike.
-
-    What makes layouts equal (shape, dtype and parts) is all that regions follow from.
-    """
+    """Each rank's region, in the order of its axes; cached for equal layouts."""
     return [layout.region(at) for at in every_coordinate(layout)]
 
 
@@ -155,18 +152,18 @@ def elements_by_rank(layout: Layout, where: RankGroup) -> list[int]:
 
 
 def _part(x: Sharded, layout: Layout) -> Tensor:
-    """A leaf's part, which somebody may have made by hand."""
+    """A leaf's part, which may have been made by hand, checked."""
     at = here()
     layout.check_part(x.local.shape, at.mesh.coordinates(at.rank))
     return x.local
 
 
 def block_layout(x: Sharded, what: str) -> Layout:
-    """The layout of a leaf's block over the axes of the shard around.
+    """The layout of a leaf's block over the axes of the enclosing ``shard``.
 
     Raises:
-        ValueError: it lies in ranges over axes without a mean, is split over axes with
-            one, or unevenly, or is owned by a rank.
+        ValueError: it is packed over axes without a mean, is split over axes with one,
+            or unevenly, or is owned by a rank.
     """
     layout, means = x.layout, set(averaged_axes())
     flat = () if layout.flat is None else (layout.flat,)

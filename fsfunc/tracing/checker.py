@@ -1,7 +1,7 @@
 """The type check of a step: types for units, collectives and gradients.
 
-A :class:`Checker` knows the types of values (`Operators`), and is told of all that is
-no operator of torch. It runs the bodies of units, inside which every value is the
+A :class:`Checker` knows the types of values (`Operators`), and has hooks for all that
+is no operator of torch. It runs the bodies of units, inside which every value is the
 rank's own.
 """
 
@@ -130,7 +130,7 @@ class Checker(Tracer, Watcher, Operators):
             raise refusal("lost", what, [seen], None)
 
     def measured(self, x: Tensor, what: str) -> None:
-        """Raises where the shape is asked of what shows a placed leaf's elements."""
+        """Raises if a shape is read of a leaf's part, where the leaf has other dims."""
         seen = self.known.of(x)
         if (seen.kind is Kind.S or seen.flat) and not frame().path:
             raise refusal("shape", what, [seen], None)
@@ -272,7 +272,7 @@ class Checker(Tracer, Watcher, Operators):
             self.known.change(g, made_of=made_of)
 
     def _laid(self, by: Any, grads: Any) -> None:
-        """Gradients by sharded leaves lie as these do."""
+        """Gradients by sharded leaves have the layouts of these."""
         flat: set[int] = set()  # memory of which a part has several dims
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
@@ -286,7 +286,7 @@ class Checker(Tracer, Watcher, Operators):
                     self._parameters.add(memory(x._local))
 
     def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
-        """A gradient was taken that nobody averages afterwards."""
+        """Notes a gradient that is not averaged afterwards."""
         if not frame().path and not is_internal():
             for x, g in zip(inputs, grads, strict=True):
                 self._pair(x, g)

@@ -55,7 +55,7 @@ class Body:
     def keep_saved(self, given: Any, out: Any) -> None:
         """Notes what autograd saved between the arguments and the outputs.
 
-        Seen after the fact: hooks meanwhile would forbid ``torch.func`` in a unit.
+        Read from the graph afterwards, as hooks would forbid ``torch.func`` in a unit.
         """
         stop = {x.grad_fn for x in tensors(given)}
         roots = [x.grad_fn for x in tensors(out) if x.grad_fn not in stop]
@@ -92,7 +92,7 @@ class Flow(OperatorMode):
             self.owner[x] = owner
 
     def share(self, sharing: Iterable[Tensor], unit: str) -> None:
-        """Notes tensors that a unit returned, and that lie in one storage for it."""
+        """Notes the tensors that a unit returned, by storage."""
         for x in sharing:
             self.shared[x] = unit
 

@@ -1,7 +1,7 @@
 """Leaves as a step is recorded, and which of them share a buffer.
 
-`recorder` puts one in the place of each tensor of the step's first argument, so that a
-unit call can tell which leaves it was given.
+`recorder` puts one in place of each tensor of the step's first argument, by which a
+unit call shows which leaves it was given.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def local(x: Any) -> Any:
 
 
 def whole(x: Any) -> Any:
-    """The stand-in that a unit is given for a leaf that is laid out already."""
+    """The placeholder in a unit for a leaf that has a layout already."""
     if not isinstance(x, Sharded):
         return x
     local, split = x.local.detach(), x.layout.in_units

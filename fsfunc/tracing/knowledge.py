@@ -24,14 +24,14 @@ class Seen(NamedTuple):
     """Facts about a tensor.
 
     Args:
-        what: what to call it; ``where``: the line it came from, if that tells anything.
-        digest: of a constant, what tells it from others; None where nobody knows.
+        what: its name, for messages; ``where``: the line that made it, if known.
+        digest: a key of the value of a constant; None if that is unknown.
         uniform: whether all of its elements are one number.
-        flat: whether it shows a placed leaf of other dims as a row of elements.
-        parameter: whether it is made of one value on all ranks, with means.
-        value: the same for what is computed in the same way of the same values.
-        root: of what has its rows in another order, the value that they are of.
-        made_of: of which rows, and which gradients.
+        flat: whether it is the flattened part of a leaf of other dims.
+        parameter: whether it is made of replicated values, whose gradients are means.
+        value: a key, equal for what is computed in the same way from equal values.
+        root: for a permutation of rows, the key of the value that they are from.
+        made_of: the rows and the gradients that it is computed from.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
 
 def memory(x: Tensor) -> int:
-    """A key of the storage that a tensor lies in."""
+    """A key of the storage of a tensor."""
     return _torch.storage_key(_torch.unwrapped(x))
 
 
@@ -223,13 +223,13 @@ def operand(x: Tensor, seen: Seen) -> Operand:
     return Operand(seen.kind, number, tuple(x.shape))
 
 
-# Rows of own tensors, told by their memory
+# Rows of own tensors, found by their memory
 
 _SEVERAL = 4  # of fewer rows the halves are single rows too
 
 
 class _Own(NamedTuple):
-    """An own tensor in its memory: where it begins, and how its rows lie."""
+    """A rank's own tensor: its offset in memory, and the stride of its rows."""
 
     value: int
     root: int
@@ -241,10 +241,10 @@ class _Own(NamedTuple):
 
 
 class OwnTensors:
-    """The own tensors of a step, by their memory: a view of one shows some rows of it.
+    """The rank's own tensors in a step, by their memory, in which views are found.
 
-    Rows are told by dim 0, along which a batch is cut among the ranks. ``were_picked``
-    says whether the step took a part of one.
+    Rows are along dim 0, along which a batch is cut among the ranks. ``were_picked``:
+    whether the step took a part of one.
     """
 
     def __init__(self) -> None:
@@ -299,12 +299,12 @@ class OwnTensors:
         return at[1] == 1 and not few
 
     def picked(self, x: Tensor) -> None:
-        """Hears that the step took a part of a tensor, perhaps all of it."""
+        """Notes that the step took a part of a tensor, perhaps all of it."""
         self.were_picked |= bool(self._own.get(x))
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The range of memory, in elements, that a tensor's elements lie in."""
+    """The range of memory, in elements, of a tensor's elements."""
     start = int(x.storage_offset())
     if x.is_contiguous():
         return start, start + x.numel()

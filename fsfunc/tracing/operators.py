@@ -72,13 +72,14 @@ class OperatorClass:
 
     Args:
         name: without its overload, and without the underscore of one in place.
-        random: whether it draws.
-        elementwise: whether each element of the result follows from those at its place
-            (of a loss: where it is asked for no ``reduction``, see `class_of_call`).
-        alike: whether it makes a tensor like its first, of whatever values.
-        factory: whether it makes a tensor of any shape, of values of its own.
-        joins: whether it puts tensors side by side.
-        picks: whether it gives a view of some elements, chosen by their places.
+        random: whether it draws random numbers.
+        elementwise: whether it computes each element from those at its place (for a
+            loss: without a ``reduction``, see `class_of_call`).
+        alike: whether its result has the shape of its first argument, and not its
+            values, as ``zeros_like``.
+        factory: whether it makes a tensor of any shape from no tensor.
+        joins: whether it concatenates tensors.
+        picks: whether it returns a view of some elements, chosen by their places.
         sums, adds, scales: whether it is linear in what it reduces, adds or scales.
     """
 
@@ -158,7 +159,7 @@ _NO_REDUCTION = 0
 
 @functools.cache
 def _reduces(operator: Any) -> bool:
-    """True if an operator can be asked for a sum, or a mean, of its results."""
+    """True if an operator has a ``reduction``: the sum or mean of its results."""
     return any(a.name == "reduction" for a in operator._schema.arguments)
 
 

@@ -319,7 +319,7 @@ class Names:
         return nested(value, self.tree)
 
     def _subtree(self, names: list[str], paths: list[str]) -> str | None:
-        """The path below which lie these parameters, and no other."""
+        """The path of the subtree of these parameters, and no others."""
         tail = "/" + paths[0] if paths else ""
         if not tail or not names[0].endswith(tail):
             return None

@@ -1,11 +1,12 @@
 """Recording which leaves the units of a step take.
 
-The step runs once on fake tensors, moving nothing. Its leaves are :class:`Recorded`:
-they pass for tensors, and note who reads them. The unit calls then say which leaves
-share a buffer, in which order buffers are wanted, and which leaves no unit takes.
+The step runs once on fake tensors, and nothing is sent. Its leaves are
+:class:`Recorded`: they are used as tensors, and record which unit reads them. So the
+unit calls give the leaves that share a buffer, the order in which buffers are gathered,
+and the leaves that no unit takes.
 
-Recording is an interpretation like others: a transform that lays out is stood for by
-one that notes its unit calls (`runs.Noted`), one that computes again by none.
+Transforms are replaced meanwhile: one that lays leaves out by one that records its unit
+calls (`runs.Noted`), and one that recomputes by none.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def record(
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
 ) -> Recorder:
-    """Record one run of ``fn(params, *rest)`` that moves nothing.
+    """Record one run of ``fn(params, *rest)`` that sends nothing.
 
     Args:
         splits: by path, how leaves are split over axes that no transform gathers.
@@ -61,12 +62,12 @@ def record(
             that read a tensor's value.
 
     Raises:
-        RuntimeError: the step asks a fake tensor for its value; names the line.
+        RuntimeError: the step reads a fake tensor's value; names the line.
 
-    Cost: a run whose gradients are shapes alone. If it raises, one with its backward
-    pass: a hook, or a Function's backward, may leave behind what the step reads, and an
-    error that stays is that of this run. ``steadiness`` may ask for another, but not
-    for a plan, after which no real step runs.
+    Cost: a run without backward passes, whose gradients have shapes alone. If it
+    raises, one with them, as the step may read what a hook or a Function's backward
+    leaves; its error is raised. ``steadiness`` may need another run, except for a plan,
+    after which no real step runs.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -145,16 +146,17 @@ class Recorder(Findings, Tracer, Watcher):
     """A tracer that records which leaves units take, and in which order.
 
     Args:
-        forward_only: gradients have their shapes alone; no backward pass makes them.
-        plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
-            of the tree, once by each, and what is sharded is read by units and the
-            library alone, and not beside what is not: then there are no types to check.
+        forward_only: whether backward passes are skipped; gradients have shapes alone.
+        plain: whether no type check is needed: the only derivatives are those of
+            ``value_and_grad``, by leaves of the tree, once by each, and only units and
+            the library read what is sharded, and not together with what is not.
         glue: leaves that the user's functions read outside units; whether in a loss.
-        calls: of sharded functions, and on what.
-        said: the numbers that torch's functions were given; ``steadiness`` holds other
-            runs against them; ``calls_at`` the lines of gradient calls.
-        axes: those of its collectives, but of mere numbers outside losses, and along
-            which it asked for its place.
+        calls: the signatures of the calls of sharded functions.
+        said: the numbers that torch's functions were given, which ``steadiness``
+            compares with those of other runs; ``calls_at``: the lines of gradient
+            calls.
+        axes: those of its collectives (except of numbers outside losses), and those
+            whose ``axis_index`` it read.
         updates: whether it returns sharded leaves that are no gradients.
         own: what may be a rank's own outside losses and units.
     """
@@ -188,10 +190,10 @@ class Recorder(Findings, Tracer, Watcher):
         return leaves, treedef
 
     def end(self, asked: set[str]) -> None:
-        """Says if it was ``plain``: of a run with its backward no gradient is known.
+        """Sets ``plain``, which is False after a run with backward passes.
 
         Args:
-            asked: the axes along which it asked for its place.
+            asked: the axes whose ``axis_index`` it read.
         """
         self.axes |= asked
         taken = {path for t in self.taken for path in t.leaves}
@@ -206,11 +208,11 @@ class Recorder(Findings, Tracer, Watcher):
         self._alive.append(x)
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        """Hears that a sharded function is called; ``key``: on what kinds of things."""
+        """Records the signature of a call of a sharded function."""
         self.calls.append(key)
 
     def gradients(self, leaves: Sequence[Any], found: Sequence[Any], aux: Any) -> None:
-        """Hears what a gradient call gives: of leaves it is laid out as these are."""
+        """Records the gradients of a gradient call, with the layouts of its leaves."""
         self.own.add(aux)
         f = frame()
         self.calls_at.add(source_line())
@@ -237,7 +239,7 @@ class Recorder(Findings, Tracer, Watcher):
             self.claims += told(what + "'" * again, x, answers(()))
 
     def carries(self, args: Sequence[Any], out: Any) -> None:
-        """Hears what the step returns: a state may carry what is each rank's own."""
+        """Records the returned state, of which leaves may be each rank's own."""
         state = returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
         laid = [x.local for x in leaves if is_sharded(x)]
@@ -270,7 +272,7 @@ class Recorder(Findings, Tracer, Watcher):
         return NotedShard(handler, self)
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
-        # Where no transform lays out, nobody has made tensors of the leaves yet.
+        # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
         return super().body(call, params, inputs, keywords)
 

@@ -20,7 +20,7 @@ class RowsApart(LawError):
 
 
 def apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> RowsApart:
-    """The error for two gradients, of other rows, that were changed and have met."""
+    """The error for combining two changed gradients that are of different rows."""
     where = [x.where for x in (one, other) if x.where]
     changed = f", each changed by what is not linear: {', '.join(where)}"
     return RowsApart(
@@ -79,7 +79,7 @@ def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
     """
     if not (around := _torch.saving_function()):
         return
-    unwrapped = _torch.function_under_func()  # and so nobody knows who is tracked
+    unwrapped = _torch.function_under_func()  # what is differentiated is hidden then
     for name, x in leaves:
         if name is not None and isinstance(x, Tensor):
             if x.requires_grad or _torch.is_wrapped(x) or unwrapped:

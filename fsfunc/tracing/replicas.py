@@ -51,15 +51,15 @@ def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) ->
 def compare_replicas(
     args: tuple[Any, ...], out: Any, axes: tuple[str, ...], at: Here
 ) -> None:
-    """Raises on every rank where ranks along ``axes`` have come to unlike states.
+    """Raises on every rank if ranks along ``axes`` return different states.
 
-    Whatever drove them apart (seeds, ``axis_index``, batches), it shows in the state
-    that a first step returns: laid out leaves are one value along these axes.
+    Whatever made them differ (seeds, ``axis_index``, batches) shows in the state that a
+    first step returns, whose leaves must be equal along these axes.
 
     Args:
-        args: of the call; a train step's first is its state, which it returns first.
-        out: what a sharded function returned; leaves that are not laid out may differ,
-            and so may what is no state (a loss and its gradients).
+        args: the arguments of the call, of which the first is the state.
+        out: what it returned, first the new state; leaves without layouts may differ,
+            and so may everything else (a loss and its gradients).
 
     Raises:
         RanksDiffer: names the leaves, the ranks, and the ways out.

@@ -140,9 +140,9 @@ def _summed(
 def _lying(
     op: OperatorClass, given: Sequence[Any], x: Tensor, made: Tensor, along: Along
 ) -> Along | None:
-    """The dim of a result along which rows of ``x`` lie; None: they are summed.
+    """The dim of a result that has the rows of ``x``; None: they are summed.
 
-    Views have the memory of another tensor, so a dim is told by its stride there.
+    As views share memory with ``x``, the dim is found by its stride.
     """
     dims = [dim for dim in range(x.ndim) if _along(x, dim) == along]
     if len(dims) != 1:
@@ -216,10 +216,10 @@ def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
 
 
 def together(name: str, given: Sequence[Provenance]) -> Provenance:
-    """Of what a value is made that ``name`` makes of several.
+    """The rows and gradients of a value that operator ``name`` makes of several.
 
     Raises:
-        LawError: gradients have met that were taken of other rows.
+        LawError: gradients of different rows are combined.
     """
     if (found := met(given)) is not None:
         raise apart(name, *found)

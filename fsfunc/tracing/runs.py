@@ -1,8 +1,8 @@
 """The harness of every trace: running a function on tensors without data.
 
-Nothing is computed or sent, no ledger hears of it, the generators stand as before at
-the end, and what is compiled runs plainly. Who traces adds what it looks at: a
-:class:`~fsfunc.core.tracers.Tracer` in the frame, a watcher of moves, modes.
+Nothing is computed or sent, no ledger records it, the generators are restored, and
+compiled functions run as plain ones. A trace adds its own observers: a
+:class:`~fsfunc.core.tracers.Tracer` in the frame, a watcher of collectives, modes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsfunc.tracing.steadiness import Outside
 
 
 def place_without_data() -> Here | None:
-    """The place of whoever asks, whose link sends nothing; None without a mesh."""
+    """The rank that runs, with a link that sends nothing; None without a mesh."""
     at = maybe_here()
     return at and replace(at, link=AbstractLink(at.rank))
 
@@ -52,19 +52,19 @@ def without_data(
     told: tuple[str, str] | None = None,
     seed: int | None = None,
 ) -> Iterator[Any]:
-    """Inside, nothing is computed or sent; gives the mode of fake tensors.
+    """Inside, nothing is computed or sent; returns the mode of fake tensors.
 
     Args:
-        values: what will be given: fake tensors among them bring their mode. One that
-            is on already stays, as tensors of two modes cannot meet.
-        at: the rank that runs, whose link moves nothing; None where the step names its
-            own mesh, or none.
-        fake: False where the tensors have data, of which only nothing is sent.
+        values: the arguments; the mode of fake tensors among them is used. A mode that
+            is on already stays, as tensors of two modes cannot be combined.
+        at: the rank that runs, with a link that sends nothing; None if the step names
+            its own mesh, or none.
+        fake: False for tensors with data, which are computed with but not sent.
         remembers: see ``remembering_nothing``.
-        log: the ledger that hears what would be sent; by default none.
-        asked: is given the axes along which somebody asks for his place.
-        told: (who, what to do instead), for the error where a value is asked for.
-        seed: with which the generators of Python and numpy begin, if not as they stand.
+        log: the ledger of the collectives; by default none.
+        asked: is given the axes whose ``axis_index`` is read.
+        told: (who, what to do instead), for the error if a value is read.
+        seed: for the generators of Python and numpy, if not their present states.
     """
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
@@ -97,9 +97,9 @@ def shadows(
 ) -> Any:
     """The arguments as fake tensors, which share memory as these do.
 
-    ``mode``: of the fake tensors; None makes copies, with data.
-    ``coordinates``: of the rank whose parts they are to be, if that is another one.
-    ``apart``: what is a part of a larger tensor's memory may have some of its own.
+    ``mode``: that of the fake tensors; None makes copies, with data.
+    ``coordinates``: those of another rank whose parts they are to be.
+    ``apart``: whether views of larger tensors may get memory of their own.
     """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
     shards: dict[int, list[Sharded]] = {}

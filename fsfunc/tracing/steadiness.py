@@ -1,12 +1,13 @@
-"""A step that is run again: stand-ins for values, and a check of its numbers.
+"""Placeholders for values of fake tensors; and a check that a step repeats itself.
 
-A step is run a few times before its first real call: to be recorded, to be checked. If
-Python state that it changes (a counter, an object's attribute) decides what it does, it
-is that much ahead then: seen here by the numbers that torch's functions are given.
+A step is run a few times before its first real call, to be recorded and checked. If it
+depends on Python state that it changes (a counter, an object's attribute), these runs
+would change its results: that shows in the numbers that torch's functions are given,
+which are compared between runs.
 
-Where nobody has them, others in their place. From turn to turn they are others, so that
-a step is seen on more than one of its ways; where they are a rank's own, they are never
-those of a neighbour, so that what is made of them is told apart.
+A value that a step reads from a fake tensor is replaced by a number. The number differs
+from run to run, so that more than one branch is seen; and for a rank's own value it
+differs between neighbouring ranks, so that results that depend on it are found.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ _PATIENCE = 32  # a loop until something holds asks for it at one line
 
 
 class StandIns:
-    """Values for whoever asks.
+    """Numbers in place of the values of fake tensors.
 
     Args:
-        rank: who asks; ``odd``: whether it is the other one of two neighbours; None
-            leaves counts, which may be places and lengths, as they are.
-        turn: another number, other values; ``turns`` says how many there are, by what
-            was asked.
+        rank: the rank that reads; ``odd``: whether it is the second of two neighbours;
+            None keeps counts, which may be places and lengths, as they are.
+        turn: selects the numbers; ``turns`` is how many there are, by what was read.
     """
 
     def __init__(self, rank: int, odd: bool | None, turn: int = 0):

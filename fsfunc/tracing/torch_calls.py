@@ -1,7 +1,7 @@
-"""Modes of torch functions: what a step asks of tensors that operators do not tell.
+"""Modes of torch functions, for what no operator shows.
 
-Functions of torch that read leaves, take gradients, or ask for shapes and values, are
-told to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`).
+They pass functions of torch that read leaves, take gradients, or read shapes and values
+to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OwnValues:
 
 
 class Reads(TorchFunctionMode):
-    """Tells a `recorder.Recorder` which functions are called, and on what."""
+    """Passes every function and its arguments to a `recorder.Recorder`."""
 
     def __init__(self, recorder: Any):
         super().__init__()
@@ -113,7 +113,7 @@ _SHOWN = {Tensor.__repr__, Tensor.__format__}
 
 
 class Asked(TorchFunctionMode):
-    """Tells a `checker.Checker` of gradients by autograd, shapes and values asked for.
+    """Passes gradients by autograd, and reads of shapes and values, to a `Checker`.
 
     It also records the numbers that functions are given.
     """

@@ -52,7 +52,7 @@ def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program
         the calls, with the values and parameters that each one's inputs depend on.
 
     Raises:
-        RuntimeError: the loss asks for a tensor's value, writes into its arguments or
+        RuntimeError: the loss reads a tensor's value, writes into its arguments or
             into captured tensors, or differentiates units itself; names the line.
 
     >>> import torch, fsfunc as ff
@@ -121,11 +121,11 @@ def trace(
 
 
 class NotingStage(Stage):
-    """A stage that every unit call of a loss belongs to, and that notes it.
+    """A stage that runs and records every unit call of a loss.
 
     Args:
-        flow: what depends on what.
-        fake: the mode that makes fake tensors; None where somebody else put it on.
+        flow: the dependencies between values.
+        fake: the mode that makes fake tensors; None if one is on already.
     """
 
     def __init__(self, flow: Flow, fake: Any):
@@ -185,7 +185,7 @@ class NotingStage(Stage):
             self.flow.body = None
 
     def _run(self, body: Body, call: Call, params: Any, inputs: Any, keywords: Any):
-        """The unit's function on fake tensors, or else on stand-ins with data."""
+        """Runs the unit's function on fake tensors, or else on copies with data."""
         try:
             out = call.body(params, *inputs, **keywords)
         except Exception as error:
@@ -225,7 +225,7 @@ class NotingStage(Stage):
                 flow.share(sharing, body.name)
         for key, x in list(body.kept.items()):
             if flow.owner.get(x) is not None:
-                del body.kept[key]  # somebody else's: a parameter, or what came in
+                del body.kept[key]  # that of a parameter, or of an input
         return tree.unflatten(treedef, leaves), outputs
 
     def finished(self, name: str, out: Any) -> Program:

@@ -38,27 +38,27 @@ def check(
     again: bool = False,
     exchange: Exchange = lambda lines: {},
 ) -> Checker:
-    """Raises where ``call(*args, **keywords)`` has no meaning under ``shard``.
+    """Raises if ``call(*args, **keywords)`` has no meaning under ``shard``.
 
-    The first argument is one value on all ranks, the others are the rank's own. The
-    step is run on tensors without data; where it cannot go on with them, on copies of
-    what it is given, as if all ranks had the same. Where it asks for a value it is run
-    with one and another; a rank's own differs from rank to rank. Of simulated ranks,
-    which run one program, the first to come and the last of the mesh look; all of them
-    where it asks for its rank.
+    The first argument is replicated, the others are the rank's own. The step is run on
+    fake tensors, or, if it cannot, on copies of its arguments, as if all ranks had the
+    same. If it reads a value, it is run with several numbers in its place; a rank's own
+    value differs between ranks. Of simulated ranks, which run one program, the first to
+    come and the last of the mesh run the check, or all of them if the step reads its
+    rank.
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.
-        again: whether to run it once more, and see that it does the same.
-        exchange: of lines with other processes that look now; gives each one's, where
-            they are not all the same.
+        again: whether to run it once more, to check that it repeats itself.
+        exchange: exchanges lines with other processes; returns each one's, if they
+            differ.
 
     Returns:
-        what was seen.
+        the checker of the run.
 
     Raises:
         LawError, NotATensor: names the line, the leaf, and the way out.
-        Unsteady: it does another thing each time that it is run.
+        Unsteady: it does not repeat itself.
         Exception: what the step itself raises on copies.
     """
     notes, last = at.link.notes, at.rank == at.mesh.size - 1
@@ -133,12 +133,14 @@ class TypeCheck(FirstCalls):
 
 
 class _Trial:
-    """Runs of one call, with nothing sent.
+    """Runs of one call in which nothing is sent.
 
-    ``asked`` is given the axes along which somebody asks for the rank's place; ``real``
-    says whether it runs on copies, ``forgets`` whether fake tensors remember nothing,
-    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run.
-    With ``counts`` whole numbers stay what they are.
+    Attributes:
+        asked: the axes whose ``axis_index`` is read.
+        real: whether it runs on copies with data.
+        forgets: whether fake tensors use no cache, see ``remembering_nothing``.
+        turn: selects the numbers in place of values.
+        checker: that of the last run.
     """
 
     def __init__(self, call: Any, args: Any, keywords: Any, axes: Any, asked: set[str]):
@@ -149,7 +151,7 @@ class _Trial:
         self.own_paths: set[str] = set()  # of all runs
 
     def first(self, at: Here) -> Checker:
-        """The first run that comes to its end: of the last way it must."""
+        """The first run that ends without an error, which the last attempt must."""
         found = self.attempt(at)
         if found is None:  # of forward mode it may raise for what fakes remember
             before, self.forgets = self.checker, True
@@ -175,8 +177,8 @@ class _Trial:
     def other_ways(self, at: Here, found: Checker) -> None:
         """Runs with other values in place of those that the step asks for.
 
-        And with twice the rows where the step took parts of an own tensor: a loop over
-        rows that is over in one turn cannot be told from none.
+        And with twice the rows if the step took parts of an own tensor, as a loop over
+        a single row looks like none.
         """
         for turn in range(found.stand_ins.turns):
             if turn != self.turn:

@@ -115,7 +115,7 @@ class Operators(OperatorMode):
         return out
 
     def leaves_the_step(self, name: str, values: Any) -> Kind:
-        """The joint type of tensors that are asked for their values.
+        """The joint type of tensors whose values are read.
 
         Raises:
             LawError: one is this rank's part of a leaf.
@@ -132,7 +132,7 @@ class Operators(OperatorMode):
         return kind
 
     def asked(self, name: str, x: Tensor) -> Tensor:
-        """The values given to a caller that asks for a tensor's."""
+        """Numbers in place of a fake tensor's values."""
         kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
         if kind is Kind.K and value is not None:
             return value  # of a constant there are no others
@@ -226,7 +226,7 @@ class Operators(OperatorMode):
         return origin
 
     def used(self, x: Tensor) -> None:
-        """Hears that an operator reads a tensor."""
+        """Called with a tensor that an operator reads."""
 
     def _captured(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises where a unit's body reads parts that it was not given."""
@@ -316,7 +316,7 @@ class Operators(OperatorMode):
         return Kind.V, None
 
     def _alike(self, name: str, constants: tuple[Any, ...]) -> bool:
-        """Notes an event; whether it was alike on all ranks, as far as is known."""
+        """Records an event; returns if it is equal on all ranks, as far as is known."""
         self.events.append(SharedOp(name, constants, source_line()))
         return len(self.events) - 1 not in self.varying
 

@@ -1,19 +1,19 @@
-"""The types of the values between units, under ``shard``, and what each operator makes.
+"""The types of values between units under ``shard``, and of operators' results.
 
 ===  =====================================================================  =========
-K    a constant, born in the step: the same on every rank, nobody's          least
-I    one value on all ranks: a parameter that is whole, or made of some
-A    own values that happen to agree: what a psum, or ``unshard``, gives
+K    a constant that the step makes: equal on all ranks                      least
+I    a replicated value: a whole parameter, or made of replicated values
+A    own values that are equal on all ranks: of a psum, or ``unshard``
 V    a rank's own: data, what units return, what depends on the rank         most
 S    this rank's part of a sharded leaf
 P    a term: the sum over this rank's part, of a derivative
 R    one number as a factor of parts (``tree_scale``)
 ===  =====================================================================  =========
 
-Of the first four the result of any operator is the largest: K < I < A < V. Parts allow
-elementwise work among themselves, and with numbers that are the same on every rank. All
-else would give one result on this rank and another on the next, of what should be one
-value.
+For the first four, the result of any operator has the largest type of its operands: K <
+I < A < V. Parts allow elementwise operators among themselves, and with numbers that are
+equal on all ranks. Anything else would give results that differ between ranks, of what
+should be one value.
 
 The backward pass runs under the same rules, since cotangents have types too: a number
 that multiplies parts has a derivative that is a term, and must have been spread over
