@@ -46,7 +46,7 @@ partitioner = functools.cache(Partitioner)
 
 
 def keeping_share(options: dict[str, Any], share: float) -> dict[str, Any]:
-    """``options`` of torch.compile, of functions that keep a share; see `Partitioner`."""
+    """``options`` of torch.compile, for functions that keep a share of residuals."""
     kept = dict(options)
     mode = kept.pop("mode", None)  # torch takes none beside options
     modes = list_mode_options(mode) if mode else {}

@@ -176,17 +176,19 @@ def adam_rule(
     check_not_negative(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_fractions(b1=b1, b2=b2)
 
-    def equation(count: Any):
-        t, rate = count + 1, rate_at(learning_rate, count)
+    def numbers(count: Any) -> tuple[Any, ...]:
+        t = count + 1
+        return -rate_at(learning_rate, count), 1 - b1**t, (1 - b2**t) ** 0.5
 
+    def formula(rate: Any, mean: Any, root: Any):
         def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
             m = m.lerp(g, 1 - b1)
             v = v * b2 + (1 - b2) * g * g
 
             def update() -> Tensor:
-                denominator = v.sqrt() / (1 - b2**t) ** 0.5 + eps
-                u = m / denominator * (-rate / (1 - b1**t))
-                return u - rate * decay * p if decays(decay) else u
+                denominator = v.sqrt() / root + eps
+                u = m / denominator * (rate / mean)
+                return u + rate * decay * p if decays(decay) else u
 
             return update, m, v
 
@@ -197,7 +199,7 @@ def adam_rule(
         return partial(fused_adam, count=count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
     return ElementRule(
-        "sharded_adam", AdamState, 2, equation, kernel, weight_decay, mask
+        "sharded_adam", AdamState, 2, numbers, formula, kernel, weight_decay, mask
     )
 
 

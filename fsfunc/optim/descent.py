@@ -91,9 +91,10 @@ def sgd(
         # Zero momentum gives the same first step; only dampening needs to know of it.
         return bool(dampening) and bool(count == 0)
 
-    def equation(count: Any):
-        rate, starts = rate_at(learning_rate, count), first(count)
+    def numbers(count: Any) -> tuple[Any, ...]:
+        return rate_at(learning_rate, count), first(count)
 
+    def formula(rate: Any, starts: bool):
         def step(p: Tensor, g: Tensor, *rest: Any):
             *moments, decay = rest
             d = decayed(g, p, decay)
@@ -115,7 +116,9 @@ def sgd(
         )
 
     name, moments = "sgd with weight_decay", 1 if momentum else 0
-    rule = ElementRule(name, SgdState, moments, equation, kernel, weight_decay, mask)
+    rule = ElementRule(
+        name, SgdState, moments, numbers, formula, kernel, weight_decay, mask
+    )
     return elementwise(rule, Codec())
 
 
@@ -181,7 +184,8 @@ def lion(
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. A few passes over the flat buffers of the leaves' units, in
-    place under `donate`, beside one fresh tensor of the size of the rank's parameters.
+    place under `donate`, beside one fresh tensor of the size of the rank's parameters;
+    under `jit` one pass.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, algorithm 2.
 
@@ -194,9 +198,10 @@ def lion(
     check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
     check_fractions(b1=b1, b2=b2)
 
-    def equation(count: Any):
-        rate = rate_at(learning_rate, count)
+    def numbers(count: Any) -> tuple[Any, ...]:
+        return (rate_at(learning_rate, count),)
 
+    def formula(rate: Any):
         def step(p: Tensor, g: Tensor, m: Tensor, decay: Decay):
             def update() -> Tensor:
                 u = m.lerp(g, 1 - b1).sign()
@@ -206,7 +211,7 @@ def lion(
 
         return step
 
-    rule = ElementRule("lion", LionState, 1, equation, None, weight_decay, mask)
+    rule = ElementRule("lion", LionState, 1, numbers, formula, None, weight_decay, mask)
     if moment_dtype == torch.uint8:
         return elementwise(rule, Coded(CodedLionState))
     return elementwise(rule, Codec(moment_dtype))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.optim.compiled_rules import compiled_writer
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, map_flat, zeros_like
 from fsfunc.optim.matching import Matched, Rule
@@ -37,7 +38,8 @@ class ElementRule:
         state: a named tuple of a count, and of a tree like the parameters for each
             moment.
         moments: the number of moments; what the state has beyond them is None.
-        equation: ``equation(count)(param, grad, *moments, decay) -> (update,
+        numbers: ``numbers(count)``: what changes from step to step, such as the rate.
+        formula: ``formula(*numbers)(param, grad, *moments, decay) -> (update,
             *moments)``, of tensors of one dtype; ``update()`` is what the parameter
             gains, and ``decay`` a number, or a tensor where it differs within a flat
             buffer.
@@ -49,10 +51,15 @@ class ElementRule:
     name: str
     state: Callable[..., Any]
     moments: int
-    equation: Callable[[Any], Equation]
+    numbers: Callable[[Any], tuple[Any, ...]]
+    formula: Callable[..., Equation]
     kernel: Callable[[Any], Kernel] | None = None
     weight_decay: float = 0.0
     mask: Mask | None = None
+
+    def equation(self, count: Any) -> Equation:
+        """The formula of one step."""
+        return self.formula(*self.numbers(count))
 
     def after(self, count: Any, moments: Sequence[Tree], *more: Any) -> Any:
         """The state of these moments."""
@@ -111,7 +118,7 @@ def chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 class Codec:
     """Storage of moments: here as they are, in a dtype of their own if given."""
 
-    elementwise = True
+    elementwise = compiles = True
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.dtype = dtype
@@ -127,7 +134,9 @@ class Codec:
         matched = rule.matched(grads, params, moments)
         decays = rule.decays(matched)
         if adds and not matched.differentiated:
-            commit = fused(matched, rule.writer(count), decays)
+            write = compiled_writer(rule, count, matched) if self.compiles else None
+            cast = write is None
+            commit = fused(matched, write or rule.writer(count), decays, cast=cast)
         else:
             updates, *new = matched.composed(rule.step(count), decays)
             commit = lambda: [  # noqa: E731
@@ -171,7 +180,7 @@ class Scaled(Codec):
     Source: FairScale 0.4.13, ``Adam(precision=Precision.PURE_FP16)``.
     """
 
-    elementwise = False  # one scale for all
+    elementwise = compiles = False  # one scale for all
 
     def __init__(self, state: Callable[..., Any]):
         super().__init__(torch.float16)
@@ -234,8 +243,8 @@ def _halved(matched: Matched, moments: Tree) -> Tree:
 def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
     """The rule of moments that are kept times a scale; 0 forgets them."""
 
-    def equation(count: Any) -> Equation:
-        plain = rule.equation(count)
+    def formula(*numbers: Any) -> Equation:
+        plain = rule.formula(*numbers)
 
         def step(p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
             *moments, decay = rest
@@ -264,7 +273,7 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
 
         return scaled
 
-    return replace(rule, equation=equation, kernel=kernel)
+    return replace(rule, formula=formula, kernel=kernel)
 
 
 def _wide(x: Tensor) -> Tensor:

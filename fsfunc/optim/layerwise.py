@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
+from fsfunc.optim.compiled_rules import compiled_direction
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
@@ -237,7 +238,8 @@ def lamb(
             return added(update)(grads, state, params)
         decays = rule.decays(matched)
         with torch.no_grad():
-            steps = _steps(matched, rule.step(state.count), decays)
+            step = compiled_direction(rule, state.count, matched)
+            steps = _steps(matched, step or rule.step(state.count), decays)
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)

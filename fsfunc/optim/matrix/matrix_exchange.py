@@ -249,9 +249,10 @@ def descent_rule(
     Its state is a pair of the count and v, None without momentum.
     """
 
-    def equation(count: Any):
-        rate = rate_at(learning_rate, count)
+    def numbers(count: Any) -> tuple[Any, ...]:
+        return (rate_at(learning_rate, count),)
 
+    def formula(rate: Any):
         def step(p: Tensor, u: Tensor, *rest: Any):
             *moments, decay = rest
             new = [momentum * v + u for v in moments]
@@ -268,7 +269,8 @@ def descent_rule(
         f"{name} with weight_decay",
         lambda *state: state,
         1 if momentum else 0,
-        equation,
+        numbers,
+        formula,
         None,
         weight_decay,
         mask,
