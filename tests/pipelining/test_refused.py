@@ -87,10 +87,36 @@ NUMBERS = [
     (partial(S.staleness, S.zb_v(4, 2)), "rank 0 has several stages"),
     (partial(S.staleness, parse(["F0 B0", "F0"])), "rank 1 has forwards without a b"),
 ]
+WRONG = [  # rows of ranks that do not run, or are not whole
+    ([], "stage 0 is on no rank; the schedule has no action"),
+    (["F0 B0", "F0@0 B0@0"], "rank 1 has F0@0, but stage 0 is on rank 0"),
+    (["F0 F1 B0"], "microbatch 1 of stage 0 needs F, and B or I and W, .* has F$"),
+    (["F0 B0 I0 W0"], "microbatch 0 .* it has B, F, I, W"),
+    (["F0 I0"], "it has F, I"),
+    (["F0 W0"], "it has F, W"),
+    (["F0 B0", "F0"], "rank 1: microbatch 0 of stage 1 needs F, and B or I and W"),
+    (["F0 F2"], "microbatch 1 of stage 0 needs F, each once; it has nothing"),
+    (["F0 F0 B0"], "F0@0 comes 2 times"),
+    (["F0 W0 I0"], "rank 0: W0@0 comes before I0@0, which it needs"),
+    (["F0 B0 SF0>0"], "rank 0: SF0@0>0 has no place"),
+    (["F0 SF0>1", "F0"], r"rank 1 has no RF0@1<0; the stages 1 and 0 are joined"),
+    (["F0 F1", "F0 F1 B0"], "rank 0: microbatch 0 of stage 0 needs F, and"),
+    # Every gradient has one update.
+    (["F0 U0 B0"], "rank 0: U0@0 is to take up gradients, microbatch 0's .*is none"),
+    (["F0 I0 U0 W0"], "since the update before there is none"),
+    (["F0 B0 F1 B1 U0"], "since the update before there is microbatch 1's as last"),
+    (["F0 B0 F1 B1 U1 U0"], "U0@0 is to take up gradients, .* there is none"),
+    (["F0 B0 U0 U0"], "U0@0 comes 2 times"),
+    (["F0 U0"], "there is none"),
+    (["F0 B0 U1"], "U1@0 .*microbatch 0's as last|needs F, and B"),
+    (["F0 F1 B0 U0 B1"], r"of microbatches \[1\] of stage 0: .*missing.* U1@0"),
+    (["F0 B0 U0", "F0 B0"], "rank 1: no update takes .* of stage 1"),
+]
 SCHEDULES = [
     *((partial(call, given), words) for call, given, words in TEXT),
     *((partial(Action, *given), words) for given, words in ACTIONS),
     *NUMBERS,
+    *((partial(ff.verify, rows), words) for rows, words in WRONG),
 ]
 
 BALANCES = [

@@ -92,28 +92,6 @@ def with_row(schedule, rank, row):
     return (*schedule[:rank], tuple(row), *schedule[rank + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([], "stage 0 is on no rank; the schedule has no action"),
-        (["F0 B0", "F0@0 B0@0"], "rank 1 has F0@0, but stage 0 is on rank 0"),
-        (["F0 F1 B0"], "microbatch 1 of stage 0 needs F, and B or I and W, .* has F$"),
-        (["F0 B0 I0 W0"], "microbatch 0 .* it has B, F, I, W"),
-        (["F0 I0"], "it has F, I"),
-        (["F0 W0"], "it has F, W"),
-        (["F0 B0", "F0"], "rank 1: microbatch 0 of stage 1 needs F, and B or I and W"),
-        (["F0 F2"], "microbatch 1 of stage 0 needs F, each once; it has nothing"),
-        (["F0 F0 B0"], "F0@0 comes 2 times"),
-        (["F0 W0 I0"], "rank 0: W0@0 comes before I0@0, which it needs"),
-        (["F0 B0 SF0>0"], "rank 0: SF0@0>0 has no place"),
-        (["F0 SF0>1", "F0"], r"rank 1 has no RF0@1<0; the stages 1 and 0 are joined"),
-        (["F0 F1", "F0 F1 B0"], "rank 0: microbatch 0 of stage 0 needs F, and"),
-    ],
-)
-def test_a_wrong_schedule_is_refused(rows, words):
-    refused(parse(rows), words)
-
-
 def test_counts_that_were_asked_for():
     schedule = one_f_one_b(3, 4)
     verify(schedule, n_stages=3, n_microbatches=4)
