@@ -8,7 +8,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import close
+from tests.checks import close, with_ledger
 from tests.pipelining import models
 from tests.pipelining.models import (
     NAMED,
@@ -29,9 +29,9 @@ def parameters():
     return models.parameters(CALLS, ("layers", "gain", "tied"), 5)
 
 
-def batches(rows=16):
-    made = [batch_of(rows, seed) for seed in (3, 4)]
-    return [{key: b[key] for key in "xy"} for b in made]
+def batch():
+    made = batch_of(16, 3)
+    return {key: made[key] for key in "xy"}
 
 
 def loss_fn(params, batch):
@@ -44,46 +44,19 @@ def loss_fn(params, batch):
     return (h * params["gain"] * batch["y"]).mean()
 
 
-def optimizer():
-    return ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.25))
+def state_of(optimizer):
+    return ff.TrainState(parameters(), optimizer.init(parameters()))
 
 
-def one_device(parts, loss=loss_fn, opt=optimizer, change=lambda f: f):
-    """(parameters, losses) after two steps on one device."""
-    opt = opt()
-    step = change(ff.accumulate(opt(ff.value_and_grad(loss)), parts))
-    params = parameters()
-    state, losses = ff.TrainState(params, opt.init(params)), []
-    torch.manual_seed(0)
-    for batch in batches():
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return state.params, losses
-
-
-def on_ranks(mesh, build, loss=loss_fn, opt=optimizer):
-    """(parameters, losses) after two steps, and the ledger of the last."""
-
-    def main():
-        made = opt()
-        step = build(made(ff.value_and_grad(loss)), mesh)
-        mine = [_local(b, mesh) for b in batches()]
-        state, losses = ff.init_state(step, parameters(), made, mine[0]), []
-        for batch in mine:
-            with ff.ledger() as log:
-                state, metrics = step(state, batch)
-            losses.append(metrics["loss"])
-        return ff.unshard(state.params), losses, log.of(mesh.rank)
-
-    torch.manual_seed(0)
-    return ff.spmd(main, mesh)()
-
-
-def _local(batch, mesh):
-    for axis in ("node", "data"):
-        if axis in mesh.axes:
-            batch = ff.local_batch(batch, mesh, axis)
-    return batch
+def trains_as_one_device(mesh, build, parts, change=lambda f: f, tolerance=1e-12):
+    """Two steps: every leaf of the state, and the losses."""
+    optimizer = ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.25))
+    step = optimizer(ff.value_and_grad(loss_fn))
+    assert_equals_one_device(
+        change(ff.accumulate(step, parts)), build(step, mesh), mesh,
+        state_of(optimizer), batch(), goes_on=lambda out: out[0], tolerance=tolerance,
+        axis=tuple(axis for axis in ("node", "data") if axis in mesh.axes),
+    )  # fmt: skip
 
 
 def pipe(f, mesh, schedule="1f1b", m=M):
@@ -104,11 +77,6 @@ ORDERS = {
 }
 
 
-def check(found, expected, tolerance=1e-12):
-    for params, losses, _ in found:
-        close((params, losses), expected, tolerance)
-
-
 @pytest.mark.parametrize(
     ("order", "zero"), [("shard(pipeline)", 2), ("pipeline(shard)", 3)]
 )
@@ -116,7 +84,7 @@ def test_over_three_axes_with_replicas(order, zero):
     build = lambda f, mesh: ORDERS[order](  # noqa: E731
         f, mesh, zero=zero, replicate="node"
     )
-    check(on_ranks(NODES, build), one_device(4 * M))
+    trains_as_one_device(NODES, build, 4 * M)
 
 
 PRECISE = {
@@ -128,7 +96,7 @@ PRECISE = {
 @pytest.mark.parametrize("name", PRECISE)
 def test_precision_inside_and_outside(name):
     # float32 in the units: what travels has the dtype that the units return.
-    check(on_ranks(MESH, PRECISE[name]), one_device(2 * M, change=bf16), 2e-6)
+    trains_as_one_device(MESH, PRECISE[name], 2 * M, bf16, 2e-6)
 
 
 class Squared(ff.Interpretation):
@@ -155,7 +123,7 @@ def test_a_transform_that_computes_on_parts(name):
     plain = ff.value_and_grad(chain)
     mine = build(plain, lambda f: pipe(f, MESH, schedule))
     assert_equals_one_device(
-        ff.accumulate(squared(plain), 2 * M), mine, MESH, parameters(), batches()[0],
+        ff.accumulate(squared(plain), 2 * M), mine, MESH, parameters(), batch(),
         axis="data", tolerance=1e-12,
     )  # fmt: skip
 
@@ -169,12 +137,13 @@ def test_a_loss_may_reduce_over_the_data_axis_itself():
         h = layer(params["layers"][2], h)
         return ff.pmean((layer(params["layers"][3], h) * batch["y"]).mean(), "data")
 
-    def plainly(f, mesh):
-        return data(ff.accumulate(f, M), mesh)
-
-    alone = on_ranks(ff.make_mesh({"data": 2}, "simulated"), plainly, loss)
+    given, grad = (parameters(), batch()), ff.value_and_grad(loss)
+    plainly = lambda mesh: data(ff.accumulate(grad, M), mesh)  # noqa: E731
+    (expected, _), _ = with_ledger(plainly, *given)
     for order in ORDERS.values():
-        check(on_ranks(MESH, order, loss), alone[0][:2])
+        wrap = lambda mesh, order=order: order(grad, mesh)  # noqa: E731
+        for found, _ in with_ledger(wrap, *given, mesh=MESH):
+            close(found, expected, 1e-12)
 
 
 # What is sent
@@ -211,11 +180,14 @@ def test_gradients_are_reduced_when_the_order_says(order, zero, schedule):
             return data(pipe(f, mesh, schedule, m), mesh, zero=zero)
         return pipe(data(f, mesh, zero=zero), mesh, schedule, m)
 
-    opt = lambda: ff.sgd(0.5)  # noqa: E731
+    step = ff.sgd(0.5)(ff.value_and_grad(chain))
+    given = state_of(ff.sgd(0.5)), batch()
+    expected = ff.accumulate(step, 2 * m)(*given)
     each = m if order == "pipeline(shard)" and zero != 1 else 1
-    found = on_ranks(MESH, build, chain, opt)
-    check(found, one_device(2 * m, chain, opt))
-    for rank, (*_, records) in enumerate(found):
+    every = with_ledger(lambda mesh: build(step, mesh), *given, mesh=MESH)
+    for rank, (found, log) in enumerate(every):
+        close(found, expected, 1e-12)
+        records = log.records
         op = "psum" if zero == 0 else "psum_scatter"
         reduced = of(records, op, phase="backward")
         assert len(reduced) == each * UNITS, rank
