@@ -8,6 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.testing import assert_equal
+from tests.checks import on_ranks
 
 N = 2
 mesh = ff.make_mesh({"data": N}, "simulated")
@@ -23,12 +24,8 @@ reads = ff.unit(lambda params: params["w"].sum())
 
 def in_parts(step):
     """What a step over one leaf in parts gives, whole, on each rank."""
-
-    def main():
-        params = ff.place(ff.shard(reads, mesh, "data"), {"w": whole()})
-        return ff.unshard(ff.shard(step, mesh, "data")(params))
-
-    return list(ff.spmd(main, mesh)())
+    laid, run = (ff.shard(f, mesh, "data") for f in (reads, step))
+    return list(on_ranks(run, {"w": whole()}, mesh=mesh, laid=laid))
 
 
 def through(params, fn):
@@ -63,8 +60,7 @@ def test_one_value_enters_own_losses():
         return ff.value_and_grad(own)(w)
 
     w = torch.tensor(2.0, dtype=torch.float64)
-    sharded = ff.shard(step, mesh, "data")
-    out = list(ff.spmd(lambda: sharded(ff.place(sharded, w)), mesh)())
+    out = list(on_ranks(ff.shard(step, mesh, "data"), w, mesh=mesh))
     assert_equal(out, [(w * MINE.mean(), MINE.mean())] * N)
 
 
@@ -84,7 +80,7 @@ def test_a_sum_over_an_axis_of_the_mean_and_another(call, axis):
 
     step = ff.shard(ff.value_and_grad(loss), GRID, "data")
     w = torch.tensor(2.0, dtype=torch.float64)
-    out = list(ff.spmd(lambda: step(ff.place(step, w)), GRID)())
+    out = list(on_ranks(step, w, mesh=GRID))
     slope = (mine.sum() if call is ff.psum else mine.mean()) * 1.5
     assert_equal(out, [(w * slope, slope)] * 4)
 
