@@ -1,6 +1,5 @@
 """Each private torch function, and what breaks when torch changes it."""
 
-import functools
 import itertools
 import sys
 import weakref

@@ -105,7 +105,7 @@ def is_own_call() -> bool:
 
 
 def asks_for_a_value(error: BaseException) -> bool:
-    """True if ``error`` is a fake tensor refusing to tell a value."""
+    """True if ``error`` was raised by a fake tensor whose value was read."""
     return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
 
 

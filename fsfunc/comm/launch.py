@@ -58,8 +58,8 @@ os.register_at_fork(
 class PerRank(list):
     """One value for each rank hosted here, in rank order, as ``spmd`` returns them.
 
-    Of an abstract mesh it has one for each distinct program: ``ranks`` says whose they
-    are, and ranks that agree on the axes ``asked`` share one.
+    On an abstract mesh it has one for each distinct program: ``ranks`` are the ranks
+    that ran, each for all ranks with its coordinates along the axes ``asked``.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -91,33 +91,32 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of named axes over ranks.
 
-    Over processes every rank makes it, and all raise where they ask for unlike ones.
+    Over processes every rank makes it, and all raise if their meshes differ.
 
     Args:
         axes: name to size; the first axis varies slowest over the ranks.
         backend: ``"processes"`` (torch.distributed: the default under ``torchrun`` or
-            where a process group is up), ``"simulated"`` (threads that pass a baton:
-            the default elsewhere), ``"abstract"`` (nothing moves, any size) or
-            ``"vmap"`` (all ranks in one batched call; pure functions only).
+            with a process group), ``"simulated"`` (threads that run one at a time: the
+            default elsewhere), ``"abstract"`` (nothing is sent or computed, any size)
+            or ``"vmap"`` (all ranks in one batched call; pure functions only).
         timeout: over processes, how long a rank waits for others before it raises, in
             seconds or as a timedelta, for every group of the mesh; None: as long as
-            the process group does (30 minutes, if nobody told it). The error, a
-            RuntimeError, says where each rank is; after half of it (5 minutes at most,
-            or ``FSFUNC_WATCHDOG`` seconds) stderr does, and each rank writes its last
-            100 collectives (``FSFUNC_FLIGHT`` names the folder, which goes with a run
-            that ended well). Ranks of one process wait for nobody: there it means
-            nothing.
+            the process group does (30 minutes by default). The error, a RuntimeError,
+            says where each rank is. After half of that time (5 minutes at most, or
+            ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr, and each rank
+            writes its last 100 collectives to a file (in the folder ``FSFUNC_FLIGHT``;
+            removed if the run ends well). On other backends it has no effect.
 
-    A mesh that came to an error is closed: to go on, every rank calls
-    ``torch.distributed.destroy_process_group()`` and makes another one. A fork, as a
-    data loader's worker, is no rank.
+    A mesh is closed after an error: to continue, every rank calls
+    ``torch.distributed.destroy_process_group()`` and makes another one. A forked
+    process, such as a data loader's worker, is no rank.
 
     Raises:
-        TypeError: ``axes`` that are no mapping, or a timeout that is no time.
-        ValueError: an unknown backend, a bad size or timeout, or a mesh unlike the
-            number of processes.
-        CollectiveMismatch: processes that ask for unlike meshes.
-        TimeoutError: ranks that do not join in time; names them.
+        TypeError: ``axes`` is no mapping, or the timeout no time.
+        ValueError: an unknown backend, a bad size or timeout, or another number of
+            processes than the mesh has.
+        CollectiveMismatch: the processes' meshes differ.
+        TimeoutError: ranks do not join in time; names them.
 
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8
@@ -176,17 +175,17 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     """``fn`` run on every rank that this process hosts.
 
     ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
-    the same ``args``, but of a list that ``spmd`` returned each takes its own, so
-    ``out = spmd(step, mesh)(out, batch)`` goes on where it was.
+    the same ``args``, but from a list that ``spmd`` returned each takes its own item,
+    so ``out = spmd(step, mesh)(out, batch)`` continues with every rank's state.
 
-    On an abstract mesh all tensors are fake, and nothing is moved or computed. One rank
-    runs for each distinct program: ranks run the same one but for those that differ on
-    an axis along which ``fn`` asks for its coordinate, as a pipeline does on its own.
+    On an abstract mesh all tensors are fake, and nothing is sent or computed. One rank
+    runs for each distinct program: ranks run the same one, unless their coordinates
+    differ along an axis whose coordinate ``fn`` reads, as a pipeline does.
 
     Raises:
-        The first error of any rank, noting the rank; every rank then stops.
-        Deadlock, CollectiveMismatch: simulated ranks that cannot go on.
-        RuntimeError: simulated ranks are at it in another thread.
+        The first error of any rank, with a note of the rank; every rank then stops.
+        Deadlock, CollectiveMismatch: simulated ranks that cannot continue.
+        RuntimeError: simulated ranks run in another thread.
 
     >>> import fsfunc as ff
     >>> ff.spmd(lambda: ff.axis_index("data"), ff.make_mesh({"data": 3}))()
@@ -302,7 +301,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
     index = group(axis, here(mesh)).position
 
     def part(x: Tensor) -> Tensor:
-        if mesh.backend == "vmap":  # the index is a tensor: no rank can be told apart
+        if mesh.backend == "vmap":  # the index is a batched tensor, one for all ranks
             return x.unflatten(0, (size, x.shape[0] // size))[index]
         return x.tensor_split(size)[index]
 

@@ -55,9 +55,9 @@ def precision(
     Warns:
         UserWarning: gradients in float16 without a loss scale.
 
-    Cost: under ``shard``, parameters of a unit that compute in other dtypes lie in a
-    buffer each. A state that was laid out for other overrides is right, but what shares
-    a buffer travels in the dtype of the parameters, and some of it twice.
+    Cost: under ``shard``, parameters of a unit that compute in different dtypes have a
+    buffer for each. A state that was laid out for other overrides works, but leaves of
+    different dtypes in one buffer are gathered in that of the parameters, some twice.
 
     >>> import torch, fsfunc as ff
     >>> unit = ff.unit(lambda p, x: p * x)

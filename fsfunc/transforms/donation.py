@@ -38,21 +38,21 @@ _SPOILED = (
 
 
 def donate(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, which may write into the state (its first argument) it is given.
+    """``step``, which may overwrite the state, its first argument.
 
     The result is that of ``step``, in less memory: optimizers update in place, where
-    nobody else holds the memory. A view or a graph that somebody keeps goes on showing
-    the old values; what it shows is then left as it is, and costs a copy.
+    the memory has no other users. A view or a graph that you keep still has the old
+    values: the new ones are then written to other memory.
 
-    Using the donated state again raises, be it outside the step, or inside after the
-    update: read it before, or keep a copy made before (``x.clone()``).
+    Using the donated state again raises, outside the step, and inside after the update:
+    read it before, or keep a copy made before (``x.clone()``).
 
     Raises:
         RuntimeError: a state that was donated before; a leaf that the update has
-            written over.
+            overwritten.
 
-    A state that is being saved (``save_async``) is left as it is: the step then works
-    as without `donate`, in memory of its own.
+    A state that is being saved (``save_async``) is not overwritten: the step then works
+    as without `donate`.
 
     Every check, norm and reduction of a step comes before its first write; a step that
     raises before it leaves the state as it was, one that raises after it marks the
@@ -126,10 +126,10 @@ def restore(t: Any) -> None:
 
 
 class _Memory:
-    """The memory of leaves, and the tensors over it.
+    """The memory of leaves, and the tensors in it.
 
-    ``written`` are buffers of packed leaves, and others' parts; ``tensors`` all that
-    are there already; ``once`` says whether nothing lies at two places.
+    ``written`` are packed buffers, and parts of other leaves; ``tensors`` are all
+    tensors that are made; ``once``: whether each leaf occurs once.
     """
 
     def __init__(self, leaves: list[Any]):

@@ -121,7 +121,7 @@ class _Residuals:
     """The saved tensors of one unit call.
 
     Args:
-        before: what the call before it has, which the backward comes to next.
+        before: those of the call before it, which the backward reads next.
     """
 
     def __init__(self, store: Store, before: _Residuals | None):

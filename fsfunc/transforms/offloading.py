@@ -1,4 +1,4 @@
-"""``offload``: what waits for its turn lies with the host, or on disk."""
+"""``offload``: parameters, moments and activations in host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -36,49 +36,49 @@ def offload(
     moments: Where = None,
     activations: Where = None,
 ) -> Callable[..., Any]:
-    """``f``, of which parameters, moments or saved activations lie beside the device.
+    """``f`` with parameters, moments or saved activations outside the device's memory.
 
-    Each says where on its own: ``"host"`` is the host's memory (pinned where the device
-    is a GPU), a path is a folder, on whose disk memory is mapped, and a ``Store`` is a
-    place of your own. Give the transformed step to ``init_state`` (or ``place``): where
-    a leaf lies is a property of the value, and what a step returns lies where what it
-    was given did. Its order with ``shard``,
-    ``remat``, ``accumulate``, ``precision`` and ``donate`` is free. The numbers are
-    those of ``f``, to the bit where device and host compute alike.
+    Each of them is given a place: ``"host"`` is the host's memory (pinned if the device
+    is a GPU), a path is a folder, on whose disk files are mapped, and a ``Store`` is a
+    place of your own. Give the transformed step to ``init_state`` (or ``place``): the
+    place of a leaf is a property of the value, and a step returns leaves in the places
+    of those that it was given. Its order with ``shard``, ``remat``, ``accumulate``,
+    ``precision`` and ``donate`` is free. The numbers are those of ``f``, to the bit if
+    device and host compute the same bits.
 
-    A unit's parameters are brought just before it runs, and again before its backward.
-    On the way forward the next unit is sent for beneath this one (over several ranks)
-    or read ahead from disk (on one). On the way back a unit and its gradients take the
-    room: the next one is only read ahead, and gradients of offloaded parameters are
-    reduced and go where the parameters are before it comes. An optimizer updates in
-    place what lies beside the device with all that it reads, and brings what does not,
-    unit by unit. At zero 1 and 2 it is the part that a rank updates that lies there:
-    the whole, in the dtype of the arithmetic, is brought once after an update and stays
-    (with ``precision`` and ``moments`` this is ZeRO-Offload).
+    A unit's parameters are fetched just before it runs, and again before its backward.
+    In the forward pass the next unit is prefetched while this one runs (over several
+    ranks), or read ahead from disk (on one). In the backward pass a unit and its
+    gradients take the memory: the next unit is only read ahead, and the gradients of
+    offloaded parameters are reduced and stored before it is fetched. An optimizer
+    updates offloaded parameters in place if all that it reads is offloaded, and fetches
+    the rest, unit by unit. At zero 1 and 2 the part that a rank updates is offloaded;
+    the gathered parameters, in the compute dtype, are fetched once after an update and
+    stay (with ``precision`` and ``moments`` this is ZeRO-Offload).
 
     ``offload(remat(accumulate(step, n)), params="host", activations="host")`` is what
     FairScale calls OffloadModel.
 
     Args:
         f: a train step, a loss, or a unit.
-        params: where parameters lie; they are those that units take under ``shard`` (on
-            one device: over a mesh of one rank).
-        moments: where the optimizer's state lies, and averages of weights beside it.
-        activations: where residuals wait that units save for their backward.
+        params: the place of parameters that units take under ``shard`` (on one device:
+            over a mesh of one rank).
+        moments: the place of the optimizer's state, and of averages of weights.
+        activations: the place of residuals that units save for their backward.
 
     Raises:
         TypeError: a place that is neither "host" nor a path nor a store.
         ValueError: nothing to offload, or the same twice; parameters without ``shard``
-            (when the state is laid out); a state that lies elsewhere.
+            (when the state is laid out); a state that is in another place.
         OSError: a folder that cannot be made or written, or whose disk is full: at
             once, or in a step, which then leaves the state as it was.
 
-    Cost: of what is offloaded, on the device, two units' parameters at most, or one's
-    and its gradients, on any number of ranks, beside the whole ones of zero 1 and 2;
-    for that, on the way back, transfers run beside nothing. A step reads parameters
-    twice (at zero 1 and 2 once) and writes gradients once (at zero=1 whole, which come
-    back to be reduced); an update reads and writes
-    each moment once. On disk, blocks are taken when memory is made: under ``donate`` in
+    Cost: of what is offloaded, the device has at most the parameters of two units, or
+    those of one and its gradients, on any number of ranks, and the gathered ones of
+    zero 1 and 2; so in the backward pass transfers do not overlap with computation. A
+    step reads parameters twice (at zero 1 and 2 once) and writes gradients once (at
+    zero=1 whole, to be fetched again and reduced); an update reads and writes each
+    moment once. On disk, blocks are allocated when memory is made: under ``donate`` in
     the first step alone. Files have no names: two runs may share a folder, and a run
     that is killed leaves nothing there.
 
@@ -140,7 +140,7 @@ def _store_at(name: str, where: Any, places: dict[Any, Store]) -> Store | None:
 
 
 def stores_of(f: Callable[..., Any]) -> Stores:
-    """The stores that a transformed function asks for."""
+    """The stores of the ``offload`` in a transformed function."""
     found = Stores()
     for h in getattr(f, "interpretations", ()):
         if isinstance(h, _Offload):
@@ -195,7 +195,7 @@ class _Offload(Interpretation):
 
 
 def _buffer(x: Any) -> Tensor | None:
-    """The memory in which a leaf lies."""
+    """The memory space of a leaf."""
     if isinstance(x, Sharded):
         return x._part if x.packed is None else x.packed.flat
     return x if isinstance(x, Tensor) else None
@@ -248,9 +248,9 @@ def settled_in(store: Store, t: Any) -> Any:
 
 
 def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
-    """Leaves that lie on the device go where they are wanted; whether there were any.
+    """Moves leaves on the device to their store; returns whether there were any.
 
-    Leaves of a buffer go together, one buffer after the other.
+    Leaves of a buffer are moved together, one buffer after the other.
     """
     moved: dict[int, dict[int, Sharded]] = {}  # by buffer, and by layout
     changed = False

@@ -83,8 +83,8 @@ def remat_calls(
         ValueError: a number that is negative or not whole.
         TypeError: another policy.
 
-    Cost: as of ``remat``, of these calls alone. A number that the loss does not reach
-    costs nothing and is not told.
+    Cost: that of ``remat``, of these calls alone. A number that the loss does not reach
+    costs nothing, and is not reported.
 
     >>> import torch, fsfunc as ff
     >>> ran = []

@@ -99,15 +99,15 @@ def run_abstract(
     args: Callable[[int], Sequence[Any]],
     asked: set[str],
 ) -> dict[int, Any]:
-    """``fn(*args(rank))`` on fake tensors, on one rank of each distinct program.
+    """Runs ``fn(*args(rank))`` on fake tensors, on one rank of each distinct program.
 
     Args:
-        asked: axes along which the arguments differ; those that ``fn`` asks for its
-            coordinate on are added.
+        asked: axes along which the arguments differ; those whose coordinate ``fn``
+            reads are added.
 
     Returns:
-        the results, by rank: of each set of ranks that agree on the axes asked for,
-        the lowest.
+        the results, by rank: the lowest of each set of ranks with equal coordinates
+        along the axes ``asked``.
 
     Raises:
         ValueError: more than 512 programs.
@@ -130,7 +130,7 @@ def run_abstract(
 
 
 def _lowest(mesh: Mesh, asked: set[str]) -> list[int]:
-    """The lowest rank of each set that agrees on the axes ``asked``."""
+    """The lowest rank of each set with equal coordinates along ``asked``."""
     axes = {name: n for name, n in mesh.axes.items() if name in asked}
     count = math.prod(axes.values())
     if count > _MOST:

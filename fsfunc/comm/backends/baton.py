@@ -1,7 +1,7 @@
-"""The baton of simulated ranks: who runs, who waits in which meeting, and for whom.
+"""The scheduler of simulated ranks: which one runs, and what the others wait for.
 
-One rank runs at a time and hands over only where it has to wait, so a deadlock is seen:
-it is when nobody can run. All of a group meet in a collective, or two in a transfer.
+One rank runs at a time, and yields only where it has to wait. So a deadlock is found
+when no rank can run. The ranks of a group meet in a collective, and two in a transfer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Meeting:
     over: bool = False
 
     def mismatch(self) -> str | None:
-        """The error text where the members came to different collectives."""
+        """The error text if the members called different collectives."""
         if len({c.said for c in self.calls.values()}) == 1:
             return None
         return self._table("simulated ranks call different collectives")
@@ -65,10 +65,9 @@ class Meeting:
 
 
 class SendMeeting(Meeting):
-    """One tensor's way from ``ranks[0]`` to ``ranks[1]``: over when both have come.
+    """A transfer from ``ranks[0]`` to ``ranks[1]``: complete when both have come.
 
-    The receiver brings the memory, so that a tensor on its way is there once, and
-    whoever comes last copies.
+    The receiver provides the memory, and the last to come copies into it.
     """
 
     def mismatch(self) -> str | None:
@@ -183,9 +182,9 @@ class Baton:
         call: CollectiveCall,
         x: Tensor,
     ) -> Meeting:
-        """A rank comes to its next meeting with the ranks of ``new``, within a group.
+        """Adds a rank to its next meeting with the ranks of ``new``.
 
-        That is ``new`` if it is the first to come; the last to come completes it.
+        That is ``new`` itself for the first rank; the last one completes it.
         """
         if self.process != os.getpid():
             raise RuntimeError(

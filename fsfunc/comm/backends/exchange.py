@@ -1,14 +1,13 @@
 """Exchanges in flight between processes: their tags, headers, and waits.
 
-A tag is by what gloo matches a send and a receive. It has 31 bits: 2 say what is sent,
-12 number it, 16 say of what kind the collective is and 1 which hop of it. So unlike
-collectives never meet: their ranks wait until the group's timeout, where gloo would
-else pair the bytes of one with the memory of the other, or end the process where the
-sizes differ.
+Gloo matches a send and a receive by a tag. It has 31 bits: 2 for what is sent, 12 for a
+number, 16 for the kind of the collective and 1 for its hop. So different collectives
+are never matched: their ranks wait until the group's timeout. Without that gloo would
+copy the bytes of one into the memory of the other, or end the process if sizes differ.
 
-A header is what ranks say to each other of a collective or a transfer, beside its data.
-It has one size, whatever it speaks of, and tags of its own; so ranks that came to
-unlike collectives still understand each other, and each of them raises.
+A header is a description of a collective or a transfer, sent with its data. All headers
+have one size and tags of their own: so ranks that call different collectives exchange
+them all the same, and all raise.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def tag(kind: int, number: int, digest: bytes = b"\0\0", hop: int = 0) -> int:
 
 
 def packed(call: Any, said: bytes) -> Tensor:
-    """A header: eight bytes that are to be alike, and what to say if they are not."""
+    """A header: a digest of eight bytes, and the text for the error if they differ."""
     text = str(call).encode(errors="replace")
     if len(text) > _SIZE - 8:
         half = (_SIZE - 8) // 2 - 2
@@ -148,15 +147,15 @@ class Headers:
 
 
 class Exchange(Handle):
-    """Works of torch.distributed, then a local finish.
+    """Works of torch.distributed, and a function to call when they are over.
 
-    One that is dropped before it is over goes to its link, which waits for it: gloo
-    reads and writes there still, and without it would stand still for all that follow.
+    One that is dropped before that is kept by its link, which waits for it, as gloo
+    still reads and writes its memory, and would block everything that follows.
 
     Args:
         held: what must live until then.
-        record: what it is, for who has to be told.
-        headers: those of its ranks, where they are compared.
+        record: its record for error reports.
+        headers: the headers of its ranks, if they are compared.
     """
 
     result: Tensor | None = None

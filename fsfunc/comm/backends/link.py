@@ -21,7 +21,7 @@ class Handle:
         raise NotImplementedError
 
     def done(self) -> bool:
-        """True if it is known to be over: asks, and waits for nothing."""
+        """True if it is known to be over; does not wait."""
         raise NotImplementedError
 
 
@@ -43,9 +43,9 @@ class Link:
 
     rank: int = 0
     timeout: float = 1800.0  # seconds that a rank waits for others
-    moves: bool = True  # data; what is only planned stays where it is
-    device: str = "cpu"  # of tensors that a caller makes only to move them
-    notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
+    moves: bool = True  # False if nothing is sent, as in a plan
+    device: str = "cpu"  # of tensors that a caller makes only to send them
+    notes: dict[Any, Any] | None = None  # a dict that ranks of one process share
     board: Any = None  # a `Board` for messages beside the collectives, if there is one
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
@@ -76,13 +76,13 @@ class Link:
         raise NotImplementedError
 
     def close(self, what: Any, error: BaseException) -> None:
-        """Has all that follows raise: since ``error`` ranks may be at different places.
+        """Closes the link: all later collectives raise.
 
-        What is under way may never be over, and what one rank comes to next would meet
-        what another came to before.
+        After ``error``, ranks may be at different places, and their next collectives
+        would be matched with others.
 
         Args:
-            what: in which it was raised.
+            what: the collective in which it was raised.
         """
 
     def trim(self) -> None:
@@ -105,7 +105,7 @@ Signature = tuple[Any, ...]  # op, how, axis, shape, dtype, whose values
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks met in one group with different collectives, or one missed the other."""
+    """Ranks of one group called different collectives."""
 
 
 class PeerFailed(RuntimeError):
@@ -113,7 +113,7 @@ class PeerFailed(RuntimeError):
 
 
 def checks() -> bool:
-    """True if the environment asks that everything be compared."""
+    """True under ``FSFUNC_CHECK=1``: every collective is compared between ranks."""
     return os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
 
 
@@ -135,7 +135,7 @@ def digest(said: Signature) -> bytes:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective or a transfer as one rank came to it."""
+    """A collective or a transfer that one rank called, for error messages."""
 
     said: Signature
     unit: str = ""

@@ -1,11 +1,11 @@
-"""Point-to-point transfers between processes, beside the collectives of their group.
+"""Point-to-point transfers between processes, independent of their collectives.
 
-Gloo matches by tag: a transfer's holds its number among those of its pair and
-direction, its shape and its dtype. Gloo says that a send is over to nobody but who
-waits for it, so the receiver answers each one with a byte that the sender can look at.
+Gloo matches by tag: that of a transfer has its number for the pair and direction, its
+shape and its dtype. To know without waiting that a send is over, the receiver answers
+each one with a byte, which the sender tests for.
 
-NCCL has no tags and matches what two ranks issue by its order, so that each direction
-needs a group of its own; and it can be asked.
+NCCL has no tags, and matches what two ranks issue by order: so each direction has a
+group of its own. NCCL itself tells whether a send is over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
 
 
 class Transfers:
-    """The transfers of one process; the n-th send of a pair meets the n-th receive.
+    """The transfers of a process; the n-th send of a pair matches the n-th receive.
 
     Args:
         groups: those of the collectives.
@@ -51,10 +51,10 @@ class Transfers:
         self.yes = torch.ones(1, dtype=torch.uint8)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
-        """Makes what transfers need beside ``groups``; all processes call this alike.
+        """Makes the groups of transfers on NCCL; all processes must call it alike.
 
-        On NCCL, to send from low to high indices and back by one group would be one
-        order for both: two ranks that send to each other would never meet.
+        One group would have one order for both directions: two ranks that send to each
+        other would wait for ever.
         """
         for ranks in every if dist.get_backend() == "nccl" else ():
             if len(ranks) > 1:
@@ -110,7 +110,7 @@ class Transfers:
         origin, digest = where.ranks[source], _digest(said)
 
         def answered() -> Tensor:
-            # The sender asked for it before it sent, so this does not wait for long.
+            # The sender posted the receive before it sent, so this waits only shortly.
             if (last := self.said.get((where.ranks, origin))) is not None:
                 last.wait()
             under = tag(ANSWER, number, digest)
@@ -128,7 +128,7 @@ class Transfers:
 
 
 class _Sending(Exchange):
-    """A send under way; ``received``, which is asked, tells whether it arrived."""
+    """A send in flight; ``received`` tests whether it arrived."""
 
     received: Callable[[], bool]
 

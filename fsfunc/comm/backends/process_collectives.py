@@ -141,11 +141,11 @@ def _permuted(
 
 
 class Pairs:
-    """One collective, between each two of its ranks.
+    """One collective, as exchanges between each two of its ranks.
 
     Args:
-        record: what it is: unlike ones never meet.
-        compared: whether the ranks need not compare it any more.
+        record: its record, which gives the tag.
+        compared: whether the ranks have compared their programs, and need no header.
     """
 
     def __init__(

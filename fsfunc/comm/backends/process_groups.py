@@ -1,16 +1,15 @@
-"""The process groups of a mesh: where they meet, and who keeps them.
+"""The process groups of a mesh: their rendezvous, closing, and end.
 
-A store for one attempt. torchrun may show the workers that it restarts the very store
-that those before them wrote to (torch 2.13 does, unless
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), and with it where gloo, or NCCL, listened
-then. So the ranks first agree on a prefix that nobody used before.
+A store for one attempt. torchrun may give restarted workers the store that those before
+them wrote to (torch 2.13 does, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), with
+the old addresses of gloo or NCCL. So the ranks first agree on a new prefix.
 
-A group that came to an error is closed: nobody knows then which collective a rank comes
-to next, and a tag is used again after 4,096 of them.
+A group is closed after an error, as ranks may then be at different collectives, and a
+tag is used again after 4,096 of them.
 
-Groups that torch owns. A group has threads. One that outlived `destroy_process_group`,
-because a mesh still holds its group, would let go of a tensor while Python ends, and
-with that end the process by SIGABRT.
+Groups belong to torch. A group has threads. If a mesh kept one alive beyond
+`destroy_process_group`, a thread would free a tensor while Python ends, which ends the
+process by SIGABRT.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ import torch.distributed as dist
 
 from fsfunc import _torch
 
-_LAST = (
-    0.5  # seconds in which ranks hear from rank 0, which keeps the store, who is late
-)
+_LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
 
 
 def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
-    """The store in which the processes of this attempt meet, once all are there.
+    """The store of the processes of this attempt, once all have joined.
 
-    It is that of torchrun's agent, else one that rank 0 keeps.
+    It is that of torchrun's agent, else one that rank 0 has.
 
     Args:
         timeout: how long to wait for a rank; those of torchrun, which may import for
@@ -74,11 +71,11 @@ _STORES: dict[tuple[str, int], Any] = {}  # by address; as long as this process
 
 
 def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
-    """``store`` under a prefix that the ranks of this attempt alone share.
+    """``store`` under a prefix that only the ranks of this attempt know.
 
-    Each rank leaves a number of its own; rank 0 lists those that it finds until every
-    rank has found its own number in that very list. What an earlier attempt left has
-    other numbers, and nobody to confirm it.
+    Each rank writes a random number; rank 0 lists those that it finds, until every rank
+    has confirmed its own number in that list. Numbers of an earlier attempt are never
+    confirmed.
 
     Raises:
         TimeoutError: a rank does not come.
@@ -172,7 +169,7 @@ class Groups:
         return self
 
     def make(self, ranks: tuple[int, ...], **options: Any) -> None:
-        """Makes the group of ``ranks``, once; all processes call this alike."""
+        """Makes the group of ``ranks``, once; all processes must call it alike."""
         if ranks not in self._found:
             group: Any = dist.new_group(list(ranks), self.timeout, **options)
             mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
@@ -223,9 +220,9 @@ os.register_at_fork(after_in_child=_in_a_fork)
 def hang_up(group: Any, others: Sequence[int]) -> None:
     """Ends every wait of this process in a gloo group, from another thread.
 
-    Gloo has no call for that. But one wait that lasts too long closes the connections
-    of its whole group, and all others that wait there are told: so this is one. It is
-    for each of the ``others``, as one that has ended is waited for no time at all.
+    Gloo has no call for that. But a wait that times out closes the connections of its
+    group, which ends all other waits: so this makes one. It does for each of the
+    ``others``, as a wait for a rank that has ended returns at once.
     """
     nobodys = 2**31 - 1  # a tag that is never sent
     for other in others if dist.get_backend(group) == "gloo" else ():

@@ -1,20 +1,18 @@
 """Real processes over torch.distributed: NCCL where there are GPUs, gloo elsewhere.
 
-What ranks compare. A collective that is called outside every transformed function (by
-hand, by ``unshard``, by ``global_norm`` of a state), and those of the first call of a
-transformed one that was neither placed nor given to ``init_state``, travel with a
-header of 512 bytes that says what each rank came to: where they differ, every rank
-raises. There a mistake is likely, as every line is the user's own, and a message more
-is little beside the rest. A transformed step was compared as a program, once (see
-``comparison``), and sends no headers, since it calls thousands of collectives, unless
-the environment says ``FSFUNC_CHECK=1``: then every collective has one, and every
-transfer. On the CPU a header is on its way beside the data, so that it costs no
-second round; on NCCL it is waited for before the data are sent, and transfers have
+What ranks compare. A collective outside transformed functions (called by hand, by
+``unshard``, by ``global_norm`` of a state), and those of the first call of a function
+that was neither placed nor given to ``init_state``, are sent with a header of 512 bytes
+that describes them: if headers differ, every rank raises. Mistakes are likely there,
+and one more message costs little. A transformed step is compared as a program, once
+(see ``comparison``), and its thousands of collectives have no headers, unless
+``FSFUNC_CHECK=1`` is set: then every collective and every transfer has one. On the CPU
+a header is sent at the same time as the data; on NCCL before it, and transfers have
 none.
 
-What is unlike in spite of all that never meets, on the CPU (see ``exchange``): the
-ranks wait until the group's timeout, and raise. Whoever waits in vain asks the others
-where they are, beside the collectives (see ``watchdog``).
+Different collectives without headers are never matched on the CPU (see ``exchange``):
+the ranks wait until the group's timeout, and raise. A rank that waits in vain asks the
+others where they are (see ``watchdog``).
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class ProcessLink(Link):
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
         self.pool = BufferPool()
-        self.fake = dist.get_backend() == "fake"  # torch's stand-in: nothing moves
-        self.paired = not self.fake  # what lies on the CPU
+        self.fake = dist.get_backend() == "fake"  # torch's backend that sends nothing
+        self.paired = not self.fake  # tensors on the CPU
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.checks = checks()
         self.issued: Counter[tuple[int, ...]] = Counter()
@@ -144,10 +142,10 @@ class ProcessLink(Link):
         self.watchdog.raised(error)
 
     def end(self) -> None:
-        """Compares that all ranks are done, where everything is to be compared.
+        """Compares that all ranks have ended, under ``FSFUNC_CHECK=1``.
 
-        A rank that skipped a step would else leave with numbers of its own, and the
-        others would hear of it alone.
+        Otherwise a rank that skipped a step would end without an error, and only the
+        others would raise.
         """
         if self.checks and self.paired and self.device == "cpu":
             for where in list(self.used.values()):
@@ -217,13 +215,12 @@ def connect(
     """The link of this process to the others of a mesh of ``size`` ranks.
 
     Args:
-        timeout: of all groups of the mesh; None: that of the process group, which the
-            user may have started.
+        timeout: that of all groups of the mesh; None: that of the process group, which
+            the user may have started.
 
     Raises:
-        ValueError: the mesh and the processes differ in number.
-        RuntimeError: nobody started a process group, and torchrun's variables are
-            not there.
+        ValueError: the number of processes is not that of the mesh.
+        RuntimeError: there is no process group, and torchrun's variables are not set.
     """
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
@@ -243,7 +240,7 @@ def connect(
         )
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no such stderr
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # what takes a process by a signal has its line told
+            faulthandler.enable()  # prints the line if a signal ends the process
     link = ProcessLink(timeout)
     _compare_meshes(axes, link)
     _check_size(axes, size, dist.get_world_size())
@@ -251,7 +248,7 @@ def connect(
 
 
 def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
-    """Raises on every rank where they make unlike meshes, or one makes none."""
+    """Raises on every rank if their meshes differ, or one makes none."""
     world, n = dist.group.WORLD, dist.get_world_size()
     if link.fake or n == 1:
         return

@@ -98,8 +98,8 @@ def run_simulated(
 ) -> list[Any]:
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
 
-    Every rank starts from the caller's default generator, and the caller goes on from
-    rank 0's.
+    Every rank begins with the state of the caller's default generator, which at the end
+    has that of rank 0's.
     """
     enter, baton = carry(), Baton(mesh.size)
     with _alone(baton):
@@ -136,9 +136,9 @@ os.register_at_fork(after_in_child=_RUNS.clear)  # they go on in the parent
 
 @contextmanager
 def _alone(baton: Baton) -> Iterator[Baton]:
-    """Raises where ranks of another run may come in between.
+    """Raises if another thread runs simulated ranks.
 
-    A rank that calls ``spmd`` waits for it, and holds the baton meanwhile.
+    A rank may call ``spmd``: it keeps running, and waits for that.
     """
     _RUNS.append(baton)
     others = _RUNS[: _RUNS.index(baton)]

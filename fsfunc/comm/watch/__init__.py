@@ -1,8 +1,8 @@
 """Failure reports of processes: the rank that is missing, by name, on every survivor.
 
-A rank that waits in vain asks the others for their state, beside the collectives, and
-raises what they say; one that ends by an error tells them first. Nothing is sent while
-all goes well.
+A rank that waits in vain asks the others for their state, through torch's store, and
+raises with the answers. A rank that ends by an error tells the others first. Nothing is
+sent while all goes well.
 
 flight_recorder.py  the last 100 collectives of a process, and their progress
 mailboxes.py        messages by queues in torch's store

@@ -93,7 +93,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
-        self.said = ""  # what stopped it, until it goes on
+        self.said = ""  # the error that stopped it, if any
         self.folder = ""  # where it was written, once it was
 
     def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
@@ -121,8 +121,8 @@ class FlightRecorder:
     def dump(self, rank: int) -> str:
         """Writes JSON lines: where the process is, then its records, oldest first.
 
-        Returns the file: in a folder that this process makes, below ``FSFUNC_FLIGHT``
-        or where temporary files lie, and that nobody else can read or write.
+        Returns the file, in a folder that this process makes below ``FSFUNC_FLIGHT``
+        or the folder of temporary files, for this user alone.
 
         Raises:
             OSError: it cannot be written.

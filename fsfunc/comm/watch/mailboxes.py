@@ -1,9 +1,8 @@
-"""Messages between ranks beside their collectives, through queues in torch's store.
+"""Messages between ranks apart from collectives, through queues in torch's store.
 
-The store is the one in which the processes met: the launcher's under torchrun, rank 0's
-otherwise. A rank's mailbox is a queue there, at which a thread of its process waits;
-nothing is sent while nobody has anything to say. What comes is parsed as if it were a
-stranger's: short, of one form, and from a rank that there is.
+The store is that of the process group: the launcher's under torchrun, rank 0's
+otherwise. A rank's mailbox is a queue there, at which a thread of its process waits.
+Messages are not trusted: they are short, of one form, and from a rank that exists.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ GONE = "has ended without a word: its process was killed, or has returned"
 SILENT = "does not answer: its process is stopped, or out of reach"
 _UNKNOWN = "does not answer: its process was killed or is stopped, or has made no mesh"
 _LIMIT = 2.0  # seconds for an answer
-_SOON = 0.5  # for that of a rank whose connections tell that it has gone, or stopped
+_SOON = 0.5  # for that of a rank whose connections are closed
 _ENDED = 10**15  # the number of a rank's last message: it answers every question
 _LONGEST = 4000  # bytes of a text
 _FORM = re.compile(rb"([a-z]{1,9}) (\d{1,7}) (\d{1,15})\n(.{0,%d})" % _LONGEST, re.S)
-_FOREVER = timedelta(days=3650)  # torch tells stderr of every wait that times out
+_FOREVER = timedelta(days=3650)  # torch prints to stderr if a wait times out
 
 
 def is_final(state: str) -> bool:
@@ -101,14 +100,14 @@ class Board:
 
 
 class Mailbox(Board):
-    """The board of one process, and the thread that receives what others say.
+    """The board of one process, and the thread that receives messages.
 
     Args:
         store: that of the process group.
-        answer: what to say to a question of that kind.
+        answer: returns the answer to a question, by its kind.
 
-    ``lost`` says why nothing is received any more; "" while all is well. ``seen`` has
-    what became of ranks, as far as this rank's connections to them tell.
+    ``lost`` is the reason why nothing is received any more, or "". ``seen`` has the
+    states of ranks, as far as this rank's connections show them.
 
     Raises:
         NotImplementedError: a store without queues: a file, or one of before libuv.
@@ -177,9 +176,9 @@ class Mailbox(Board):
         self.tell(self.others, Message("ends", self.rank, 0, why))
 
     def close(self, why: str) -> None:
-        """Says what this rank ended by, "" if well, and ends the thread.
+        """Sends the error that this rank ended by, or "", and ends the thread.
 
-        Where rank 0 keeps the store all tell it, and it tells all before it goes.
+        If rank 0 has the store, all send it to rank 0, which sends it to all.
         """
         if self.keeper == self.rank:
             self.ask(self.others, "ended", why)

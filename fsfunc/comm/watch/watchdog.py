@@ -1,10 +1,10 @@
-"""The watchdog of a process: it says who is missing where, on every rank that is left.
+"""The watchdog of a process: reports which rank is missing, on every other rank.
 
 A rank that waits in vain asks the others where they are (see ``mailboxes``), and raises
-that. One that waits for ``FSFUNC_WATCHDOG`` seconds (half the mesh's timeout, and five
-minutes at most) says it on stderr, and all write their last records to files. A rank
-that ends by an error tells all others first: those that wait for it are woken within
-two seconds, with its error as the cause of theirs.
+with their answers. One that has waited for ``FSFUNC_WATCHDOG`` seconds (by default half
+the mesh's timeout, and five minutes at most) prints them to stderr, and all ranks write
+their last records to files. A rank that ends by an error tells all others first: those
+that wait for it raise within two seconds, with its error as the cause.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Watchdog:
         self.thread: threading.Thread | None = None
 
     def join(self, rank: int, size: int, store: Any) -> None:
-        """Hears the ranks of a process group from now on, and is heard by them."""
+        """Starts to exchange messages with the ranks of a process group."""
         before, self.rank = self.mailbox, rank
         if before is not None and before.store is store:
             return
@@ -74,7 +74,7 @@ class Watchdog:
             before.close("")
         try:
             self.mailbox = Mailbox(store, rank, size, self._answer)
-        except NotImplementedError:  # ranks know what gloo tells them
+        except NotImplementedError:  # then ranks only know what gloo reports
             self.mailbox = None
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True, name="fsfunc")
@@ -218,7 +218,7 @@ def _is_heard(state: str) -> bool:
 
 
 def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
-    """The rank that it is because of, as far as they tell; "" where they do not."""
+    """The rank that caused the error, by the answers of the others, or ""."""
     others = {r: text for r, text in states.items() if r != rank}
     for kind in _BLAMED:
         found = [r for r, text in others.items() if text.startswith(kind)]

@@ -1,9 +1,9 @@
 """States that differ by rank, and their means.
 
-Between two synchronisations such ranks differ, so a leaf is not one value along the
-axis. It lies as what it is: the stack of the n copies (`sharded.stacks`). So it is
-saved whole, loaded where there are as many ranks, and refused elsewhere.
-:class:`Relabeled` turns layouts into those of stacks and back, and moves nothing.
+Between two synchronisations ranks differ, so a leaf is not one value along the axis.
+Its layout is that of the stack of the n copies (`sharded.packed_layouts`): so all of
+them are saved, and loaded on as many ranks. :class:`Relabeled` turns layouts into those
+of stacks and back, without communication.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Relabeled:
         return tree.unflatten(treedef, leaves)
 
     def _shard(self, shard: FlatShard, at: dict[str, int], turn: Any) -> FlatShard:
-        """A buffer over the same memory, whose leaves lie otherwise."""
+        """A buffer over the same memory, whose leaves have other layouts."""
         for axis, i in shard.coordinates.items():
             if at[axis] != i:
                 raise ValueError(
@@ -164,7 +164,7 @@ class Relabeled:
 
 
 def _loose(local: Tensor, layout: Layout, at: dict[str, int]) -> Any:
-    """A leaf that lies in no buffer, over the same memory."""
+    """A leaf of no buffer, over the same memory."""
     shape = layout.local_shape(at) if layout.axes else layout.shape
     local = local.view(shape) if local.shape != shape else local
     return Sharded(local, layout) if layout.parts else local
@@ -218,7 +218,7 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def in_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another, 1-D; one alone as it lies, if it can."""
+    """Tensors concatenated, 1-D; a single one without a copy, if possible."""
     rows = [x.detach().reshape(-1) for x in tensors]
     return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
 
@@ -239,12 +239,11 @@ def assign(params: Any, means: Any) -> None:
 
 
 def consensus(state: LocalState) -> Any:
-    """The one state that the ranks along an axis agree on: the mean of their copies.
+    """The mean of the copies of a state, as one state of the ranks along an axis.
 
-    Floating leaves, moments too, are averaged, those in 8 bits by what they stand for;
-    of ``gossip`` by the ranks' weights, so that nothing is lost. What ``slowmo``
-    remembers is left out. So is a model made that can be evaluated, and a state that
-    others can begin from.
+    Floating leaves, moments too, are averaged (of 8-bit codes the decoded values), with
+    the ranks' weights for ``gossip``. The state of ``slowmo`` is left out. The result
+    is a model to evaluate, or a state to begin from.
 
     Args:
         state: a `LocalState`.

@@ -1,4 +1,4 @@
-"""``gossip``: each rank tells a few others of its parameters (stochastic push-sum)."""
+"""``gossip``: each rank sends its parameters to a few others (stochastic push-sum)."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ Moves = Sequence[Sequence[tuple[int, int]]]
 def gossip(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, graph: Graph, *, every: int = 1
 ) -> Callable[..., Any]:
-    """``step`` by which each rank along ``axis`` trains a copy, and mixes with a few.
+    """``step`` for ranks along ``axis`` that train copies, and mix them with a few.
 
     Stochastic gradient push. Rank i has a numerator x_i and a weight w_i, at first 1;
-    the step sees z_i = x_i / w_i. With out_i the number of those that i sends to, it
-    makes z'_i, and then, the sums being over i and those that send to it::
+    the step gets z_i = x_i / w_i and returns z'_i. With out_i the number of ranks that
+    i sends to, and sums over i and the ranks that send to it::
 
         x_i = sum_j (w_j z_j + z'_j - z_j) / (1 + out_j)
         w_i = sum_j w_j / (1 + out_j)
 
-    Where each is sent to by as many as it sends to, as in ``ff.graphs``, the weights
-    stay 1, and it is a mean with neighbours. Else they follow from the graph, so that
-    nothing is sent for them. As in ``local_sgd``, the rest of the state is the rank's.
+    Where each rank receives from as many as it sends to, as in ``ff.graphs``, weights
+    stay 1, and it is a mean with neighbours. Else they are computed from the graph, and
+    not sent. As in ``local_sgd``, the rest of the state is the rank's own.
 
     Args:
         step: ``step(state, *batch) -> (state, metrics)``, as for `local_sgd`.
         axis: the mesh axis, or several.
-        graph: who sends to whom, as data: see ``ff.graphs``.
-        every: how many steps lie between two meetings.
+        graph: which rank sends to which, as data: see ``ff.graphs``.
+        every: the number of steps between two exchanges.
 
     Returns:
-        A step over a `LocalState`. Of these ``ff.consensus(state)`` is the mean by
-        weight, which no meeting changes.
+        A step over a `LocalState`. ``ff.consensus(state)`` is the mean by weight,
+        which no exchange changes.
 
     Raises:
         ValueError: a graph that names no rank of the axis, or one twice in a move, and
             what `local_sgd` refuses.
-        RanksDiffer: ranks that begin from unlike states.
+        RanksDiffer: the ranks' first states differ.
 
     Cost: in one of ``every`` steps a ppermute of the rank's floating parameters for
     each move. Memory: two copies more of what travels together, and of the parameters

@@ -1,8 +1,7 @@
-"""``local_sgd``: ranks train by themselves, and average their parameters now and then.
+"""``local_sgd``: ranks train copies, and average their parameters every few steps.
 
-What is common to the transforms of this kind: the step runs on the rank's own copy, and
-what the ranks then tell each other (:meth:`LocalUpdates.meet`) changes its parameters.
-``slowmo`` and ``gossip`` tell each other something else.
+Its base class, also of ``slowmo`` and ``gossip``, runs the step on the rank's own copy,
+and then synchronises the parameters by :meth:`LocalUpdates.meet`.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from fsfunc.transforms.local.averaging import (
 def local_sgd(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, *, every: int
 ) -> Callable[..., Any]:
-    """``step`` by which each rank along ``axis`` trains a copy of its own.
+    """``step`` for ranks along ``axis`` that each train a copy of the state.
 
     After each ``every`` steps the floating parameters become their mean over the axis.
     The rest of the state (moments, counts, statistics) stays the rank's own, and so
     are the metrics. ``every=1`` with plain SGD is data parallelism.
 
-    It stands around the transforms that lay parameters out, which are over other axes:
+    Apply it to the result of transforms that lay parameters out over other axes:
     ``local_sgd(shard(step, mesh, "data"), mesh, "node", every=8)``. Ranks along the
     axis are given batches of their own: ``ff.local_batch(batch, mesh, ("node",
     "data"))``.
@@ -52,18 +51,18 @@ def local_sgd(
         step: ``step(state, *batch) -> (state, metrics)``, over any state that has
             ``params`` and ``replace(params=...)``, as a `TrainState`.
         axis: the mesh axis, or several.
-        every: how many steps lie between two averages.
+        every: the number of steps between two averages.
 
     Returns:
-        A step over a `LocalState`, which ``ff.init_state(step, ...)`` makes. A state
-        of the other kind is one that all ranks begin from, which they compare. A
+        A step over a `LocalState`, which ``ff.init_state(step, ...)`` makes. From
+        another state all ranks begin with copies of it, which they compare. A
         `LocalState` is saved with the copies of all ranks; ``ff.consensus(state)`` is
-        the state that they agree on.
+        their mean.
 
     Raises:
-        ValueError: ``every`` below 1; an axis that a transform within takes; no state
-            of this kind, or no such step.
-        RanksDiffer: ranks that begin from unlike states.
+        ValueError: ``every`` below 1; an axis that a transform inside takes; another
+            state, or another kind of step.
+        RanksDiffer: the ranks' first states differ.
 
     Cost: in one of ``every`` steps one all-reduce of the rank's floating parameters,
     in float32 at least: 2(n-1)/n of their bytes; else nothing is sent over the axis.
@@ -90,10 +89,10 @@ def local_sgd(
 
 
 class LocalUpdates(Interpretation):
-    """A step on each rank's own copy, after which ranks along an axis meet.
+    """A step on each rank's own copy, after which ranks along an axis synchronise.
 
     Args:
-        every: how many steps lie between two meetings.
+        every: the number of steps between two synchronisations.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis, every: int):
@@ -155,7 +154,7 @@ class LocalUpdates(Interpretation):
         return LocalState(copies, 0, axis=self.axes, **more)
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """Runs ``f`` on the rank's copy, and has the ranks meet."""
+        """Runs ``f`` on the rank's copy, and synchronises the ranks."""
         before = frame()
         if any(h.lays_out for h in before.handlers):
             raise ValueError(

@@ -48,7 +48,7 @@ def slowmo(
 ) -> Callable[..., Any]:
     """``step`` on each rank's own copy, and slow momentum after each ``every`` steps.
 
-    With x_0 what the ranks last began from, at first the first parameters::
+    With x_0 the parameters after the last slow step, at first the initial ones::
 
         d = (x_0 - mean of the ranks' x) / lr
         m = beta m + d
@@ -56,21 +56,21 @@ def slowmo(
         x = x_0
 
     With ``every=1`` and plain SGD of the same rate it is SGD with momentum ``beta``;
-    with ``beta=0`` and ``alpha=1`` it is `local_sgd`. Moments and all else of the state
-    stay the rank's own, as there.
+    with ``beta=0`` and ``alpha=1`` it is `local_sgd`. The rest of the state stays the
+    rank's own, as there.
 
     Args:
         step: ``step(state, *batch) -> (state, metrics)``, as for `local_sgd`.
         axis: the mesh axis, or several.
-        every: how many steps lie between two of slow momentum.
-        beta: the slow momentum's, not negative.
+        every: the number of steps between two slow steps.
+        beta: the decay of slow momentum, not negative.
         alpha: the slow learning rate, not negative.
-        lr: the learning rate of the step's own optimizer, or its schedule (asked as
-            that was by the last of the steps): the unit of m, above 0.
-        average_every: how many steps lie between two plain averages, which are made
-            where no step of slow momentum is; None: there are none.
-        memory_efficient: whether x_0 and m lie in parts over the axis. They then load
-            where the mesh is the same; else, whole, over any ``data`` axes.
+        lr: the learning rate of the step's own optimizer, or its schedule (with the
+            count of the last step): the unit of m, above 0.
+        average_every: the number of steps between two plain averages, between slow
+            steps; None: there are none.
+        memory_efficient: whether x_0 and m are sharded over the axis. They then load on
+            the same mesh alone; else, whole, over any ``data`` axes.
 
     Returns:
         A step over a `LocalState`.
@@ -78,7 +78,7 @@ def slowmo(
     Raises:
         ValueError: a number out of range; a rate of 0 when it is divided by; what
             `local_sgd` refuses.
-        RanksDiffer: ranks that begin from unlike states.
+        RanksDiffer: the ranks' first states differ.
 
     Cost: in one of ``every`` steps, of the rank's floating parameters in float32 at
     least, a reduce-scatter and an all-gather (of padded buffers), or an all-reduce
@@ -193,8 +193,8 @@ def _advance(
 class _Parts:
     """Parameters as buffers of which each rank along an axis has a part.
 
-    A buffer is what a rank holds of one packed buffer, or of one leaf that lies by
-    itself, with zeros at its end: ``n`` parts of ``s`` elements.
+    A buffer is a rank's range of one packed buffer, or its part of one leaf of none,
+    with zeros at its end: ``n`` parts of ``s`` elements.
     """
 
     def __init__(self, params: Any, where: RankGroup, mesh: Mesh):
@@ -208,7 +208,7 @@ class _Parts:
         ]
 
     def _layout(self, leaf: Any, x: Tensor) -> Layout:
-        """The layout of a buffer's parts: a dim for each axis that tells them apart."""
+        """The layout of a buffer's parts, with a dim for each axis."""
         parts = leaf.layout.parts if is_sharded(leaf) else ()
         most = x.numel()
         if any(isinstance(p, Split) for p in parts) and leaf.layout.flat is None:

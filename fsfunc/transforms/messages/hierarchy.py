@@ -74,8 +74,8 @@ class HierarchicalReduction(Reduction):
 
     Args:
         across: the mesh axis between nodes, one of those that ``shard`` cuts over.
-        of: how each level travels, such as ``ff.QuantizedReduction()``: what is sent
-            across is encoded anew. `error_feedback` owes what the first level loses.
+        of: the message of each level, such as ``ff.QuantizedReduction()``: what is sent
+            across is encoded again. `error_feedback` adds the error of the first level.
 
     Cost, for P bytes over N nodes of D ranks: a reduce-scatter within, (D-1) P / D
     bytes, which is waited for, then one across, (N-1) P / (N D), in flight beside the

@@ -28,9 +28,9 @@ from fsfunc.transforms.messages.wire import Reduction
 class PowerSGDState(NamedTuple):
     """Residuals and factors of each buffer, and the state of the optimizer within.
 
-    ``residuals``: by buffer, float32 [ranks, elements of its matrices], each rank
-    holding its row: what it still owes. ``factors``: float32 [ranks, sum of n r], the
-    same row on each: the right factors Q, orthonormal, from which the next step starts.
+    ``residuals``: by buffer, float32 [ranks, elements of its matrices], of which each
+    rank has its row: the error to send later. ``factors``: float32 [ranks, sum of n r],
+    equal rows: the right factors Q, orthonormal, from which the next step starts.
     """
 
     residuals: dict[str, Sharded]
