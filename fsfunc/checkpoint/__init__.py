@@ -1,12 +1,12 @@
-"""States that outlive the run: saved on one mesh, loaded on another.
+"""Saving of states on one mesh, and loading on another.
 
-``save`` and ``save_async`` are one `tasks.SaveTask`, begun in `saving`: on every rank
-`contents` says which boxes of the tree it holds and writes, `safetensors` writes them,
-`agreement` tells the first rank, which writes the `manifest` and renames the folder,
-and raises one rank's error on all. ``load`` goes the other way: `finding` reads what
-lies there, which `parsing` proves to make sense before anybody sees it (`stored`);
-`matching` says what each leaf takes, `reading` asks for the boxes that make up a rank's
-parts, reads and proves them. ``latest`` is in `finding`.
+``save`` and ``save_async`` make a `tasks.SaveTask`, in `saving`. On every rank
+`contents` lists the boxes of the tree that it writes, `safetensors` writes them, and
+`agreement` reports to the first rank, which writes the `manifest` and renames the
+folder; an error of one rank is raised on all. ``load`` is the reverse: `finding` reads
+the metadata, which `parsing` validates (`stored`); `matching` finds the stored leaf for
+each leaf of the target; `reading` reads the boxes that make up a rank's parts, and
+compares checksums. ``latest`` is in `finding`.
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written

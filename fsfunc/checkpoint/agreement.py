@@ -1,7 +1,7 @@
 """Reports of ranks in one save; errors of one rank raised on all; the way out.
 
-A report goes by no collective, which could meet those of training: what a rank has
-written stands in a file, in the folder that all write into, as it may be long.
+Reports use no collectives, which could be matched with those of training: a rank writes
+the list of its files to a file in the common folder.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def way_out() -> Iterator[None]:
         raise better from error
 
 
-_PATIENCE = 5.0  # seconds without a word, after which a rank is asked where it is
+_PATIENCE = 5.0  # seconds without a report, after which a rank is asked for its state
 
 
 class RankStatus(NamedTuple):
@@ -228,7 +228,7 @@ class Others:
         self.patience = min(at.link.timeout / 2, 300.0)  # with who does not answer
         self.board.saves[at.rank] += 1
         self.number = self.board.saves[at.rank]
-        self.gone: dict[int, str] = {}  # why nothing is to be heard of some
+        self.gone: dict[int, str] = {}  # by rank, why it does not report
 
     def tell(self, why: str) -> None:
         """Says that this rank has done its part, or why it could not."""

@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(path: str, leaf: Sharded | Tensor) -> Held:
-        """A leaf, as it lies."""
+        """A leaf with its layout."""
         if isinstance(leaf, Sharded):
             return Held(path, leaf.layout, leaf.local)
         return Held(path, Layout(leaf.shape, leaf.dtype, (), path), leaf)
@@ -173,7 +173,7 @@ def check_real(path: str, part: Tensor, verb: str) -> None:
 
 
 def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
-    """Raises where a leaf lies over axes that the mesh in sight does not have."""
+    """Raises if a leaf's layout has axes that the mesh does not have."""
     axes = {} if at is None else at.mesh.axes
     for axis, size in layout.sizes.items():
         if axes.get(axis) != size:

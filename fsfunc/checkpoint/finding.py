@@ -172,16 +172,15 @@ def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
 def latest(
     folder: str | os.PathLike, pattern: str = "*", *, proven: bool = False
 ) -> Path | None:
-    """The newest checkpoint in ``folder`` that can be loaded; None where there is none.
+    """The newest checkpoint in ``folder`` that can be loaded; None if there is none.
 
-    One that is truncated or damaged is passed over, with a warning, and stays where it
-    is. Every rank that sees the folder finds the same one.
+    Those that are truncated or damaged are skipped, with a warning, and not deleted.
+    Every rank finds the same one.
 
     Args:
-        pattern: what its name looks like, such as ``"step-*"``, where a folder holds
-            others too.
-        proven: read all of it and compare the checksums too; without that flipped bits
-            are found by `load`.
+        pattern: a pattern of its name, such as ``"step-*"``.
+        proven: read all of it and compare the checksums; without that flipped bits are
+            found by `load`.
 
     Raises:
         CheckpointError: there are some, and none can be loaded.
@@ -189,7 +188,7 @@ def latest(
     The newest is the one with the highest last number in its name (``step-00000200``);
     of names without numbers, the last by name.
 
-    Cost: reads one manifest, and asks for the lengths of its files.
+    Cost: reads one manifest, and the lengths of its files.
 
     >>> import tempfile, torch, fsfunc as ff
     >>> with tempfile.TemporaryDirectory() as folder:

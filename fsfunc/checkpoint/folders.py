@@ -1,10 +1,10 @@
 """Folders that appear and are deleted atomically.
 
-What is being written lies in ``.<name>.saving`` beside the place it will have, and gets
-there by one rename. What is being deleted is first renamed to ``.<name>.deleting-...``.
-So whatever has a checkpoint's name and a manifest is a complete one, whenever the
-process was killed; the others' remains, which bear a mark, are removed by the next
-save. Of a folder only what saves write is ever removed, by name, and no link followed.
+A checkpoint is written in ``.<name>.saving`` and renamed when it is complete. Before it
+is deleted it is renamed to ``.<name>.deleting-...``. So a folder with a checkpoint's
+name and a manifest is complete, whenever a process was killed. Other folders have a
+mark, and the next save removes them. Only files that saves write are ever removed, by
+name, and no link is followed.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def check_absent(path: Path) -> None:
 def begin_folder(path: Path) -> int:
     """Makes a folder to write into before it becomes ``path``; returns its lock.
 
-    Its mark is written first, and while the lock (a file descriptor) is open it is in
-    use. What killed processes left, of this name or of one like it, bears a mark that
-    is locked no more, and is removed; a folder without one is nobody's but the user's.
+    Its mark is written first; while the lock (a file descriptor) is open it is in use.
+    Folders that killed processes left, of this name or a similar one, have a mark that
+    is not locked, and are removed; a folder without a mark is the user's.
 
     Raises:
-        FileExistsError: another process is saving ``path``, or a folder of the user's
-            lies where it would be written.
-        OSError: the folder around it cannot be made or written.
+        FileExistsError: another process is saving ``path``, or a folder of the user is
+            where it would be written.
+        OSError: the parent folder cannot be made or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Marked and locked before it has the name by which others find it.
@@ -136,10 +136,10 @@ def saving_folder(path: Path) -> Path:
 
 
 def appear(folder: Path, path: Path) -> None:
-    """Gives what was written its name, once the disk has all of it.
+    """Renames the folder to its name, when all of it is on the disk.
 
     Raises:
-        FileExistsError: somebody else made ``path`` meanwhile.
+        FileExistsError: ``path`` exists by now.
     """
     sync(folder)
     if os.path.lexists(path):
@@ -158,10 +158,9 @@ def empty(folder: Path, files: str) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """The names in a folder; none where it is gone, or goes meanwhile.
+    """The names in a folder; none if it does not exist, or is removed meanwhile.
 
-    Another rank may give it its name, or remove it, at any time; `Path.glob` raises
-    where that comes after its first look.
+    Another rank may rename or remove it at any time, in which case `Path.glob` raises.
     """
     try:
         return sorted(os.listdir(folder))
@@ -170,10 +169,10 @@ def names(folder: Path) -> list[str]:
 
 
 def discard(folder: Path) -> None:
-    """Removes what saves wrote into a folder, and the folder unless more lies in it.
+    """Removes the files that saves wrote into a folder, and the folder if it is empty.
 
-    The mark goes last, in case this is killed. What else lies there is the user's: it
-    stays, and where the folder was a checkpoint it has its name again.
+    The mark goes last, in case this is killed. Other files are the user's: they stay,
+    and a folder that was a checkpoint gets its name back.
     """
     marks = [MARK] if is_marked(folder) else []
     for name in [*filter(_WRITTEN.fullmatch, names(folder)), *marks]:

@@ -1,8 +1,7 @@
 """Headers of safetensors files: made, and read.
 
-A consolidated file is sealed: its header holds what a manifest would, and checksums of
-itself and of what comes after it. They lie in its ``__metadata__``, where other readers
-find texts that they leave alone.
+A consolidated file is sealed: the ``__metadata__`` of its header has the contents of a
+manifest, and checksums of the header and of the data, which other readers ignore.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: its name, its dtype and shape, and where it lies in a whole.
+    """A tensor of a file: its name, dtype and shape, and its box in a whole tensor.
 
     ``read()`` returns the elements, contiguous, on the CPU, when they are written.
     """

@@ -56,44 +56,44 @@ def load(
 ) -> Any:
     """The state saved at ``path``, laid out as ``target`` is.
 
-    Every rank of the mesh in sight calls it. ``target`` may lie on any mesh, by any
-    transforms: each rank reads the boxes that its parts are made of.
+    Every rank of the mesh calls it. ``target`` may have layouts of any mesh and any
+    transforms: each rank reads the boxes that make up its parts.
 
     Args:
-        path: what `save` wrote; or one safetensors file (`consolidate`), or a folder of
-            them, as torch.distributed.checkpoint or Hugging Face write them.
+        path: a checkpoint of `save`; or one safetensors file (`consolidate`), or a
+            folder of them, of torch.distributed.checkpoint or Hugging Face.
         target: a tree like the one saved: a placed state, or an abstract one
-            (`abstract_state`), whose tensors take no memory. It is left as it
-            is, but under ``donate``.
+            (`abstract_state`), whose tensors take no memory. Without ``donate`` it is
+            not changed.
         at: the path of the subtree to read: ``load(path, state.params, at="params")``.
         only: which leaves of the target are read; the others keep the target's values.
             A predicate of paths, or patterns: ``"blocks/*/w"``, a subtree
             (``"blocks"``), ``"**/b"``; or several.
-        rename: what a leaf is called in the checkpoint (below ``at``): a function of
-            its path in the target (``lambda path: path.replace("/", ".")``), or where
-            subtrees lie, ``{"blocks": "model/layers"}``.
+        rename: the path of a leaf in the checkpoint (below ``at``): a function of its
+            path in the target (``lambda path: path.replace("/", ".")``), or a mapping
+            of subtrees, ``{"blocks": "model/layers"}``.
         cast: where dtypes differ, convert to the target's: between floating dtypes, and
             to integers that hold all of the saved ones.
-        strict: False leaves out what lies on one side alone: such leaves of the
-            checkpoint are not read, and those of the target keep its values. What is
-            there is what `metadata` says.
-        random: restore the states of the default random generators, as they stood when
-            the state was saved. Without ``at`` and ``only`` it is the default.
+        strict: False allows leaves that are on one side alone: those of the checkpoint
+            are not read, and those of the target keep its values. `metadata` has the
+            leaves of a checkpoint.
+        random: restore the saved states of the default random generators. That is the
+            default without ``at`` and ``only``.
         donate: write into the target's own memory, as a donated step does: the target
-            is spent then, and spoiled where the load fails.
-        device: where the result lies, if not where the target does (the CPU, where that
-            is abstract).
+            cannot be used then, also if the load fails.
+        device: the device of the result; by default that of the target (the CPU for an
+            abstract one).
 
-    Raises (on every rank; the target and the generators are left as they are):
+    Raises (on every rank; the target and the generators are not changed):
         FileNotFoundError: nothing is there.
         CheckpointError: it is damaged, of another format version, or holds pickles.
         TreeMismatch: the trees differ; names the smallest subtree that does.
-        ValueError: a shape or dtype differs; a number does not fit into the dtype that
-            ``cast`` makes of it; two leaves would take the same one; a leaf of which
-            each rank had its own, where the axes are not of the sizes that they had.
+        ValueError: a shape or dtype differs; a number does not fit into the dtype of
+            ``cast``; two leaves would take the same one; a leaf of each rank's own was
+            saved for other sizes of its axes.
 
-    Cost: reads what the rank needs, whole checksum blocks (1 MiB) of it; makes the
-    result's memory and some 20 MiB. A few numbers are sent to agree on success.
+    Cost: reads the checksum blocks (1 MiB) that the rank needs; allocates the result
+    and some 20 MiB. A few numbers are sent to agree on success.
 
     >>> import tempfile, torch, fsfunc as ff
     >>> mine = {"w": torch.zeros(2), "head": torch.ones(1)}
@@ -136,7 +136,7 @@ def _fill(
     """A tree like ``target`` with the values of ``stored``.
 
     Args:
-        taken: what each leaf takes, as `matched` tells.
+        taken: the stored leaf for each leaf, from `matched`.
     """
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):

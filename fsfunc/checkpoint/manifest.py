@@ -56,10 +56,10 @@ _BODY = ("version", "leaves", "values", "files", "metadata", "random", "mesh")
 
 
 def write_manifest(stored: Stored, folder: Path) -> None:
-    """Writes ``fsfunc.json`` into ``folder``, and waits until the disk has it.
+    """Writes ``fsfunc.json`` into ``folder``, and waits until it is on the disk.
 
     Raises:
-        CheckpointError: nobody could read it.
+        CheckpointError: it could not be read again.
     """
     names = {name: i for i, name in enumerate(stored.files)}
     body = {

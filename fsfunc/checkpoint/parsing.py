@@ -1,9 +1,8 @@
 """Parsing and validation of manifests and headers.
 
-A manifest and a header are data from outside. They are JSON of bounded size, `Said`
-takes each value out with its type, and `proven` looks at what they say together: so
-whatever is `Stored` has boxes that make up their tensors, in files whose bytes they
-fill, and nothing behind this file asks again.
+Manifests and headers are untrusted data: JSON of bounded size. `Said` reads each value
+with its type, and `proven` checks them together. So all boxes of a `Stored` make up
+their tensors, and fill the bytes of their files, and no other module checks that.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Wrong(ValueError):
 
 
 def table_of(text: bytes) -> Said:
-    """A table that is written as JSON.
+    """A table from JSON.
 
     Raises:
-        Wrong: it is none; or so large or deep that nobody wrote it.
+        Wrong: it is no table, or larger or deeper than any that is written.
     """
     if len(text) > LONGEST or sum(map(text.count, (b",", b"[", b"{"))) > _ITEMS:
         raise Wrong(f"{len(text)} bytes are more than any checkpoint says")
@@ -188,7 +187,7 @@ def check_path(path: str) -> None:
 
 
 def check_depth(said: Any) -> None:
-    """Raises where lists and tables lie deeper in each other than one can print."""
+    """Raises if lists and tables are nested deeper than can be printed."""
     level, depth = [said], 0
     while level:
         inner = [x.values() if isinstance(x, dict) else x for x in level]

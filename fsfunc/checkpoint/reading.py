@@ -1,7 +1,7 @@
-"""Reads of boxes of tensors: by several threads, each block proven by its checksum.
+"""Reads of boxes of tensors, by several threads, with a checksum for each block.
 
-What is asked for is cut into pieces that lie in one slab each. A thread reads a slab,
-proves its blocks, and only then puts the pieces where they belong.
+Requests are cut into pieces within one slab each. A thread reads a slab, compares the
+checksums of its blocks, and only then copies the pieces to their targets.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ _LOCAL = threading.local()
 
 
 def _make_slab() -> None:
-    # An element that lies across an edge is read with the block behind it.
+    # An element across an edge is read with the block after it.
     _LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
 
 
@@ -309,8 +309,7 @@ def read(stored: Stored, wanted: Iterable[Request]) -> None:
         CheckpointError: a block whose checksum is not that of its bytes.
         ValueError: a number that does not fit into the target's dtype.
 
-    Cost: each block of a file that holds something asked for is read once; some 20 MiB
-    of memory.
+    Cost: each block of a file that is needed is read once; some 20 MiB of memory.
     """
     by_file: dict[str, list[Request]] = defaultdict(list)
     for request in wanted:

@@ -1,9 +1,9 @@
 """Safetensors files, written as torch.distributed.checkpoint lays them.
 
-A rank's file holds a box of each leaf, under the leaf's path, and says in its header
-where in the whole it lies (``DCP_SHARDING_INFO``). So `HuggingFaceStorageReader` of
-torch reads the folder, and safetensors each file. A leaf of which a rank holds several
-boxes (the few that its range of a flat buffer cuts) goes into as many files.
+A rank's file has a box of each leaf, under the leaf's path, and its header has the
+box's place in the whole tensor (``DCP_SHARDING_INFO``). So torch's
+`HuggingFaceStorageReader` reads the folder, and safetensors each file. A leaf of which
+a rank has several boxes (as its range of a packed buffer cuts) goes into as many files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The lock of a folder that is being saved: a marked file, locked by its process.
 
-A lock holds on one machine and, where the network's file system knows locks (NFS 4,
-Lustre with ``flock``), on all. Where it does not, a process of this machine is asked
-for, and of another machine's job the folder itself tells: what was written within the
-last two minutes is taken to be alive.
+A lock works on one machine and, if the network file system has locks (NFS 4, Lustre
+with ``flock``), on all. Without them, a process of this machine is looked up, and a job
+of another machine is taken to be alive if it wrote within the last two minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def describe_job(job: dict[str, str]) -> str:
 
 
 def own_name() -> str:
-    """32 hexadecimal digits that nobody else has: host, process, chance."""
+    """32 hexadecimal digits, unique: from host, process and a random number."""
     return f"{_host():08x}{os.getpid():08x}{secrets.token_hex(8)}"
 
 
@@ -75,7 +74,7 @@ def mark(folder: Path) -> int:
 
 
 def unlock(file: int) -> None:
-    """Lets others see that nobody writes into the folder any more."""
+    """Marks the folder as not being written any more."""
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file open, too
     os.close(file)
@@ -108,7 +107,7 @@ def is_alive(folder: Path, now: float) -> bool:
     try:
         file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return True  # it has become a checkpoint meanwhile
+        return True  # it has become a checkpoint by now
     except OSError:
         return is_fresh(folder, now)
     try:

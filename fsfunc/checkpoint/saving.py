@@ -189,16 +189,16 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> SaveTask:
-    """Begins what `save` does, and goes on in the background.
+    """Starts a `save` in the background.
 
-    Nothing is copied: a state is never changed, and while it is being saved a donated
-    step that is given it works as the pure step does, in memory of its own. Changing a
-    tensor of the state by hand meanwhile makes the save fail.
+    Nothing is copied: a state is never changed, and a donated step does not overwrite
+    it while it is being saved, but makes a new one. Changing a tensor of the state by
+    hand meanwhile makes the save fail.
 
     Returns:
-        a `SaveTask`: ``wait()`` returns when the checkpoint is complete, or raises what
-        went wrong, ``done()`` tells. An error that nobody waited for is raised by the
-        next save of this rank, or told when Python ends. A second save waits for the
+        a `SaveTask`: ``wait()`` returns when the checkpoint is complete, or raises the
+        error; ``done()`` does not wait. An error without a ``wait()`` is raised by the
+        next save of this rank, or printed when Python ends. A second save waits for the
         first.
 
     Cost: the call checks and agrees on a few numbers; a rank's files are written by a
@@ -230,7 +230,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
         found = _saveable(state, at)
         return where, found, copies_of(found, at), said
 
-    # Until all have come here, somebody may still be waiting for an earlier one.
+    # Until all ranks are here, one may still wait for an earlier save.
     where, found, copies, said = everywhere(at, checked)
     found = compared(found, copies, at, where)
     task = SaveTask(where, at, found, said, keep)

@@ -1,8 +1,8 @@
 """The metadata of a checkpoint, which `parsing` has validated.
 
-Tensors lie in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`);
-each file has a checksum for every mebibyte, so that any part of it can be read and
-proven without the rest. Numbers, strings and bools of the tree are values.
+Tensors are in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`).
+Each file has a checksum for every mebibyte, so that any part of it can be read and
+checked without the rest. Numbers, strings and bools of the tree are values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 class StoredFile(NamedTuple):
     """A file's length in bytes, and the CRC-32 of each `BLOCK` of it, if known.
 
-    ``origin``: where the first block begins; what lies before is proven elsewhere.
+    ``origin``: where the first block begins; the bytes before have another checksum.
     """
 
     nbytes: int
@@ -167,8 +167,8 @@ def tiles(
 
     Where and only where they do, the sum of the boxes' monomials is that of the whole:
     Σ_boxes ∏_d (x_d^(offset+size) − x_d^offset) = ∏_d (x_d^shape − 1). Both sides are
-    compared at a random point of a field so large that two polynomials which differ do
-    not meet there, so that it takes a time proportional to the number of boxes.
+    compared at a random point of a large field, where different polynomials are equal
+    with negligible probability: so the time is proportional to the number of boxes.
 
     >>> tiles((2, 3), [((0, 0), (2, 1)), ((0, 1), (2, 2))])
     True
@@ -238,7 +238,7 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def stays(path: Path, folder: Path) -> bool:
-    """True if an entry of ``folder`` lies in it, links followed.
+    """True if an entry of ``folder`` is in it when links are followed.
 
     Or in Hugging Face's cache, whose snapshots are folders of links into its blobs.
     """

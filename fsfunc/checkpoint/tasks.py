@@ -126,7 +126,7 @@ class SaveTask:
         self.unlock()
 
     def unlock(self) -> None:
-        """Lets others see that nobody writes into the folder."""
+        """Marks the folder as not being written."""
         lock, self.lock = self.lock, None
         if lock is not None:
             unlock(lock)
@@ -134,7 +134,7 @@ class SaveTask:
     # In the background
 
     def start(self) -> None:
-        """Goes on in the background; at once where ranks can send no messages."""
+        """Continues in the background, or at once if ranks cannot send messages."""
         if self.at is not None and self.size > 1:
             if self.at.link.board is None:
                 self.finish()
@@ -144,7 +144,7 @@ class SaveTask:
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self
         atexit.unregister(_tell_at_exit)
-        atexit.register(_tell_at_exit)  # runs before ranks cease to hear each other
+        atexit.register(_tell_at_exit)  # runs while ranks still receive messages
         self.thread.start()
 
     def done(self) -> bool:
@@ -234,9 +234,9 @@ def in_flight(at: Here | None) -> SaveTask | None:
 
 
 def _tell_at_exit() -> None:
-    """Waits for what is in flight; says what nobody asked for, and by the exit status.
+    """Waits for saves in flight; prints errors that were not raised, and exits by 120.
 
-    Python has one for programs whose output cannot be written as they end: 120.
+    Python uses that status for output that cannot be written at exit.
     """
     for task in list(_IN_FLIGHT.values()):
         error = attempt(task.wait)

@@ -4,6 +4,7 @@ optimizer.py        the interface, and the mark `elementwise`
 element_rules.py    an optimizer of one equation; codecs: a dtype, float16 with a scale
 compiled_rules.py   updates of such rules as compiled kernels, under jit
 adam.py descent.py  sharded_adam; sgd and lion
+block_codes.py       numbers in 8 bits, in blocks that share a scale
 coded_moments.py coded_steps.py   a codec of 8 bits; its layout, a step by chunks
 transformations.py masking.py   clipping, chain; optimizers by leaf
 schedules.py        learning rates; checks of arguments

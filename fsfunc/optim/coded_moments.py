@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import composable
+from fsfunc.optim.block_codes import BLOCK, Coder, chance
 from fsfunc.optim.coded_steps import (
     CodedStep,
     groups_of,
@@ -21,7 +22,6 @@ from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
 from fsfunc.optim.optimizer import Commit, update_of
-from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded

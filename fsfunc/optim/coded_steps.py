@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.mesh import here
+from fsfunc.optim.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.optim.leaves import local, trainable
 from fsfunc.optim.matching import Matched
-from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
 from fsfunc.sharded.layout import Layout

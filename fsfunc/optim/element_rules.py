@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.optim.block_codes import CHUNK
 from fsfunc.optim.compiled_rules import compiled_writer
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, map_flat, zeros_like
@@ -21,7 +22,6 @@ from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
 from fsfunc.optim.schedules import check_params_given
-from fsfunc.runtime.block_codes import CHUNK
 from fsfunc.sharded.leaf import is_sharded
 
 Kernel = Callable[..., None]

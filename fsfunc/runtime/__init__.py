@@ -5,6 +5,5 @@ generators.py       states of random generators, saved and restored; seeds
 memory.py           pools of buffers; tables by storage; the kinds of memory in a plan
 memory_spaces.py stores.py   where a tensor is stored; the host's memory, mapped files
 pages.py            pages of memory, allocated and advised
-block_codes.py      numbers in 8 bits, in blocks that share a scale
 random_blocks.py    random numbers of which any range can be drawn alone
 """

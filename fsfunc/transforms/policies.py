@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
 from fsfunc.runtime.scopes import Scoped
@@ -229,7 +228,7 @@ class Tape:
         return _Replaying(self.kept, dict(zip(self.kept, values, strict=True)))
 
 
-class _Counting(DispatchMode):
+class _Counting(_torch.DispatchMode):
     """Numbers the ops of the user's function."""
 
     def __init__(self) -> None:
