@@ -159,23 +159,31 @@ def stages_of(stack: Stack) -> int:
 def lowered(stack: Stack, params: int, moments: int) -> int:
     """Bytes that a device holds at least: a rank's part of parameters and moments.
 
+    At zero 1 and 2 parameters that are cast are whole in ``compute`` alone.
+
     >>> lowered(Stack((("data", 4),), zero=1), params=400, moments=800)
     600
+    >>> stack = Stack((("data", 4),), zero=1, compute=torch.bfloat16)
+    >>> lowered(stack, params=400, moments=800)
+    500
     """
     # Of a pipeline the fullest rank holds the mean at least.
     whole = {PIPE, *axes_of(stack.layouts)}
     parts = {*whole, *(a for a in stack.means if a != NODE)}
-    params //= stack.parts_of(parts if stack.zero == 3 else whole)
+    mine = params // stack.parts_of(parts if stack.zero else whole)
+    if stack.zero in (1, 2):
+        cast = 0 if stack.compute is None else mine
+        mine = cast + int(params * size_in(stack.compute)) // stack.parts_of(whole)
     moments //= stack.parts_of(parts if stack.zero else whole)
-    params = 0 if "params" in stack.offload else params
-    return params + (0 if "moments" in stack.offload else moments)
+    mine = 0 if "params" in stack.offload else mine
+    return mine + (0 if "moments" in stack.offload else moments)
 
 
 def whole_gradients(stack: Stack, params: int) -> int:
     """Bytes of gradients that a rank holds beside :func:`lowered`, at least.
 
-    Parts that are summed before one reduction leave them whole, in 2 bytes at least
-    where parameters are cast.
+    Parts that are summed before one reduction, and microbatches of a pipeline, leave
+    them whole, in ``compute`` at least where parameters are cast.
 
     >>> axes = (("data", 4),)
     >>> whole_gradients(Stack(axes, zero=3, accumulate=8), 400)
@@ -183,10 +191,16 @@ def whole_gradients(stack: Stack, params: int) -> int:
     >>> whole_gradients(Stack(axes, zero=3, accumulate=8, each=True), 400)
     0
     """
-    if stack.accumulate == 1 or stack.each or stack.zero not in (2, 3):
+    summed = stack.accumulate * stack.microbatches > 1 and not stack.each
+    if not summed or stack.zero not in (2, 3):
         return 0
     params //= stack.parts_of({PIPE, *axes_of(stack.layouts)})
-    return params if stack.compute is None else params // 2
+    return int(params * size_in(stack.compute))
+
+
+def size_in(dtype: torch.dtype | None) -> float:
+    """The size of a value in ``dtype``, of that in float32."""
+    return 1.0 if dtype is None else dtype.itemsize / 4
 
 
 def _halved(rows: int) -> list[int]:

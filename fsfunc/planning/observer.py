@@ -193,11 +193,11 @@ class Observer(Tracer, OperatorMode):
 
     def _close_over(self, values: Iterable[Any]) -> None:
         """Counts tensors with data, which the step closes over, by their fake ones."""
-        mode = _torch.fake_mode()
         for x in values:
             if isinstance(x, (list, tuple)):
                 self._close_over(x)
             elif isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
+                mode = _torch.fake_mode()
                 if mode is not None and self._closed.get(x) is None:
                     self._closed[x] = fake = fake_modes.fake_of(mode, x)
                     self.book.take(fake, "", "", "")

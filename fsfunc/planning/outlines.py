@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.planning.candidates import lowered, stages_of, whole_gradients
+from fsfunc.planning.candidates import lowered, size_in, stages_of
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import NODE, PIPE, Stack
@@ -27,14 +27,23 @@ from fsfunc.tracing.programs import Program, Spec
 _USUAL = 0.4  # of the peak, where the hardware does not say what is usual
 _BESIDE = 0.3  # of the shorter of computing and sending: what does not overlap
 _OPERATORS = 60  # of a unit, forward and backward: a transformer's layer has as many
+_ALIKE = 0.1  # of two outlines, which tell no smaller difference
+_ROUNDS = 4  # of a loop of equal parts, those that a plan runs
 _SPLIT = 1 / 3  # of a bubble: what is left where weight gradients fill it
 
 
 class Outline(NamedTuple):
-    """Seconds of a step, and the bytes that a rank holds."""
+    """Seconds of a step, the bytes that a rank holds, and unit calls of a plan."""
 
     seconds: float
     bytes: int
+    calls: int
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """A key: of two that are as fast, as far as it can tell, the easier to plan."""
+        about = round(math.log(max(self.seconds, 1e-9)) / math.log1p(_ALIKE))
+        return about, self.calls, self.seconds
 
 
 class Outlines:
@@ -79,27 +88,46 @@ class Outlines:
         host = _OPERATORS * again * len(self.calls) / deep * self.hardware.overhead
         compute = max(compute, host * passes)
         sent = self._sending(stack)
+        stages = stages_of(stack)
+        if len(self.calls) > stages > 1:  # the longest stage is waited for
+            compute *= math.ceil(len(self.calls) / stages) * stages / len(self.calls)
         seconds = max(compute, sent) + _BESIDE * min(compute, sent)
         if deep > 1:
-            chunks = stages_of(stack) // deep
+            chunks = stages // deep
             idle = _SPLIT if "zb" in str(stack.schedule) else 1.0
             seconds += idle * compute * (deep - 1) / (stack.microbatches * chunks)
         seconds += self._offloading(stack)
-        return Outline(seconds, self._held(stack, share, deep, again > 1))
+        held = self._held(stack, share, deep, again > 1)
+        rounds = min(stack.accumulate, _ROUNDS) * stack.microbatches
+        return Outline(seconds, held, rounds * len(self.calls))
 
     def _held(self, stack: Stack, share: int, deep: int, again: bool) -> int:
-        size = 1.0 if stack.compute is None else stack.compute.itemsize / 4
-        parts = share * stack.accumulate * stack.microbatches
+        filled = "zb" in str(stack.schedule)  # weight gradients come later, and wait
+        size, parts = size_in(stack.compute), stack.accumulate * stack.microbatches
         under_way = min(deep, stack.microbatches)
-        kept = self.outputs if again else self.kept
-        most = under_way * kept / deep + (self.fullest if again else 0)
-        owned = self.params // stack.parts_of({PIPE, *axes_of(stack.layouts)})
-        gradients = int(size * owned) if stack.zero == 1 else owned
-        if stack.zero in (2, 3):
-            over = stack.parts_of(a for a in stack.means if a != NODE)
-            gradients = whole_gradients(stack, self.params) or owned // over
+        owned = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
+        unit = owned * deep / max(1, len(self.calls))
         least = lowered(stack, self.params, self.moments)
-        return int(least + gradients + size * most / parts)
+        kept = self.outputs if again and not filled else self.kept
+        most = under_way * kept / deep + (self.fullest if again else 0)
+        most *= size / share / parts
+        if stack.zero == 3 or size < 1 and not stack.zero:  # gathered, or cast
+            waits = filled or stack.zero != 3 and not again
+            most += size * (under_way * owned if waits else 2 * unit)
+        sums = self._gradients(stack, owned)
+        beside = unit * (size + size_in(stack.reduce or stack.compute))
+        before = sums if parts > 1 else 0
+        return int(least + max(most + before, sums) + beside)
+
+    def _gradients(self, stack: Stack, owned: float) -> float:
+        """Bytes of gradients at the end of a backward: of means, or of their parts."""
+        several = stack.accumulate * stack.microbatches > 1
+        size = size_in(stack.reduce or stack.compute)
+        if stack.zero in (2, 3) and (stack.each or not several):
+            over = stack.parts_of(a for a in stack.means if a != NODE)
+            return owned / over * (1 + several)
+        more = stack.zero == 0 and stack.accumulate > 1
+        return (size + more * (1 + stack.each)) * owned
 
     def _offloading(self, stack: Stack) -> float:
         """Seconds of what goes to the host and back, which is beside nothing."""
@@ -121,7 +149,7 @@ class Outlines:
         parts = stack.accumulate if stack.schedule is None else parts
         gathers = 2 * parts if stack.zero == 3 else 1
         reductions = parts if stack.each else 1
-        size = 1.0 if stack.compute is None else stack.compute.itemsize / 4
+        size = size_in(stack.compute)
         owned = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
         units = max(1, len(self.calls) // stack.parts_of((PIPE,)))
         whole = size * owned / units

@@ -19,6 +19,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
 SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
+MANY, FEW = 200, 12  # of more stacks than that, few are planned
 
 
 def search(
@@ -53,8 +54,9 @@ def search(
 
     What is not planned is named with the reason in ``skipped``: a stack whose
     parameters and moments alone are too large, or whole gradients beside them, or the
-    activations that another plan had with no more rows; a mesh that the batch or the
-    units cannot be cut for; more accumulation where it saves less than 2% of the peak.
+    activations that another plan had with no more rows; one whose outline in closed
+    form is half as large again as what fits; a mesh that the batch or the units cannot
+    be cut for; more accumulation where it saves less than 2% of the peak.
     With a pipeline, schedule, microbatches and remat are chosen at one ``zero``, and
     those on the front there are tried with the others: that is a shortcut, all else is
     not.
@@ -91,9 +93,9 @@ def search(
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
         plans: how many stacks are planned at most, those that an outline in closed form
-            finds fastest of those that it finds to fit, and as many more, the smallest,
-            where none does; for many ranks, whose meshes make thousands of stacks.
-            None: all.
+            finds fastest of those that it finds to fit, until the others are slower by
+            more than it can be off; and as many more, the smallest, where none fits.
+            None: all of up to 200 stacks, 12 of more.
         run: how many of the fastest are run here, a few steps each, on the processes
             that there are (one, or those of torchrun), with the parameters and the
             batch that are given; ``best`` is then the fastest that was measured.
@@ -152,12 +154,14 @@ def search(
     if run:
         check_runs(sizes, params, batch)
     at = Trials(loss_fn, optimizer, params, batch, hardware, bound, space)
+    sizes = [axes for axes in sizes if at.lies_on(axes)]
+    every = [stack for axes in sizes for stack in _stacks(at, space, axes)]
+    if plans is None and len(every) > MANY:
+        plans = FEW
     if plans is not None:
-        _promising(at, space, sizes, plans)
-        sizes = ()
+        at.try_promising(every, plans)
+        sizes = []
     for axes in sizes:
-        if not at.lies_on(axes):
-            continue
         if dict(axes).get(PIPE, 1) > 1:
             _pipelined(at, space, axes)
         else:
@@ -170,18 +174,12 @@ def search(
     return found.with_times(times)
 
 
-def _promising(at: Trials, space: Space, every: Sequence[Axes], plans: int) -> None:
-    """Tries the stacks whose outlines are best, until so many are planned."""
-    stacks: list[Stack] = []
-    for axes in every:
-        if not at.lies_on(axes):
-            continue
-        if dict(axes).get(PIPE, 1) == 1:
-            stacks += [stack for some in space.flat(axes, at.rows) for stack in some]
-            continue
-        for stack in space.pipelined(axes, at.rows):
-            stacks += [stack, *space.other_zeros(stack)]
-    at.try_promising(stacks, plans)
+def _stacks(at: Trials, space: Space, axes: Axes) -> list[Stack]:
+    """All stacks on a mesh."""
+    if dict(axes).get(PIPE, 1) == 1:
+        return [stack for some in space.flat(axes, at.rows) for stack in some]
+    first = space.pipelined(axes, at.rows)
+    return [each for s in first for each in (s, *space.other_zeros(s))]
 
 
 def _climb(at: Trials, ladder: Sequence[Stack]) -> None:

@@ -24,7 +24,7 @@ from fsfunc.planning.candidates import (
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.outlines import Outlines
+from fsfunc.planning.outlines import Outline, Outlines
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
@@ -32,6 +32,10 @@ from fsfunc.printing.tables import of_bytes
 from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
+
+# Of an outline's bytes over what may be held: too large surely, and maybe not.
+SURE, NEAR = 1.5, 1.1
+OFF = 1.3  # of an outline's time, against that of the fastest plan
 
 
 class Trials:
@@ -100,6 +104,17 @@ class Trials:
     def _rows_of(self, stack: Stack) -> int:
         return self.rows // stack.parts // stack.accumulate
 
+    def _large(self, stack: Stack) -> str:
+        """The reason why a stack is foreseen not to fit, which is noted; "" if not."""
+        why = "too large with whole gradients, or activations as in another plan"
+        if (foreseen := self.foreseen(stack)) <= self.memory:
+            foreseen = int(self.outlines.of(stack).bytes / SURE)
+            why = "an outline of it does not fit by far"
+        if foreseen <= self.memory:
+            return ""
+        self.large.append((foreseen, stack))
+        return why
+
     def try_one(self, stack: Stack, anyway: bool = False) -> Choice | None:
         """The stack's figures; None, and the reason noted, where it cannot be.
 
@@ -115,12 +130,8 @@ class Trials:
             why = f"parameters and moments alone are {of_bytes(least)}"
             self.skipped.append(Skipped(stack, why, least))
             return None
-        if not anyway and (foreseen := self.foreseen(stack)) > self.memory:
-            self.large.append((foreseen, stack))
-            self.skip(
-                [stack],
-                "too large with whole gradients, or activations as in another plan",
-            )
+        if not anyway and (why := self._large(stack)):
+            self.skip([stack], why)
             return None
         found = self._planned(stack)
         if found is None:
@@ -161,31 +172,35 @@ class Trials:
     def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
         """Tries those whose outlines are best, until so many are planned.
 
-        And as many more, the smallest, where none of them fits.
+        And as many more, three at least, the smallest, where none of them fits.
         """
         outlines = {stack: self.outlines.of(stack) for stack in stacks}
-
-        def order(stack: Stack) -> tuple[bool, float]:
-            one = outlines[stack]
-            fits = one.bytes <= self.memory
-            return not fits, one.seconds if fits else one.bytes
-
-        rest: list[Stack] = []
-        for stack in sorted(outlines, key=order):
-            if len(self.tried) < plans:
+        sizes = {stack: outline.bytes for stack, outline in outlines.items()}
+        rest = [stack for stack in stacks if sizes[stack] > NEAR * self.memory]
+        large = set(rest)
+        for stack in sorted(outlines.keys() - large, key=lambda s: outlines[s].order):
+            if len(self.tried) < plans and not self._is_slower(outlines[stack]):
                 self.try_one(stack)
             else:
                 rest.append(stack)
-        for stack in sorted(rest, key=lambda stack: outlines[stack].bytes)[:plans]:
+        for stack in sorted(rest, key=sizes.__getitem__)[: max(plans, 3)]:
             if not any(choice.fits for choice in self.tried):
                 rest.remove(stack)
                 self.try_one(stack)
         for stack in rest:
-            if outlines[stack].bytes > self.memory:
+            if stack in large:
                 self.skip([stack], "an outline of it does not fit")
             else:
                 why = "by an outline others are faster, which were planned"
                 self.skip([stack], why)
+
+    def _is_slower(self, outline: Outline) -> bool:
+        """True where a stack that was planned is faster, as far as outlines are off."""
+        fits = [choice for choice in self.tried if choice.fits]
+        if not fits:
+            return False
+        least = min(c.seconds / self.outlines.of(c.stack).seconds for c in fits)
+        return outline.seconds * least > OFF * min(c.seconds for c in fits)
 
     def find_closest(self) -> None:
         """Plans what was skipped, until all others are foreseen to be larger."""
