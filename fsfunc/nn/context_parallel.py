@@ -1,14 +1,13 @@
 """Attention over a sequence that is cut among ranks, in two forms.
 
-In :func:`ring_attention` keys and values go from rank to rank, and a rank's queries
-stay where they are; in :func:`all_to_all_attention` the ranks exchange positions for
-heads, and each attends to the whole sequence with some of the heads. They take and give
-the same tensors, so that one stands for the other.
+In :func:`ring_attention` keys and values are passed from rank to rank; in
+:func:`all_to_all_attention` the ranks exchange positions for heads, and each attends to
+the whole sequence with some of the heads. They take and return the same tensors, so one
+can replace the other.
 
-``order`` says which positions the parts hold where that counts, under ``causal``,
+``order`` gives the positions of the parts where they matter, under ``causal``,
 ``window`` and ``attn_mask``: ``"zigzag"`` (see :func:`fsfunc.nn.zigzag`) or
-``"contiguous"``. Nobody can see from a part which it is, so it is taken from nobody but
-the caller.
+``"contiguous"``. It cannot be seen from a part, so the caller must give it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cross-entropy of logits over a vocabulary that may be split over ranks.
 
-Each rank makes the sums that the loss is made of (see ``token_losses``) of its part of
-the vocabulary: nobody ever holds all logits. ``linear_cross_entropy`` has not even a
-rank's own.
+Each rank computes the sums of the loss (see ``token_losses``) over its part of the
+vocabulary: no rank has all logits. ``linear_cross_entropy`` has not even a rank's own
+all at once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def is_transformed() -> bool:
 
 
 def row_sums(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:
-    """The sums over each row of logits, by plain operators: whoever looks sees them."""
+    """The sums over each row of logits, by plain operators, which modes can see."""
     # A rank whose classes are all masked has a logsumexp of -inf, without a derivative.
     dead = z.detach().amax(-1) == -torch.inf
     lse = torch.logsumexp(torch.where(dead.unsqueeze(-1), 0, z), -1)

@@ -1,14 +1,14 @@
-"""A mixture of experts, each rank of an axis holding some, to which tokens travel.
+"""A mixture of experts that are spread over the ranks of an axis (expert parallelism).
 
-Experts lie along dim 0 of their parameters: of E, over an axis of n ranks, rank i holds
-those from i E/n up to (i+1) E/n. Each rank has tokens of its own. They go to their
-experts and come back by one all-to-all each way, and their gradients by one each way
-again: four a layer and step (GShard, sections 3.1 and 3.2). A choice's place in the
-buffers follows from its `Routing`, so rows are copied, never multiplied by masks.
+Experts are along dim 0 of their parameters: of E, over an axis of n ranks, rank i has
+those from i E/n up to (i+1) E/n. Each rank has tokens of its own. One all-to-all sends
+them to their experts and one back, and their gradients take two more: four a layer and
+step (GShard, sections 3.1 and 3.2). A choice's place in the buffers follows from its
+`Routing`, so rows are copied, never multiplied by masks.
 
 Over the axis a rank's tokens, result and loss are its own, and the derivative by an
-expert is that of the sum of all ranks' losses (of their mean, where a `shard` averages
-over the axis): what tokens of other ranks owe it comes back with them.
+expert is that of the sum of all ranks' losses (of their mean, if a `shard` averages
+over the axis): gradients of other ranks' tokens come back with them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def expert_layer(
     *,
     grouped: bool = False,
 ) -> Tensor:
-    """The sum over each token's experts of weight times what ``expert_fn`` makes of it.
+    """The sum over each token's experts of weight times ``expert_fn`` of the token.
 
-    With a capacity, experts compute on [tokens of all ranks' places, d], zeros where a
-    place is empty: there too an expert must be finite, with its derivative. Without one
-    (dropless), on the tokens they have, and no more.
+    With a capacity, experts compute on [places of all ranks' tokens, d], with zeros in
+    empty places: an expert and its derivative must be finite there too. Without one
+    (dropless), they compute on their tokens alone.
 
     Args:
         x: [..., d], this rank's tokens; the same number on every rank where there is a

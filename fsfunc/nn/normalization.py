@@ -1,7 +1,7 @@
 """Norms of split features; mean and variance over ranks.
 
 Two numbers a row are summed over the axis, as ``moments`` says, forward and backward.
-A leaf that is split along dim 0 tells the axis; a plain weight is this rank's part.
+A leaf that is split along dim 0 gives the axis; a plain weight is this rank's part.
 
 Each rank sums its values about their own mean c, with d = x - c in the dtype of ``x``
 (fp32 at least), and moves the sums to the origin in fp64, where those of all ranks add
@@ -83,8 +83,8 @@ def layer_norm(
         x: [..., features / n], floating, this rank's features.
         weight, bias: [features], leaves that are split along dim 0; or this rank's part
             [features / n] as a tensor of its own.
-        axis: over which the features are split; a split leaf tells by itself. None, or
-            of size 1: torch's layer norm.
+        axis: the axis that the features are split over; by default that of a split
+            leaf. Without one, or of size 1: torch's layer norm.
         eps: added to the variance, in units of ``x`` squared.
 
     Raises:
@@ -226,7 +226,7 @@ def _parts(
 
 
 def _check_groups(x: Tensor, groups: int, n: int) -> None:
-    """Raises where groups are unequal, or lie across the ranks' borders."""
+    """Raises if groups are unequal, or span two ranks."""
     channels = x.shape[1] * n
     able = [g for g in range(1, channels + 1) if not channels % g]
     able = [g for g in able if not g % n or not n % g]

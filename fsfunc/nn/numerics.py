@@ -1,9 +1,9 @@
 """Numbers in layers: dtypes of sums and autocast; random numbers of each rank.
 
-The ranks of a model axis draw alike: in a unit the default generators are seeded from
-the step, the unit call and the data, none of which differs over the axis. That is what
-a value needs that is one on all of them. Where an activation is split, the same numbers
-for every part are a fault that nobody sees: there each rank draws its own.
+The ranks of a model axis draw equal numbers: in a unit the default generators are
+seeded from the step, the unit call and the data, none of which differs over the axis.
+A replicated value needs that. Of a split activation, every part would get the same
+numbers, which is an error that does not show: there each rank must draw its own.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 @contextmanager
 def own_draws(axis: Axis | None) -> Iterator[None]:
-    """Inside, what is drawn of torch's default generators is each rank's own.
+    """Inside, each rank draws numbers of its own from torch's default generators.
 
-    One number is drawn, alike on all ranks, and mixed with the rank's index; by that
-    the generators are seeded, until they go on at the end as if nothing had been drawn
-    but that number. So ranks that drew alike before do so afterwards, a recompute
-    repeats what was drawn, and no schedule changes it. For :func:`dropout`, and for
-    what draws by itself, such as attention whose heads are split.
+    One number is drawn, equal on all ranks, and mixed with the rank's index to seed the
+    generators; at the end they continue as if only that number had been drawn. So ranks
+    that drew equal numbers before do so afterwards, and a recompute and any schedule
+    draw the same. For :func:`dropout`, and for functions that draw by themselves, such
+    as attention whose heads are split.
 
     Args:
-        axis: one name or several, over which what is drawn for is split; None, or an
-            axis of size 1: nothing changes, and one device's numbers are drawn.
+        axis: one name or several, over which the values are split; None, or an axis of
+            size 1: nothing changes.
 
     Raises:
         ValueError: an axis that the mesh does not have; a mesh made of ``vmap``, where

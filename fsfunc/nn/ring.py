@@ -1,11 +1,11 @@
-"""Ring attention, as its schedule says: keys travel, and blocks become a whole.
+"""Ring attention by its schedule: keys and values are sent, and blocks are combined.
 
-Gradients of keys and values go straight home from where they were used; so nothing that
-is still added to is sent, and half dtypes travel as they are.
+Gradients of keys and values are sent straight to their owner from each rank that used
+them: so no partial sums are sent, and half dtypes are sent as they are.
 
-Under plain autograd a ring is one Function, whose backward has keys and values sent
-again and computes each block's probabilities again from the sum of the exponentials.
-Where more than that derivative is asked for, it is plain operators and collectives.
+Under plain autograd a ring is one Function, whose backward sends keys and values again,
+and recomputes each block's probabilities from the sum of the exponentials. For higher
+derivatives it is made of plain operators and collectives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Flight = Callable[[], Tensor] | None  # None: nothing comes
 
 @dataclass(frozen=True)
 class Ring:
-    """Over which ranks, this one's index, and what it computes.
+    """The ranks of a ring, this one's index, and what it computes.
 
     Args:
         where: None is one device; ``index``: on a vmap mesh, a tensor.
@@ -132,10 +132,10 @@ def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _composed(x: Heads, masks: Masks, ring: Ring) -> Tensor:
-    """Plain operators and collectives: it has all derivatives, and keeps all blocks.
+    """The ring by plain operators and collectives: it has all derivatives.
 
-    It is one graph for all ranks, of whatever order: so they meet in every collective
-    of every derivative. Where their work differs, they pick what they work on.
+    All blocks are kept. The graph is the same on all ranks, so that they call the same
+    collectives in every derivative; where their work differs they select its operands.
     """
     found: list[Any] = [None] * ring.parts
     qs = x.q.chunk(ring.parts, 2)
@@ -267,7 +267,7 @@ def _pulled_at(
         dqs[a] = _added(dqs[a], dq)
         given[b] = _added(given[b], _pack(dk, dv))
     for i, part in enumerate(parts):
-        if given[i] is None and part is not None:  # nobody here has seen it: not sent
+        if given[i] is None and part is not None:  # no query here sees it: not sent
             given[i] = _pack(*map(torch.zeros_like, part))
     return given
 

@@ -42,7 +42,7 @@ class SequenceCut(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries of part ``rows`` meet keys of part ``part`` of those received.
+    """Attention of queries of part ``rows`` to keys of part ``part`` of those received.
 
     Query r sees key c where ``least <= r - c <= most``; None is no limit.
     """

@@ -1,7 +1,7 @@
 """Places of choices in experts' buffers, and the all-to-alls that fill them.
 
-In an expert's queue all tokens' first choices stand before all second ones, and tokens
-in their order; whoever stands behind its capacity is dropped, with a weight of 0.
+In an expert's queue all tokens' first choices are before all second ones, and tokens
+in their order; those beyond its capacity are dropped, with a weight of 0.
 
 A group is the tokens of one call: capacity, queues and losses are of a group. Under
 expert parallelism each rank's tokens are one (GShard, section 3.2), so one device gives

@@ -1,11 +1,11 @@
 """The backward of a graph in two halves: input gradients, and then weight gradients.
 
 A node is *inner* if it leads to an input. An edge from an inner node to one that is
-not, but leads to a parameter, is a *frontier* edge. What lies beyond the frontier needs
-no input, so all of it can wait. And of an inner node whose weight gradient is a product
+not, but leads to a parameter, is a *frontier* edge. Nodes beyond the frontier need no
+input, so all of them can wait. And of an inner node whose weight gradient is a product
 of its own, such as ``addmm``, that product can wait too: such nodes are *deferred*,
-and the edges that wait with them are *late*. All other frontier edges are *early*: what
-crosses them is found along with the input gradients, by the same kernels.
+and the edges that wait with them are *late*. All other frontier edges are *early*:
+their cotangents are computed with the input gradients, by the same kernels.
 
 The autograd engine runs every node on a path to one that it has to reach. So an edge
 can be late only if its node has one user: a weight used twice in a row is early.
@@ -309,7 +309,7 @@ def _users(
 def _grouped(
     below: dict[Any, list[Edge]], nodes: set[Any], leaves: set[Any]
 ) -> dict[Any, WeightGroup]:
-    """The group of each of these nodes, which lie beyond the frontier."""
+    """The group of each of these nodes, which are beyond the frontier."""
     found: dict[Any, WeightGroup] = {}
     for node in below:
         if node not in nodes:

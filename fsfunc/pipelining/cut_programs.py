@@ -72,7 +72,7 @@ class Cuts:
         return self.known[key]
 
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
-        """Raises, on every rank alike, where a stage would not have what it reads.
+        """Raises on every rank if a stage would not have a leaf that it reads.
 
         That is a leaf of another stage, or a part of one that is read
         outside units: sums, scalings and noise there would be those of this stage.

@@ -101,7 +101,7 @@ class Pipelining(Interpretation):
                 )
         at = self.here(self.mesh)
         asks((self.axis,))
-        # The counter tells the gradient calls apart.
+        # The counter numbers the gradient calls.
         handlers = (*before.handlers, self)
         found = before.replace(handlers=handlers, at=at, counter=Counter())
         with inside(found):

@@ -246,7 +246,7 @@ def momentum_prediction(
         count, rate = state.count, rate_at(learning_rate, state.count)
         # Before the first update moments are 0, and so is what they would divide by.
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        # A leaf without moments takes no part: they stand where gradients do.
+        # Moments are where gradients are: a leaf without them takes no part.
         if isinstance(state, SgdState):
             matched = Matched.of(params, state.momentum)
         else:

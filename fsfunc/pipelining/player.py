@@ -20,9 +20,8 @@ Edge = tuple[int, int]  # (producer stage, later consumer stage)
 class Player:
     """One event loop. A rank is an iterator that yields what it waits for.
 
-    It goes on once that has happened, and at once where it has. Who is awake goes on
-    in the order of time, then of ranks. A rank that yields None sleeps until
-    :meth:`wake`.
+    It continues when that has happened. Ranks that can continue do so in the order of
+    time, then of ranks. A rank that yields None sleeps until :meth:`wake`.
 
     >>> player = Player()
     >>> def second():
@@ -218,7 +217,7 @@ class ScheduleRun(Player):
             starts.append(start)
 
     def missing(self, action: Action) -> list[Action]:
-        """The needs of an action that are not met; of a send, its receive."""
+        """The unmet needs of an action; for a send, its receive."""
         if action.is_compute:
             needs = self.dependencies.needs(action)
             return [need for need in needs if need not in self.times]

@@ -42,14 +42,15 @@ class Worker:
         microbatches: all of them.
         owners: by stage, the index along ``where`` of the rank that runs it.
         where: the ranks of the pipeline.
-        frame: of the gradient call; ``depth``: where in its ``micro`` ours stands.
-        values: the differentiated leaves; none where only the forward is run.
+        frame: that of the gradient call; ``depth``: the position of this loop in its
+            ``micro``.
+        values: the differentiated leaves; none if only the forward is run.
         pool: memory for their gradients.
-        seed: what a backward starts from, by the total of a loss.
-        samples: is shown what each backward adds, if anybody is.
+        seed: the cotangent that a backward starts from, for the total of a loss.
+        samples: is shown each backward's gradients, if not None.
 
-    After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
-    of the last stage, and ``values`` hold their gradients.
+    After ``run``, ``results`` has the results of ``read`` for each microbatch, on the
+    rank of the last stage, and ``values`` have their gradients.
     """
 
     read: Callable[[Any], Any]
@@ -137,7 +138,7 @@ class Worker:
         with (
             torch.set_grad_enabled(bool(self.values)),
             run_by(abstractly),
-            plainly(),  # it may be given stand-ins
+            plainly(),  # it may be given placeholders
             inside(f),
         ):
             try:

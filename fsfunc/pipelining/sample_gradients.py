@@ -1,4 +1,4 @@
-"""Gradients of single microbatches in a pipeline, for those who observe them."""
+"""Gradients of single microbatches in a pipeline, for ``observe_gradients``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from fsfunc.sharded.leaf import is_sharded
 class SampleGradients:
     """Shows observers each microbatch's gradients, as this rank's stages make them.
 
-    Those of packed buffers are shown by the ``shard`` that reduces them. Of the others
-    each backward adds to no gradient of an earlier microbatch; what several stages make
-    of one leaf is held until all did.
+    Those of packed buffers are shown by the ``shard`` that reduces them. The others are
+    kept apart for each microbatch; those of a leaf of several stages are summed first.
 
     Args:
         observers: ``GradientObserver`` handlers.
@@ -35,7 +34,7 @@ class SampleGradients:
 
     Raises:
         LawError: a gradient call without units, which every rank of the pipeline
-            computes; microbatches of unlike numbers of rows; a leaf that stages on
+            computes; microbatches of different numbers of rows; a leaf that stages on
             several ranks use, each of which has a part of its gradient.
     """
 
@@ -109,7 +108,7 @@ class SampleGradients:
                 observer.see(g, self.axes[k])
 
     def end(self, total: Tensor, weight: Tensor | None) -> None:
-        """Counts the samples, of a loss that came to this."""
+        """Counts the samples of a loss with this outcome."""
         for observer in self.observers:
             for _ in range(self.count):
                 observer.ends(Outcome(total, weight, (), None))

@@ -28,7 +28,7 @@ class StagePlan:
         receives: values of earlier stages that its calls, or the loss, depend on.
         leaves: paths of the parameters that its unit calls are given.
         reads: paths of the parameters read outside units on their behalf.
-        makes_loss: whether it goes on to the loss: the last stage does.
+        makes_loss: whether it computes the loss: the last stage does.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Cut:
         def stand_in(x: Any) -> Any:
             if not isinstance(x, Spec):
                 return x
-            # They stay for other runs: whoever looks at this one must not count them.
+            # They stay for other runs: memory counters of this one must not count them.
             with _torch.beneath_all_modes(), mode:
                 return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 

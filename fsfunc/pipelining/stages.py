@@ -1,12 +1,12 @@
-"""One stage of the user's own loss: its forward pass, and the graph pulled back.
+"""One stage of the user's own loss: its forward pass and its backward pass.
 
-A call of another stage returns what was received, where this stage depends on it, and
-else a stand-in: a fake tensor of the right shape. Operations between the calls run
-where their results are used, and the loss ends after the stage's last unit.
+A unit call of another stage returns the received value, if this stage depends on it,
+and otherwise a placeholder: a fake tensor of the right shape. Operations between the
+calls run where their results are used, and the loss ends after the stage's last unit.
 
-``backward`` is the whole of it. ``input_gradient`` and then ``weight_gradient`` are its
-two halves, with the same operations in all: the schedule can pass the input gradients
-on first, and fill a bubble with the rest.
+``backward`` is the whole backward pass. ``input_gradient`` and then ``weight_gradient``
+are its two halves, with the same operations in all: a schedule can send the input
+gradients first, and fill a bubble with the rest.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class StageRun(Stage):
         return out
 
     def check(self, values: Any, what: str) -> None:
-        """Raises where ``values`` hold a stand-in for a value that was not sent."""
+        """Raises if ``values`` have a placeholder for a value that was not sent."""
         for x in tree.leaves(values):
             if isinstance(x, _torch.FakeTensor) and not _torch.fake_active():
                 raise RuntimeError(
@@ -169,9 +169,9 @@ class StageRun(Stage):
         return tree.unflatten(self.cut.program.calls[k].outputs.treedef, leaves)
 
     def _own(self, value: Value, x: Any) -> Any:
-        """``x``, or a copy where the loss writes into it: others have it as it was.
+        """``x``, or a copy if the loss writes into it, as others read it too.
 
-        A stand-in too: it would keep the history of every write, and its new shape.
+        That holds for a placeholder too, which would keep every write and its shape.
         """
         return x.clone() if value in self.cut.program.mutated else x
 
@@ -183,9 +183,9 @@ def _look(x: Any) -> Any:
 
 
 def abstractly(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
-    """A collective in a loss: one on a stand-in moves nothing, and none hears of it.
+    """A collective in a loss: one on a placeholder sends nothing, and is not recorded.
 
-    In a plan all tensors are fake, and the planner knows the stand-ins.
+    In a plan all tensors are fake, and the planner knows the placeholders.
     """
     if not isinstance(x, _torch.FakeTensor) or (
         _torch.fake_active() and not has_no_memory(x)

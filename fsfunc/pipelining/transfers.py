@@ -1,8 +1,8 @@
 """Sends and receives written into a schedule of compute actions.
 
-A send stands right after the action that makes its tensors. A receive stands before
-the compute action that precedes its user, in the sender's order. Where that would let
-blocking sends wait for each other in a ring, a receive moves further ahead.
+A send is right after the action that makes its tensors. A receive is before the compute
+action that precedes its use, in the sender's order. Where blocking sends would then
+wait for each other in a ring, a receive is moved further ahead.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def _with_updates(
 ) -> tuple[Action, ...]:
     """Return a rank's lowered row with its updates.
 
-    An update stands before the compute action that it stood before: what goes to
-    other ranks goes first.
+    An update stays before its compute action, after sends to other ranks.
     """
     found: list[Action] = []
     rest = deque(row)
@@ -74,11 +73,11 @@ def _with_updates(
 
 
 class _Lowering(Player):
-    """The schedule played with blocking sends, in which receives find a place.
+    """The schedule simulated with blocking sends, to place receives.
 
-    Every rank goes on as far as it can. When none can, the first one that stands in a
-    send has the receive posted where the receiver stands. Ranks that can go on stay
-    able to, so the lists that come out run through in any order of events.
+    Every rank runs as far as it can. When none can run, the first one that waits in a
+    send has its receive posted at the receiver's position. Ranks that can run stay able
+    to, so the result runs to its end in any order of events.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None) -> None:
