@@ -112,7 +112,7 @@ def load(
         taken = matched(
             found, target, only=only, rename=rename, cast=cast, strict=strict
         )
-        restore = not (at or only) if random is None else random
+        restore = not at and only is None if random is None else random
         rank = 0 if here is None else here.rank
         states = random_of(stored.random, rank) if restore else {}
         return _fill(found, target, taken, here, device, donate), taken, states

@@ -76,19 +76,20 @@ def _chosen(paths: list[str], only: Only | None) -> list[str]:
     if only is None:
         return paths
     if callable(only):
-        found = [path for path in paths if only(path)]
-        if not found:
-            raise ValueError(f"only= chooses none of the target's {len(paths)} leaves")
-        return found
-    patterns = [only] if isinstance(only, str) else list(only)
-    for pattern in patterns:
-        if not any(matches(f"{pattern}/**", path) for path in paths):
-            raise ValueError(
-                f"only={pattern!r} fits no path of the target: near are "
-                f"{_near(pattern, paths)}"
-            )
-    fits = lambda path: any(matches(f"{p}/**", path) for p in patterns)  # noqa: E731
-    return [path for path in paths if fits(path)]
+        fits = only
+    else:
+        patterns = [only] if isinstance(only, str) else list(only)
+        for pattern in patterns:
+            if not any(matches(f"{pattern}/**", path) for path in paths):
+                raise ValueError(
+                    f"only={pattern!r} fits no path of the target: near are "
+                    f"{_near(pattern, paths)}"
+                )
+        fits = lambda path: any(matches(f"{p}/**", path) for p in patterns)  # noqa: E731
+    found = [path for path in paths if fits(path)]
+    if not found:
+        raise ValueError(f"only= chooses none of the target's {len(paths)} leaves")
+    return found
 
 
 def _renamed(paths: list[str], rename: Rename | None) -> dict[str, str]:

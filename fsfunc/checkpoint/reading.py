@@ -97,9 +97,9 @@ class Request(NamedTuple):
             before = max(count - beyond, 1)
             rest += [piece.part(dim, before, count), piece.part(dim, 0, before)]
 
-    def take(self, raw: memoryview) -> None:
-        """Fills the target from the bytes of its span."""
-        x = self.target
+    def take(self, slab: memoryview, begin: int, end: int) -> None:
+        """Fills the target from the bytes of its span, which lie there in a slab."""
+        x, raw = self.target, slab[begin:end]
         is_plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
         is_plain = is_plain and x.device.type == "cpu" and x.nbytes == len(raw)
         if is_plain and x.dtype == self.leaf.dtype:
@@ -107,8 +107,10 @@ class Request(NamedTuple):
                 populate(x)
             copy(bytes_of(x), raw)
             return
-        aligned = bytearray(raw)  # it may begin anywhere
-        found = torch.frombuffer(aligned, dtype=self.leaf.dtype)
+        aligned = begin % self.leaf.dtype.itemsize == 0
+        found = torch.frombuffer(
+            raw if aligned else bytearray(raw), dtype=self.leaf.dtype
+        )
         found = found.as_strided(self.lengths, self.strides)
         if found.dtype != x.dtype:
             _check_range(self.leaf, found, x.dtype)
@@ -136,7 +138,7 @@ def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def copy(into: memoryview, source: memoryview) -> None:
-    """Fills ``into`` with the bytes of ``source``, both writable.
+    """Fills ``into`` with as many bytes of ``source``, both writable, at least one.
 
     Other threads run meanwhile, as they do not for a slice's assignment; and it takes
     no threads of its own, as torch's copies do.
@@ -146,11 +148,8 @@ def copy(into: memoryview, source: memoryview) -> None:
     >>> into
     bytearray(b'ab')
     """
-    if len(into) != len(source):
-        raise ValueError(f"{len(into)} bytes are to come from {len(source)}")
-    if len(into):
-        target, first = map(ctypes.c_char.from_buffer, (into, source))
-        ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
+    target, first = map(ctypes.c_char.from_buffer, (into, source))
+    ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
 
 
 def threads() -> ThreadPoolExecutor:
@@ -185,7 +184,7 @@ class Blocks:
         """Fills the targets of requests, all of this file.
 
         Raises:
-            CheckpointError: the file ends too soon, or a checksum is wrong.
+            CheckpointError: the file has become shorter, or a checksum is wrong.
         """
         edge_after = lambda at: self._floor(at, SLAB) + SLAB  # noqa: E731
         pieces = [piece for one in wanted for piece in one.pieces(edge_after)]
@@ -205,8 +204,6 @@ class Blocks:
     def _slab(self, pieces: Sequence[Piece]) -> tuple[int, int, Sequence[Piece]]:
         """(begin, end, pieces) of a slab no wider than the blocks of its pieces."""
         end = max(piece.end for piece in pieces)
-        if end > self.nbytes:
-            raise self._truncated(self.nbytes, end)
         low = self._floor(pieces[0].begin, BLOCK)
         return low, min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes), pieces
 
@@ -232,21 +229,19 @@ class Blocks:
         self._prove(low, slab[: stop - low])
         with torch.no_grad():  # of each thread its own
             for begin, end, request in pieces:
-                request.take(slab[begin - low : end - low])
+                request.take(slab, begin - low, end - low)
 
     def _read(self, low: int, size: int, slab: memoryview) -> None:
         done = 0
         while done < size:
             count = os.preadv(self.file, [slab[done:size]], low + done)
             if count == 0:
-                raise self._truncated(low + done, self.nbytes)
+                raise CheckpointError(
+                    f"{self.path} ends at byte {low + done}, and {self.nbytes} bytes "
+                    "were written: the file is truncated; go back to an earlier "
+                    "checkpoint"
+                )
             done += count
-
-    def _truncated(self, end: int, expected: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} ends at byte {end}, and {expected} bytes were written: the "
-            "file is truncated; go back to an earlier checkpoint"
-        )
 
     def _prove(self, begin: int, blocks: memoryview) -> None:
         """Compares the checksums of blocks that lie from ``begin`` on."""

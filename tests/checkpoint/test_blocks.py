@@ -148,9 +148,13 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
         assert begun and sorted(ended) == sorted(begun)
 
 
-def test_a_range_past_the_end_is_refused(stored):
-    with pytest.raises(CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"):
-        bytes_read(stored, SIZE - 1, SIZE + 1)
+def test_a_file_that_becomes_shorter_is_refused(stored, monkeypatch):
+    """After its length was looked at: a read past the end gives nothing."""
+    preadv = os.preadv
+    cut = lambda file, into, at: 0 if at >= SLAB else preadv(file, into, at)  # noqa: E731
+    monkeypatch.setattr(reading.os, "preadv", cut)
+    with pytest.raises(CheckpointError, match=f"ends at byte {SLAB}, and {SIZE} bytes"):
+        bytes_read(stored, SLAB - 1, SLAB + 1)
 
 
 # Disks that fail at any moment

@@ -162,6 +162,7 @@ CHANGES = {
     "one pattern of two": (None, {"only": ["step", "stop"]}, ValueError,
                            ["'stop'", "step"]),
     "nobody chosen": (None, {"only": lambda _: False}, ValueError, ["chooses none"]),
+    "nobody named": (None, {"only": []}, ValueError, ["chooses none"]),
     "a name that is not there": (None, {"rename": {W: "params/layers/0/v"}},
                                  TreeMismatch, [W, "params/layers/0/v", B]),
     "no such names": (None, {"rename": {"parms": "params"}}, ValueError,
