@@ -209,7 +209,7 @@ def _show(
     machine: Hardware | None,
     options: argparse.Namespace,
 ) -> None:
-    """Print what was asked for of one plan, and draw and write it."""
+    """Print, draw and write a plan, as the options say."""
     rank = options.rank
     put(show.plan(plan, rank))
     if times is not None:

@@ -96,13 +96,13 @@ class Attributes:
                 raise RuntimeError(self._outside(at))
 
     def restored(self, mutable: bool) -> str | None:
-        """Puts all back as it was.
+        """Restores all attributes.
 
         Args:
-            mutable: whether what a call leaves behind was asked for.
+            mutable: whether the call may leave changed attributes.
 
         Returns:
-            why what the call left behind is refused, if it is.
+            the reason why a changed attribute is refused, if it is.
         """
         for at, x, version in self._tensors:
             if x._version != version:

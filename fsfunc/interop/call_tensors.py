@@ -25,13 +25,13 @@ class Knowledge:
     """Facts about one part that all its copies share.
 
     Args:
-        name: of the part; it is "" of the whole.
-        who: what messages call it.
-        frozen: parameters that no gradient is asked of.
+        name: that of the part; "" for the whole module.
+        who: its name in messages.
+        frozen: parameters that do not require grad.
         fixed: buffers that may not be written.
         fetch: reads a parameter outside every unit; None inside one.
-        plan: which layers are split.
-        looked: whether a first call on data left all parameters as they were.
+        plan: the layers that are split.
+        looked: whether a first call on data was seen not to change parameters.
         hidden: buffers whose values changed while their version counters did not.
     """
 
@@ -187,7 +187,7 @@ class CallTensors:
         """The buffers that were written.
 
         Raises:
-            RuntimeError: there are some, and nobody asked for them; or a parameter was.
+            RuntimeError: there are some, without ``mutable=True``; or a parameter was.
         """
         self.given._check_parameters()
         found = {n: x for n, (x, _) in self._held.items() if self._is_changed(n)}

@@ -25,11 +25,11 @@ class LayerPlan:
     Args:
         words: by a layer's name, how it is split.
         layouts: by a parameter's name, its layout: for ``layouts=`` of ``place``.
-        around: the modules in which features are split: each holds column layers and
-            the row layers that take what they make.
+        around: the modules in which features are split: each has column layers, and row
+            layers that take their outputs.
         columns: by a unit's name, the weight of a column layer in it.
         sequences: the units of which each rank has positions of its own.
-        meeting: the whole parameters that meet parts.
+        meeting: the whole parameters that are combined with split values.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LayerPlan:
         """Looks at the layouts of a unit's parameters.
 
         Raises:
-            ValueError: one lies otherwise than planned, while others do not.
+            ValueError: one is not split as planned, while others are.
         """
         if not self.layouts:
             return
@@ -212,7 +212,7 @@ class _Names:
         return above
 
     def within_sequence(self, unit: str) -> dict[str, str]:
-        """The modules of a "sequence" unit that are "whole", as they meet positions.
+        """The modules of a "sequence" unit that are "whole", and see split positions.
 
         Raises:
             ValueError: it is no unit, or has others; what may not take each position by

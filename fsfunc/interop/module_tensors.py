@@ -129,7 +129,7 @@ def _check_tensor(name: str, x: Tensor) -> None:
 
 
 def _overlaps(found: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Names of tensors whose elements lie in one memory."""
+    """Names of tensors that share elements in memory."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, x in found.items():
         if x.layout is torch.strided and x.numel():

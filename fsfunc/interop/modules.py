@@ -26,14 +26,14 @@ def from_module(
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, buffers)``: a module as a function of its tensors.
 
-    ``apply(params, buffers, *args, **keywords)`` returns what the module would. The
-    module is not kept and never touched; ``apply`` may run many times at once. Its
-    hooks run, on copies: those of a unit after its forward outside of it, all others
-    within.
+    ``apply(params, buffers, *args, **keywords)`` returns the module's output. The
+    module is neither kept nor changed; ``apply`` may run many times at once. Hooks run,
+    on copies: a unit's forward hooks after its forward, outside the unit, all others
+    inside.
 
-    A Hugging Face model leaves out its cache of keys and values while gradients are on,
-    as under a checkpoint: a unit that runs again would fill it twice. Under
-    ``torch.no_grad()`` it fills it, sharded too; a pipeline's stages never do.
+    A Hugging Face model skips its cache of keys and values while gradients are on, as
+    under a checkpoint, since a unit that runs again would fill it twice. Under
+    ``torch.no_grad()`` it is filled, sharded too; a pipeline's stages never do.
 
     Args:
         module: any nn.Module, on any device (``"meta"`` too); ``apply`` is in the mode,

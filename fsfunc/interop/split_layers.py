@@ -1,8 +1,8 @@
-"""torch's own layers as they run where their weights come split.
+"""torch's own layers with split weights.
 
-Each rank has features of its own between column and row layers, and, where a unit is a
-"sequence", positions of its own around them. What meets these enters as each rank's, so
-that its gradient is summed over the axis.
+Each rank has features of its own between column and row layers, and, in a "sequence"
+unit, positions of its own around them. Whole values that are combined with these enter
+as each rank's own, so that their gradients are summed over the axis.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SplitFlow:
 
     Args:
         params: the call's, by name.
-        column: the name of a weight whose layout tells whether features are split.
-        meeting: the whole parameters that meet parts.
+        column: the name of a weight whose layout shows whether features are split.
+        meeting: the whole parameters that are combined with split values.
         is_sequence: whether positions are split where features are.
     """
 

@@ -1,10 +1,10 @@
 """Split logits, sequences and experts in a module's forward.
 
-A plain tensor would not tell that it is a part: the mean of its rows, or the class with
-the largest of its logits, would be one rank's, and nobody would see it.
+A plain tensor does not show that it is a part: the mean of its rows, or the class of
+the largest logit, would silently be one rank's.
 
-What an expert does stays the module's own: its forward runs on the tokens that came to
-a rank's experts, each for one of them, with a weight of 1.
+Experts run the module's own forward, on the tokens that were sent to a rank's experts,
+each for one of them, with a weight of 1.
 """
 
 from __future__ import annotations

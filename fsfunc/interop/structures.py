@@ -1,9 +1,9 @@
 """A module as a function: its parts, the copies that run them, and their unit calls.
 
 A module's forward reads its parameters and buffers as attributes, and may set others.
-So each call borrows a copy of its own: two ranks, a recompute beside another call, and
-a module that calls itself do not meet. A copy's tables of parameters and buffers look
-up what the call was given; what a forward sets on its module is gone after the call.
+So each call borrows a copy of its own, for ranks, recomputes and recursive calls that
+run at the same time. A copy's tables of parameters and buffers look up the arguments of
+the call; attributes that a forward sets are dropped after the call.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def are_filled() -> bool:
 
 
 def without_caches(things: Iterable[Any]) -> None:
-    """Tells the settings of a module that no cache is asked for, unless by a call."""
+    """Turns the cache off in the settings of a module; a call may turn it on."""
     for x in things:
         settings = getattr(x, "__dict__", {})
         if settings.get("use_cache") is True:

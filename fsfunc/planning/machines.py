@@ -20,11 +20,11 @@ class Level:
     """One step out of the network's hierarchy: a node's links, then its network.
 
     Args:
-        ranks: how many lie within one group of this level, such as 8 for a node; 0 is
-            all there are, for the outermost.
+        ranks: the number in one group of this level, such as 8 for a node; 0 means all,
+            for the outermost.
         bandwidth: bytes/s in one direction that leave one group of the level below:
             one rank at the first level, at the next a whole node, whose ranks share it.
-        latency: seconds that a message takes beside its bytes.
+        latency: seconds that a message takes in addition to its bytes.
 
     Raises:
         TypeError: a field that it does not have.
@@ -55,11 +55,11 @@ class Level:
 class Hardware:
     """The device of a rank, its memory and its links.
 
-    Ranks lie on nodes in the mesh's row-major order. Two of equal fields are equal,
-    and one can be the key of a dict. Its mappings cannot be changed.
+    Ranks are on nodes in the mesh's row-major order. Two of equal fields are equal, and
+    one can be the key of a dict. Its mappings cannot be changed.
 
     Args:
-        name: what messages and tables call it.
+        name: its name in messages and tables.
         peak: FLOP/s of matrix products by the dtype's name, such as "bfloat16".
         efficiency: (size, share of peak) of products of growing size, which is
             (m·k·n)**(1/3) of [m, k] @ [k, n]; read between its points in log(size).

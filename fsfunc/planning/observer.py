@@ -1,9 +1,8 @@
 """Recording a run below autograd: its operators, and the memory that they take.
 
 An :class:`Observer` is a dispatch mode. It sees every operator of a rank's thread, of
-the backward pass too, and each storage that one makes, until the last tensor over it
-is gone. It works alike on fake tensors, which is how a plan is made, and on real ones,
-which is how a plan is held against the truth.
+the backward pass too, and the storages that they make, until the last tensor over each
+is freed. It works on fake tensors, to make a plan, and on real ones, to check a plan.
 """
 
 from __future__ import annotations

@@ -51,35 +51,35 @@ def plan(
 ) -> Plan:
     """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
 
-    The step runs on fake tensors over ranks that send nothing, so a plan is made of a
-    mesh of any size and of parameters that nobody could hold.
+    The step runs on fake tensors and nothing is sent, so the mesh may have any size,
+    and the parameters need not fit into memory.
 
     In two forms: ``plan(step, state, batch)``, inside ``spmd(main, mesh)`` on any mesh,
-    is this rank's plan (on real ranks nothing runs, and the state stays as it is); and
-    ``plan(step, init_fn, optimizer, batch, mesh=mesh)`` makes the state too, as
-    ``init_state`` does, and plans every distinct program of the mesh.
+    is this rank's plan (on real ranks nothing is computed, and the state is not
+    changed); and ``plan(step, init_fn, optimizer, batch, mesh=mesh)`` makes the state
+    too, as ``init_state`` does, and plans every distinct program of the mesh.
 
     Args:
-        step: any function that transforms may be around: a step, a loss, one's own
-            function that calls collectives.
-        args: what it is called with: a state, real or fake, and a batch. Or a function
-            that returns the whole parameters (or these), an optimizer, and this rank's
-            own batch (or a function that returns it).
-        mesh: the mesh to plan for, whatever its backend; by default that of the
-            transforms around ``step``, or one rank alone.
-        layouts: how parameters are split, as ``init_state`` takes it; where the state
-            is made here.
-        device: "cuda" plans the kernels of a GPU, and what they save, where those of
-            the CPU, on which tensors without data are, are others.
+        step: any function that transforms take: a step, a loss, or a function of your
+            own that calls collectives.
+        args: its arguments: a state, real or fake, and a batch. Or a function that
+            returns the whole parameters (or these), an optimizer, and this rank's own
+            batch (or a function that returns it).
+        mesh: the mesh to plan for, of any backend; by default that of the transforms of
+            ``step``, or one rank.
+        layouts: how parameters are split, as in ``init_state``, if the state is made
+            here.
+        device: "cuda" plans the kernels of a GPU, and the tensors that they save, where
+            they differ from those of the CPU.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
 
     Raises:
-        RuntimeError: the step asks for a tensor's value; names the line.
+        RuntimeError: the step reads a tensor's value; names the line.
         ValueError: tensors of a device that this torch cannot run; another ``device``.
 
-    Cost: some 50 microseconds an operator, and no memory beside the events themselves.
+    Cost: some 50 microseconds an operator, and memory for the events alone.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))

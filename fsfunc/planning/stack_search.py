@@ -82,7 +82,7 @@ def search(
         microbatches: by default 1, 2 and 4 for each rank of the pipeline.
         compute, reduce: of ``ff.precision`` around every stack; by default none is. Of
             several dtypes each is tried: what is named is taken for good enough.
-        offload: what to try to keep with the host, such as ``((), ("moments",),
+        offload: what to try to offload to the host, such as ``((), ("moments",),
             ("params", "moments"))``, each as ``ff.offload`` takes it.
         donate: whether steps are donated.
         layouts: how leaves can be split, as ``init_state`` takes it, such as
@@ -109,7 +109,7 @@ def search(
             impossible: why. A mesh of other axes, a batch without rows in common. With
             ``run``, meshes of another number of ranks than there are processes, or
             parameters or a batch without values.
-        RuntimeError: the loss asks for a tensor's value; names the line.
+        RuntimeError: the loss reads a tensor's value; names the line.
 
     Cost: a plan and an estimate for each stack: about 0.1 s without, 1 s with a
     pipeline for ten units, growing with units, microbatches and distinct ranks. An

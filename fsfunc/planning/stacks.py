@@ -22,7 +22,7 @@ from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
-DATA, PIPE, NODE = "data", "pipe", "node"  # what lies along an axis of that name
+DATA, PIPE, NODE = "data", "pipe", "node"  # names of mesh axes
 
 TRANSFORMS: Mapping[str, Callable[..., Any]] = {
     "remat": remat,
@@ -62,7 +62,7 @@ class Stack:
         schedule: the name of one in ``ff.schedules``; None: no ``pipeline``.
         microbatches: of the pipeline.
         compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
-        offload: what lies with the host: "params", "moments", "activations".
+        offload: what is in host memory: "params", "moments", "activations".
         donate: whether the step may write into its state.
         dims: further axes along which ranks have other parts of the batch, each with
             the dim that it cuts: {"context": 1}.

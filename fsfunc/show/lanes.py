@@ -203,8 +203,8 @@ def bands(
     """Yield the lines of the lanes' rows, in bands under a ruler.
 
     Args:
-        width: columns of a line at most; what is longer goes on below. None for one
-            band however long.
+        width: columns of a line at most; longer ones are wrapped. None for one band of
+            any length.
     """
     spans = [s for lane in lanes for s in lane.spans if s.phase not in GAPS]
     grid = columns_of(spans, makespan)

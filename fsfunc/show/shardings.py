@@ -1,4 +1,4 @@
-"""Tables of states and of checkpoints: where each leaf lies."""
+"""Tables of the layouts of states and of checkpoints."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Timeline(LaneChart):
     Each rank has a row. ``F3`` is the forward of microbatch 3 (``F3@5``: of stage 5,
     where ranks have several), as wide as it lasts. A rank that waits between two
     of its actions shows ``░``; before its first and after its last it shows ``·``.
-    What is wider than the paper goes on below; ``text(None)`` makes one band.
+    Lines that are too wide are wrapped; ``text(None)`` makes one band.
 
     Args:
         lanes: what each rank computes from time 0, and its gaps; a span's unit is its

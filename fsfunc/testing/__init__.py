@@ -1,8 +1,8 @@
-"""A kit to test sharded steps with, your own transforms and collectives among them.
+"""Assertions for tests of sharded steps, and of your own transforms and collectives.
 
-Each check is one law: what it compares, and what its message says, stands in its
-docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
-Law 1, that a transform means on ranks what it means on one device, is ten lines:
+Each checks one law; its docstring says what it compares. `fsfunc.testing.strategies`
+has strategies of hypothesis for meshes, models and stacks. Law 1, that a transformed
+step equals the plain one on one device, is ten lines:
 
 >>> from hypothesis import given, settings
 >>> import fsfunc as ff
@@ -47,7 +47,7 @@ from fsfunc.testing.transposes import check_collective
 
 
 def __getattr__(name: str) -> Any:
-    """``ff.testing.strategies``, which alone needs hypothesis, when it is asked for."""
+    """``ff.testing.strategies``, imported when it is used, as it needs hypothesis."""
     if name != "strategies":
         raise AttributeError(f"module 'fsfunc.testing' has no attribute {name!r}")
     import importlib

@@ -53,12 +53,12 @@ def difference(
     """The first leaf in which two trees differ, or None.
 
     Args:
-        tolerance: how far numbers may be from each other, relative to theirs or to 1;
-            0 asks for the same values.
-        paths: of these leaves alone.
+        tolerance: the largest difference of two numbers, relative to theirs or to 1;
+            0 requires equal values.
+        paths: those of the leaves to compare; by default all.
 
     Raises:
-        TreeMismatch: trees of unlike structure.
+        TreeMismatch: the structures differ.
     """
     tree.check_same_structure(expected, found)
     names, leaves, _ = tree.flatten_with_paths(found)

@@ -33,15 +33,15 @@ def assert_cost(
     collectives: int | Mapping[str, int] | None = None,
     rank: int | None = None,
 ) -> Any:
-    """``fn(*args)``, of which every rank sends just this.
+    """Runs ``fn(*args)``; raises unless every rank sends just this.
 
-    Inside ``spmd`` it is this rank's cost; around it, that of every rank hosted here.
+    Inside ``spmd`` it checks this rank; outside, every rank of this process.
 
     Args:
-        bytes: by axis, or in all: what a rank sends, counted as ``ff.ledger`` does.
-            Several axes at once are one name, ``"data, node"``.
+        bytes: the bytes that a rank sends, by axis or in all, counted as ``ff.ledger``
+            does. Several axes at once are one name, ``"data, node"``.
         collectives: by op, or by op and axis (``"psum data"``), or in all.
-        rank: looks at this rank alone, where ranks do unlike things.
+        rank: checks this rank alone, where ranks do different things.
 
     Raises:
         ValueError: neither is given.

@@ -20,15 +20,15 @@ from fsfunc.testing.comparing import far
 
 @dataclass(frozen=True)
 class Case:
-    """A leaf that is not that of one device.
+    """A leaf that differs from that of one device.
 
     Args:
-        expected: what one device gives.
-        found: what each rank gives, in rank order.
+        expected: the leaf on one device.
+        found: that of each rank, in rank order.
         mesh: that of the ranks.
-        before: the leaf of the state in whose place this one is returned.
-        axes: over which the batch is cut; ``rows``: how many each rank has.
-        alone: what one device makes of each rank's own rows; asked for late.
+        before: the leaf of the state that this one replaces.
+        axes: the axes over which the batch is cut; ``rows``: the rows of each rank.
+        alone: returns the leaf of one device for each rank's own rows.
     """
 
     expected: Tensor

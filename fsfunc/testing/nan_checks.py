@@ -25,18 +25,18 @@ class NotFinite(FloatingPointError):
 
 
 def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, that raises where a value is first NaN or infinite.
+    """``fn``, which raises at the first value that is NaN or infinite.
 
-    Looked at, in this order: what ``fn`` is given, what each unit is given and returns,
-    the cotangents of units' outputs, the loss, the gradients, what ``fn`` returns. So
-    the message tells a unit from what stands before it, and backward from forward.
-    Under ``torch.func`` and while a step is recorded nothing is looked at.
+    It checks, in this order: the arguments of ``fn``, the arguments and outputs of each
+    unit, the cotangents of units' outputs, the loss, the gradients, and the result of
+    ``fn``. So the message names the unit, and whether it was forward or backward.
+    Nothing is checked under ``torch.func`` and while a step is recorded.
 
     Raises:
         NotFinite: names the unit or leaf, the first such element, the rank and its
             coordinates.
 
-    Cost: each tensor that is looked at is read once, and waited for: for debugging.
+    Cost: each of these tensors is read once, and waited for: for debugging.
 
     >>> import torch, fsfunc as ff
     >>> root = ff.unit(lambda w, x: (x * w).sqrt())

@@ -40,32 +40,32 @@ def assert_equals_one_device(
     tolerance: float = 0.0,
     uneven: bool = False,
 ) -> None:
-    """Raises unless ``transformed`` on every rank is ``step`` on one device.
+    """Raises unless ``transformed`` on every rank equals ``step`` on one device.
 
     One device calls ``step(state, *batch)``. Each rank of the mesh lays the state out
-    by ``place``, takes its rows of the batch, and calls ``transformed``; what that
-    returns, whole, must be the same: values, gradients, new states and whatever else a
-    step returns. Nor may a call write into a state that was not donated.
+    by ``place``, takes its rows of the batch, and calls ``transformed``; its result,
+    unsharded, must be the same: values, gradients, new states and whatever else a step
+    returns. Nor may a call write into a state that was not donated.
 
     Args:
-        step: what one device runs; any function of (state, \\*batch), that may return
+        step: the step of one device; any function of (state, \\*batch), that may return
             any tree.
         transformed: the same for ranks: by transforms of fsfunc's, or your own.
         mesh: of simulated ranks, or of processes.
-        state: a tree, whole, on every rank the same.
+        state: a tree, whole, the same on every rank.
         batch: trees of tensors, cut along dim 0.
         axis: the axes over which the batch is cut; ``()`` gives all of it to all ranks.
-            By default those that the transforms take means over; all axes, where no
-            transform says.
+            By default those that the transforms take means over, or without transforms
+            all axes.
         layouts: as for ``ff.place``.
-        calls: how often it is called; a second call goes by what the first one learnt.
-        goes_on: makes the next call's state of what a call returned (``lambda out:
-            out[0]``); by default every call is given the first one, or the same anew
-            where it was donated.
-        whole: makes, on each rank, what one device returns of what the rank has.
-        tolerance: how far numbers may be apart, relative to theirs or to 1. By default
-            not at all: give integers, as :func:`integers` makes them.
-        uneven: whether ranks may have unlike numbers of rows.
+        calls: the number of calls; a second one uses what the first one learnt.
+        goes_on: returns the next call's state for the result of a call (``lambda out:
+            out[0]``); by default every call is given the first one, or a copy of it if
+            it was donated.
+        whole: returns, on each rank, what one device returns, for the rank's result.
+        tolerance: the largest difference of two numbers, relative to theirs or to 1. By
+            default 0: give integers, as :func:`integers` makes them.
+        uneven: whether ranks may have different numbers of rows.
 
     Raises:
         ValueError: a mesh whose ranks have no values of their own; nothing to compare.

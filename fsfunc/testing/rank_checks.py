@@ -30,17 +30,16 @@ class OddBatch(ValueError):
 
 
 def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
-    """Raises, on every rank alike, where any rank's leaf is not finite, or is empty.
+    """Raises on every rank if any rank's leaf is not finite, or is empty.
 
     A loss is one number for all ranks: if it is NaN, this names the ranks whose rows
-    made it so.
-    Any tree may be asked about: a batch, gradients, what a step returned.
+    made it so. Any tree can be checked: a batch, gradients, the result of a step.
 
     Args:
-        batch: a tree of tensors, arrays and numbers, of the same leaves on every rank;
-            of sharded leaves each rank looks at its own part.
-        axis: the ranks that are asked, all of which call this; one name or several.
-        name: what the message calls it.
+        batch: a tree of tensors, arrays and numbers, with the same leaves on every
+            rank; of sharded leaves each rank checks its own part.
+        axis: the axis of the ranks, all of which must call this; one name or several.
+        name: the name of the tree, for the message.
 
     Raises:
         OddBatch: names the ranks, the leaves, and how many elements are NaN or
@@ -204,10 +203,10 @@ def check_types(
 ) -> None:
     """Raises unless ``step``, transformed, has one meaning on all ranks of a mesh.
 
-    The step is run on tensors without data, at the first coordinate and the last. What
-    is one value on all ranks (I), a rank's own (V), or a part of one value is followed
-    through every operator; where they meet in a way that means nothing, it is refused.
-    A sharded step asks this of itself in its first call.
+    The step is run on tensors without data, as the first rank and the last. Whether a
+    value is replicated (I), a rank's own (V), or a part of one value is followed
+    through every operator; combinations without a meaning are refused. A sharded step
+    does this in its first call.
 
     Args:
         step, mesh, state, batch, axis, layouts: as for `assert_equals_one_device`.

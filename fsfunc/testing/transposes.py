@@ -1,6 +1,6 @@
 """``check_collective``: a map over ranks and its derivatives, by typed dot products.
 
-A linear map f and its transpose pair alike, <f(x), g> = <x, f'(g)>, each side over the
+For a linear map f and its transpose f', <f(x), g> = <x, f'(g)>, each side over the
 ranks by its type: V varies (a sum over ranks), I is one value (counted once), P is in
 parts and R equal with a cotangent in parts (the parts are summed first), M varies under
 a mean over the ranks. See `fsfunc.comm.linear_maps`.
@@ -42,28 +42,28 @@ def check_collective(
 ) -> None:
     """Raises unless ``fn`` is a linear map over ranks that differentiates as one.
 
-    A linear map f and its transpose pair alike: <f(x), g> = <x, f'(g)>, each side
-    summed over the ranks as its type says. On
-    integers both sides are equal, not near. That is asked under ``vjp``; ``grad``
-    must give the same, ``jvp`` must be ``fn`` of the tangent, ``vmap`` must map it and
-    its transpose, and ``twice`` the transpose of the transpose must be ``fn`` again.
-    What is one value (types I and R) must be so on every rank, and so must cotangents.
+    For a linear map f and its transpose f', <f(x), g> = <x, f'(g)>, each side summed
+    over the ranks by its type. On integers both sides are exactly equal. That is
+    checked under ``vjp``; ``grad`` must give the same, ``jvp`` must be ``fn`` of the
+    tangent, ``vmap`` must map it and its transpose, and ``twice`` the transpose of the
+    transpose must be ``fn`` again. Values of types I and R, and their cotangents, must
+    be equal on every rank.
 
     Args:
         fn: takes this rank's tensor; it is called on every rank of a simulated mesh.
-        axis: the axis that it is about.
-        of, to: the types of what it takes and returns: V varies from rank to rank, I is
+        axis: the axis of its collectives.
+        of, to: the types of its argument and result: V varies from rank to rank, I is
             one value, R is replicated with a cotangent in parts, P is in parts.
-        shape: of what a rank is given.
-        sizes: of the axis, tried from the smallest.
-        transpose: what its transpose is to be, if you know; by hand, on cotangents.
-        agreeing: whether what it is given, though of type V, is equal on all ranks.
-        under: which derivatives are asked for.
-        mesh: in the place of ``sizes``: one with other axes beside.
+        shape: the shape of the argument.
+        sizes: the sizes of the axis, tried from the smallest.
+        transpose: its transpose, if you know it: a function of the cotangent.
+        agreeing: whether the argument, though of type V, is equal on all ranks.
+        under: the derivatives to check.
+        mesh: a mesh with further axes, instead of ``sizes``.
 
     Raises:
         ValueError: an unknown type or derivative; a shape without elements, or nothing
-            to ask.
+            to check.
         AssertionError: names the mesh, the derivative, both sides, and their ratio.
 
     >>> import fsfunc as ff
@@ -260,7 +260,7 @@ def pairing(kind: str, xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Fraction:
 def typed(
     alike: bool, shape: Sequence[int], mesh: Mesh, axis: Axis, draw: torch.Generator
 ) -> PerRank:
-    """Integers in float64 for every rank; ``alike``: the same ones in a group."""
+    """Integers in float64 for every rank; with ``alike``, equal within a group."""
     keys = [mesh.members(axis, r) if alike else r for r in range(mesh.size)]
     made: dict[object, Tensor] = {}
     for key in keys:
