@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import fsfunc as ff
+from fsfunc.testing import assert_equals_one_device
+from tests.checks import simulated
 
 VOCABULARY, WIDTH, LENGTH = 31, 16, 6
 SIZES = {
@@ -142,6 +144,22 @@ def on_mesh(transform, axes, params, step, optimizer, batch, steps=2, record="fa
         return losses, ff.unshard(state.params), log
 
     return ff.spmd(main, mesh)()[0]
+
+
+def splits_as_one_device(
+    module, batch, loss, units, plan, size=2, bound=1e-6, step=None
+):
+    """Asserts that a module has its own loss and gradients where a plan splits it."""
+    apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
+
+    def of(params, batch):
+        out = apply(params, buffers, **batch)
+        return loss(getattr(out, "logits", out), batch)
+
+    step = (step or ff.value_and_grad)(of)
+    how = {"axis": (), "layouts": apply.layouts, "calls": 1, "tolerance": bound}
+    assert apply.layouts
+    assert_equals_one_device(step, step, simulated(model=size), params, batch, **how)
 
 
 def close(one, other, bound=1e-9):

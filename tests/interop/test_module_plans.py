@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.interop.split_values import SplitTensor
-from fsfunc.testing import assert_equals_one_device
 from tests.checks import close, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
@@ -22,6 +21,7 @@ from tests.interop.models import (
     language_loss,
     llama,
     mixtral,
+    splits_as_one_device,
     text,
 )
 
@@ -297,22 +297,6 @@ FAMILIES = {
 }
 
 
-def equals_one_device(module, batch, loss, units, plan):
-    apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
-
-    def of(params, batch):
-        out = apply(params, buffers, **batch)
-        return loss(getattr(out, "logits", out), batch)
-
-    step = ff.value_and_grad(of)
-    how = {"axis": (), "layouts": apply.layouts, "calls": 1}
-    assert apply.layouts
-    # Norms of some are in fp32.
-    assert_equals_one_device(
-        step, step, simulated(model=2), params, batch, tolerance=1e-6, **how
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_split_by_their_own_plan(family):
     import transformers
@@ -326,7 +310,8 @@ def test_models_of_transformers_split_by_their_own_plan(family):
     if "Moe" in family or "Deepseek" in family:
         module.set_experts_implementation("batched_mm")
     units = f"{module.base_model_prefix}.layers.*"
-    equals_one_device(module, text(4), language_loss, units, plan="auto")
+    # Norms of some are in fp32.
+    splits_as_one_device(module, text(4), language_loss, units, plan="auto")
 
 
 def test_parameters_that_come_whole_run_as_the_module_itself():

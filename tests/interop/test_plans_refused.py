@@ -5,8 +5,8 @@ from torch import nn
 
 import fsfunc as ff
 from tests.checks import refusals, refused, simulated, with_ledger
-from tests.interop.models import Block, Stack
-from tests.interop.test_module_plans import equals_one_device, over_data
+from tests.interop.models import Block, Stack, splits_as_one_device
+from tests.interop.test_module_plans import over_data
 
 
 class Between(nn.Module):
@@ -199,7 +199,8 @@ def test_bad_plans_are_refused(call, error, way_out):
 def test_a_whole_module_between_has_the_gradient_of_one_device():
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
     plan, module = {**PAIR, "gain": "whole"}, Between("gain").double()
-    equals_one_device(module, {"x": x}, lambda y, _: y.square().mean(), "", plan=plan)
+    mean = lambda y, _: y.square().mean()  # noqa: E731
+    splits_as_one_device(module, {"x": x}, mean, "", plan)
 
 
 def test_ranks_drop_positions_of_their_own():
