@@ -153,12 +153,19 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
             if i not in packed:
                 leaves[i] = sent(leaves[i].contiguous())
         if numbers:  # those here may be as old as the program
-            mine = [float(leaves[i]) for i in numbers]
-            mine = torch.tensor(mine, dtype=torch.float64, device=device)
-            for i, x in zip(numbers, sent(mine).tolist(), strict=True):
-                if where.index != source:
-                    leaves[i] = type(leaves[i])(x) if x.is_integer() else x
+            mine = [_in_two(leaves[i]) for i in numbers]
+            found = sent(torch.tensor(mine, dtype=torch.float64, device=device))
+            if where.link.moves and where.index != source:
+                for i, (x, rest) in zip(numbers, found.tolist(), strict=True):
+                    whole = x.is_integer() and not isinstance(leaves[i], float)
+                    leaves[i] = type(leaves[i])(int(x) + int(rest)) if whole else x
     return tree.unflatten(treedef, leaves)
+
+
+def _in_two(x: float) -> tuple[float, float]:
+    """A number as a float64, and what that leaves of an integer past its 53 bits."""
+    near = float(x)
+    return near, float(x - int(near)) if isinstance(x, int) else 0.0
 
 
 def sum_shared(grads: Any, where: RankGroup) -> Any:

@@ -119,14 +119,19 @@ def test_what_travels_has_the_recorded_shape():
 
 
 def test_numbers_beside_the_loss_are_those_of_now_on_every_rank():
-    now = {"rate": 0.0, "warm": False, "count": 0}
+    now = {"rate": 0.0, "warm": False, "count": 0, "seen": 0}
     loss = lambda p, x: (mean(p, x), (dict(now), "text", None))  # noqa: E731
     grad = piped(ff.value_and_grad(loss, has_aux=True))
     for k in range(3):
-        now.update(rate=k / 2, warm=k > 0, count=k)
+        now.update(rate=k / 2, warm=k > 0, count=k, seen=2**60 + k)
         for found, text, none in on_ranks(lambda: grad(parameters(), X)[0][1]):
             assert found == now and (text, none) == ("text", None)
-            assert list(map(type, found.values())) == [float, bool, int]
+            assert list(map(type, found.values())) == [float, bool, int, int]
+    paper = ff.make_mesh({"pipe": 2}, "abstract")
+    call = ff.value_and_grad(loss, has_aux=True)
+    planned = ff.pipeline(call, paper, "pipe", n_microbatches=2)
+    found = ff.spmd(lambda: planned(parameters(), X)[0][1], paper)()
+    assert [numbers for numbers, *_ in found] == [now] * 2  # as recorded
 
 
 def test_autocast_around_a_step_that_was_recorded_without():
