@@ -91,8 +91,11 @@ class Tracer:
             of: the value before that, and the arguments of its function.
         """
 
-    def turn(self, name: str, microbatch: int) -> None:
-        """Called as work on a microbatch begins; after the last, ``name`` is ""."""
+    def turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
+        """Called as work on a microbatch begins; after the last, ``name`` is "".
+
+        ``stage``: of a pipeline, where a rank has several.
+        """
 
     def rounds(self) -> Any:
         """The observer of a loop over microbatches, or None.

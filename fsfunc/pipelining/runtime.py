@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.core.tracers import Tracer
-from fsfunc.pipelining.actions import Action
+from fsfunc.pipelining.actions import Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
@@ -97,6 +97,7 @@ class Worker:
         self.last = max(forwards, default=-1)
         self.whole = not any(action.kind in ("I", "W") for action in actions)
         draws = any(m.cut.program.draws for m in self.microbatches)
+        several = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
@@ -106,7 +107,8 @@ class Worker:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
-                tracer.turn(action.kind[-1], action.microbatch)
+                stage = action.stage if several else None
+                tracer.turn(action.kind[-1], action.microbatch, stage)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]

@@ -19,6 +19,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.planning.events import Op, Ran, Took
+from fsfunc.planning.hardware import PAIRWISE
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.timed_calls import (
@@ -74,7 +75,9 @@ def measure_hardware(
     watch = Stopwatch(kind or torch.device("cpu"), at, seconds / PASSES)
     with torch.no_grad():
         found = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
-    return Hardware(name=name, **peaked(middle(found)))
+    paired = at is not None and getattr(at.link, "paired", False) and not cuda
+    ways = PAIRWISE if paired else ()
+    return Hardware(name=name, **peaked(middle(found)), pairwise=ways)
 
 
 def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
@@ -250,6 +253,7 @@ def _links(
     what it adds.
     """
     rates, added, latency = {}, [], 0.0
+    paired = watch.device.type == "cpu" and getattr(where.link, "paired", False)
     for op in SENDING:
         sent, spent = [], []
         for size in sizes.messages:
@@ -261,8 +265,8 @@ def _links(
         start, _ = _sending(watch, where, op, sizes.messages[-2], sizes)
         added.append(_added(watch, start, spent[-2], sizes))
         rates[op] = 1 / slope / max(1.0, added[-1])
-        if op == "all_gather":
-            latency = least / (where.size - 1)
+        if op == "all_gather":  # in one step where it is pairwise
+            latency = least / (1 if paired else where.size - 1)
     level = Level(ranks=0, bandwidth=max(rates.values()), latency=latency)
     return level, rates, min(1.0, max(0.0, 1 - sum(added) / len(added)))
 

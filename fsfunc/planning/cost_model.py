@@ -184,12 +184,13 @@ def collective_seconds(
     level, one edge of the ring leaves each group of the level below. That group's
     members share what leaves it with all other ranks there, which send as much in
     collectives of their own: k members of a node of r get k/r of its bandwidth. An
-    all-to-all is no ring: each of the k sends for itself what leaves the node.
+    all-to-all is no ring, nor is what the hardware calls ``pairwise``: each of the k
+    sends for itself what leaves the node.
 
     A ring takes a message's latency for each of its n-1 steps: at each level, as many
     as it has groups of the level below, less one for each of its own. A psum goes up a
     tree and down again, which sends as much in 2 log2 n steps. Messages of a ppermute
-    go at once.
+    go at once, and those of what is ``pairwise``: twice, of a psum.
 
     Args:
         record: what the ledger notes of it on one rank.
@@ -216,6 +217,8 @@ def collective_seconds(
     if n < 2:
         return 0.0
     sent, slowest, latency = float(record.bytes), 0.0, 0.0
+    pairwise = record.op in hardware.pairwise
+    reduces = OPERATIONS[record.op].all_reduces
     inner, width = {rank: 1 for rank in ranks}, 1  # by group below: members
     for level in hardware.levels:
         outer: dict[int, int] = {}
@@ -226,14 +229,15 @@ def collective_seconds(
         if steps:
             members = min(inner.values())
             leaves = sent
-            if record.op == "all_to_all":
+            if pairwise or record.op == "all_to_all":
                 leaves = sent * members * (n - members) / (n - 1)
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
-            if OPERATIONS[record.op].all_reduces:
+            if reduces:
                 steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
-            passed = 0.0 if record.op == "ppermute" else latency
-            steps = 1 if record.op == "ppermute" else steps
-            latency = max(latency, passed + level.latency * steps)
+            if pairwise or record.op == "ppermute":
+                latency = max(latency, level.latency * (1 + reduces))
+            else:
+                latency += level.latency * steps
         if len(outer) == 1:
             cap = hardware.rates.get(record.op)
             return max(slowest, sent / cap if cap else 0.0) + latency

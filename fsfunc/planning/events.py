@@ -100,6 +100,28 @@ class Gave(NamedTuple):
 Event = Ran | Started | Waited | Took | Gave
 
 
+class Turn(NamedTuple):
+    """The work on a microbatch begins.
+
+    Args:
+        at: the number of the event that comes next.
+        name: "F", "B" and so on of a pipeline's schedule, "m" of ``accumulate``; ""
+            where none is at work.
+        stage: of a pipeline, where a rank has several.
+    """
+
+    at: int
+    name: str
+    microbatch: int
+    stage: int | None = None
+
+    @property
+    def label(self) -> str:
+        """``m3``, ``F3``, or ``F3@5`` of a rank with several stages."""
+        stage = "" if self.stage is None else f"@{self.stage}"
+        return self.name and f"{self.name}{self.microbatch}{stage}"
+
+
 # Operators
 
 _aten: Any = torch.ops.aten

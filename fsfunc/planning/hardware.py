@@ -222,6 +222,8 @@ GB200 = _gpu(
     "GB200", "blackwell", (2450, 4900, 80), 152, 184.0, 8.0e12, 72 * 50e9, link=900e9,
     node=72, host="grace", uncertain=0.3,
 )  # fmt: skip
+# What the library's processes exchange directly over gloo.
+PAIRWISE = ("all_gather", "psum_scatter", "psum", "all_to_all")
 # What measure_hardware saw of two processes over gloo, one core each of a server
 # processor (AVX-512, DDR5) in a virtual machine.
 CPU = Hardware(
@@ -244,5 +246,6 @@ CPU = Hardware(
         "psum": 1.8e9,
     },
     fresh=2.8e9,
+    pairwise=PAIRWISE,
 )
 GIVEN = (A100_40, A100_80, H100, H100_500W, H200, B200, GB200, CPU)

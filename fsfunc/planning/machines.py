@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from fsfunc.comm.operations import OPERATIONS
+
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"
 )  # fmt: skip
@@ -89,6 +91,8 @@ class Hardware:
         utilisation: the share of the 16-bit peak that 6ND assumes, the rule of thumb.
         uncertain: how far an estimate may be off, as a natural logarithm, for what no
             part of it explains; 0.1 is about 10%.
+        pairwise: the collectives, such as "all_gather", whose ranks send to each other
+            directly and not around a ring, as the library's do over gloo.
 
     Raises:
         TypeError: a field that it does not have.
@@ -117,6 +121,7 @@ class Hardware:
     straggling: float = 0.0
     utilisation: float | None = None
     uncertain: float = 0.1
+    pairwise: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> Hardware:
         refuse_unknown(cls, fields)
@@ -130,6 +135,7 @@ class Hardware:
             ("stores", MappingProxyType({k: (*v,) for k, v in self.stores.items()})),
             ("efficiency", curve),
             ("levels", tuple(self.levels)),
+            ("pairwise", tuple(self.pairwise)),
         ):
             object.__setattr__(self, name, value)
         self._check_peak()
@@ -148,6 +154,12 @@ class Hardware:
             _positive("fresh", self.fresh)
         for name, rate in self.rates.items():
             _positive(f'rates["{name}"]', rate)
+        for name in self.pairwise:
+            if name not in OPERATIONS:
+                raise ValueError(
+                    f'pairwise has "{name}"{nearest(name, list(OPERATIONS))}; the '
+                    f"collectives are: {', '.join(OPERATIONS)}"
+                )
         for name, store in self.stores.items():
             parts = ("of copies", "of computing", "its bytes")
             for part, value in zip(parts, store, strict=True):

@@ -24,7 +24,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.planning.events import Event, Gave, Op, Ran, Took, describe, size_of
+from fsfunc.planning.events import Event, Gave, Op, Ran, Took, Turn, describe, size_of
 from fsfunc.planning.fused_chains import FusedChains
 from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
@@ -38,7 +38,7 @@ class Book:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.turns: list[tuple[int, str, int]] = []  # see RankPlan
+        self.turns: list[Turn] = []
         self.kinds: dict[int, str] = {}
         self.sizes: list[int] = []  # of each storage, by number
         self.held = StorageTable[int](self._gone)  # the number of each storage
@@ -245,9 +245,10 @@ class Observer(Tracer, OperatorMode):
         """True between a body that made copies and the backward that finds them."""
         return bool(self._kept)
 
-    def turn(self, name: str, microbatch: int) -> None:
+    def turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
         if not is_silent():
-            self.book.turns.append((len(self.book.events), name, microbatch))
+            turn = Turn(len(self.book.events), name, microbatch, stage)
+            self.book.turns.append(turn)
 
     def rounds(self) -> Rounds | None:
         return None if self.link is None else Rounds(self, self.link)

@@ -13,7 +13,7 @@ import torch
 
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
-from fsfunc.planning.events import Event, Gave, Ran, Took
+from fsfunc.planning.events import Event, Gave, Ran, Took, Turn
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
@@ -73,8 +73,7 @@ class RankPlan:
         calls: how often the body of a unit ran, by (unit, phase).
         derived: bytes that a unit keeps for its backward which it computed from its
             parameters alone (casts, normalised weights): whole, on every rank.
-        turns: (event number, name, microbatch) at which one begins: "F", "B" and so on
-            of a pipeline's schedule, "m" of ``accumulate``; "" where none is at work.
+        turns: where the work on each microbatch begins.
     """
 
     rank: int
@@ -86,7 +85,7 @@ class RankPlan:
     records: Sequence[Record]
     calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
     derived: Mapping[str, int] = field(default_factory=dict)
-    turns: Sequence[tuple[int, str, int]] = ()
+    turns: Sequence[Turn] = ()
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -85,8 +85,11 @@ class Rounds:
             book.events += again
             later = turn * len(template)
             book.turns += [
-                (at + later, name, n if i else n + turn)
-                for i, (at, name, n) in enumerate(turns)
+                one._replace(
+                    at=one.at + later,
+                    microbatch=one.microbatch + (0 if i else turn),
+                )
+                for i, one in enumerate(turns)
             ]
             names = {
                 a: names[b] if b is None or b in names else _later(b, last.storages, by)

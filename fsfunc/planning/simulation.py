@@ -29,7 +29,8 @@ class Span(NamedTuple):
     On the stream ``compute``, all that a unit (or, where ``unit`` is "", nothing that
     has a name) runs in one phase without a wait in between; on a stream named after
     axes, a collective; on ``to 3`` and ``from 3``, a message. ``turn``: the microbatch
-    that the rank is at, ``F3`` of a pipeline's schedule, ``m3`` of ``accumulate``.
+    that the rank is at, ``F3`` of a pipeline's schedule, ``F3@5`` of stage 5 where it
+    has several, ``m3`` of ``accumulate``. ``bytes``: that it sends.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Span(NamedTuple):
     start: float
     end: float
     turn: str = ""
+    bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -187,15 +189,15 @@ class _PlanRun(Player):
             times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
             spans += r.spans
         for t in [t for stream in self.streams.values() for t in stream.transfers]:
-            between, parties = (t.start, t.end or 0.0), t.arrived.items()
-            spans += [Span(p.rank, *w, *between, turn) for p, (w, turn) in parties]
+            between = {"start": t.start, "end": t.end or 0.0}
+            spans += [span._replace(**between) for span in t.arrived.values()]
         return Played(whole, times, spans, self.costs)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
         """Plays a rank's events; it waits for transfers alone."""
         costs, hardware = self.costs, self.hardware
         touching, overlap = hardware.fresh is not None, hardware.overlap
-        turns = dict((at, name and f"{name}{n}") for at, name, n in run.plan.turns)
+        turns = {turn.at: turn.label for turn in run.plan.turns}
         for at, event in enumerate(run.plan.events):
             run.at, run.turn = at, turns.get(at, run.turn)
             if isinstance(event, Ran):
@@ -237,8 +239,9 @@ class _PlanRun(Player):
                 self.lengths[key] = length
             length = self.lengths[key]
             shown = (", ".join(r.axis), r.op, r.unit, r.phase)
-        party = Party(run.plan.rank, event.part)
-        transfer = stream.come(party, what, run.clock, length, (shown, run.turn))
+        party, size = Party(run.plan.rank, event.part), 0 if r is None else r.bytes
+        span = Span(run.plan.rank, *shown, 0.0, 0.0, run.turn, float(size))
+        transfer = stream.come(party, what, run.clock, length, span)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.happened(transfer, transfer.end)

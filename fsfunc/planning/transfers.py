@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsfunc.comm.backends.link import CollectiveMismatch
-
-Shown = tuple[str, str, str, str]  # a span without its rank, its times and its turn
 
 
 class Party(NamedTuple):
@@ -25,7 +23,7 @@ class Rendezvous:
     stream: Stream
     number: int
     what: str
-    arrived: dict[Party, tuple[Shown, str]] = field(default_factory=dict)
+    arrived: dict[Party, Any] = field(default_factory=dict)  # spans without times
     met: float = 0.0  # when the last party came
     length: float = 0.0
     start: float = 0.0
@@ -47,7 +45,7 @@ class Stream:
         what: str,
         time: float,
         length: float,
-        shown: tuple[Shown, str],
+        span: Any,
     ) -> Rendezvous:
         """The next one of ``party``, which issues it now."""
         number = self.counts[party]
@@ -62,7 +60,7 @@ class Stream:
                 f"{transfer.what} of rank {others}: all ranks of a group issue their "
                 "collectives in one order"
             )
-        transfer.arrived[party] = shown
+        transfer.arrived[party] = span
         transfer.met = max(transfer.met, time)
         transfer.length = max(transfer.length, length)
         if len(transfer.arrived) == len(self.parties):

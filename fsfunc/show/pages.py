@@ -154,10 +154,14 @@ def _lane(lane: Lane, start: float, end: float) -> Iterator[str]:
 
 
 def _words(span: Span) -> str:
-    """All that a span says: ``block F3, forward: 1.20 ms to 1.35 ms, 150 µs``."""
+    """All that a span says: ``block F3, forward: 1.20 ms to 1.35 ms, 150 µs``.
+
+    Of what is sent its bytes too: ``..., 150 µs, 2.10 MB``.
+    """
     said = ", ".join(filter(None, (named(span), span.phase)))
     ends = f"{of_seconds(span.start)} to {of_seconds(span.end)}"
-    return f"{said}: {ends}, {of_seconds(span.end - span.start)}"
+    sent = f", {of_bytes(span.bytes)}" if span.bytes else ""
+    return f"{said}: {ends}, {of_seconds(span.end - span.start)}{sent}"
 
 
 def _memory(chart: MemoryChart) -> Iterator[str]:

@@ -119,6 +119,21 @@ def test_collectives_between_nodes():
     assert exchange == pytest.approx(2 * 8e6 * 2 / 3 / (2e9 / 4) + 2e-6 + 1e-3)
 
 
+def test_what_is_pairwise_is_no_ring():
+    """As over gloo, where each rank sends to every other at once."""
+    gloo = replace(NODES, pairwise=("all_gather", "psum"))
+    inside = collective_seconds(record(), range(4), gloo)
+    assert inside == pytest.approx(8e-3 + 1e-6)
+    twice = collective_seconds(record("psum"), range(4), gloo)
+    assert twice == pytest.approx(8e-3 + 2e-6)  # to the sums, and back
+    across = collective_seconds(record(), [0, 1, 8, 9], gloo)
+    assert across == pytest.approx(2 * 8e6 * 2 / 3 / (2e9 / 4) + 1e-3)
+    ring = collective_seconds(record("psum_scatter"), [0, 1, 8, 9], gloo)
+    assert ring == collective_seconds(record("psum_scatter"), [0, 1, 8, 9], NODES)
+    with pytest.raises(ValueError, match='"all_gathers" .did you mean "all_gather"'):
+        replace(NODES, pairwise=("all_gathers",))
+
+
 def test_messages():
     assert message_seconds(10**6, 0, 7, NODES) == pytest.approx(1e-3 + 1e-6)
     assert message_seconds(10**6, 7, 8, NODES) == pytest.approx(4e-3 + 1e-3)
