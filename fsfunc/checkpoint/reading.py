@@ -227,7 +227,7 @@ class Blocks:
         slab = _LOCAL.slab
         self._read(low, stop - low, slab)
         self._prove(low, slab[: stop - low])
-        with torch.no_grad():  # of each thread its own
+        with torch.inference_mode():  # of each thread its own; into all kinds of memory
             for begin, end, request in pieces:
                 request.take(slab, begin - low, end - low)
 

@@ -143,6 +143,17 @@ def test_no_number_becomes_another(tmp_path, saved, target, right):
         ff.load(tmp_path / "a", {"w": target})
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_it_is_converted_and_turned_in_any_mode(tmp_path, mode):
+    """By threads, of which each has modes of its own."""
+    x = torch.randn(3, 2)
+    ff.save(tmp_path / "a", {"w": x, "v": x})
+    with mode():
+        target = {"w": torch.zeros(3, 2).bfloat16(), "v": torch.zeros(2, 3).t()}
+        found = ff.load(tmp_path / "a", target, cast=True)
+        same(found, {"w": x.bfloat16(), "v": x})
+
+
 def test_ranks_that_choose_differently_are_told(kept):
     path, state = kept
 
