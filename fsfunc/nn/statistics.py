@@ -276,8 +276,8 @@ def sync_batch_norm(
         ``y`` like ``x``, and ``Summed(Moments)``, or None where ``running`` is given.
 
     Raises:
-        ValueError, TypeError: what ``batch_norm`` refuses, but that one value a channel
-            on any rank is enough; none on all of them is seen after the all-reduce.
+        ValueError, TypeError: what ``batch_norm`` refuses, of the values of all ranks
+            together: fewer than two a channel are seen after the all-reduce.
 
     Cost: one all-reduce of 2 C + 1 numbers of 8 bytes, and one backward (another of the
     parameters' gradients, 2 C numbers of 8 bytes, over axes that split the work of one
@@ -316,10 +316,11 @@ def sync_batch_norm(
     sums = summed(sums, others)
     stats = Moments(*_cut(sums.detach(), x.shape[1]))
     total, squares, count = _cut(summed(sums, means), x.shape[1])
-    if n == 0 and not recording() and not _torch.functorch_active() and count == 0:
+    if n < 2 and not recording() and not _torch.functorch_active() and count < 2:
         raise ValueError(
-            f"batch_norm takes the statistics of one value a channel at least over the "
-            f"ranks of {axis!r}: shape {tuple(x.shape)} has none, and no rank has any"
+            "batch_norm takes the statistics of two values a channel at least, and the "
+            f"ranks of {axis!r} have {int(count)} together, of which shape "
+            f"{tuple(x.shape)} has {n}"
         )
     factor, move = normalizer(shift.flatten(), total / count, squares / count, eps)
     factor, move = (y * given.get("weight", 1) for y in (factor, move))
