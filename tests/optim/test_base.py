@@ -132,16 +132,6 @@ def _named(values):
     return [(p, x) for p, x in zip(paths, leaves, strict=True) if p != "steps"]
 
 
-class Tagged:
-    def __init__(self, w, tags):
-        self.w, self.tags = w, tags
-
-
-tree.register_node(
-    Tagged, lambda x: ([x.w], x.tags), lambda tags, children: Tagged(*children, tags)
-)
-
-
 # Norms, sums and clipping of whole trees; of shards: `test_sharded`
 
 
