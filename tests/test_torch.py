@@ -983,3 +983,22 @@ def test_fakes_know_the_product_of_groups(dtype):
         fake = found()
     what = "a model with experts cannot be recorded"
     assert fake == found(), breaks(what)
+
+
+def test_a_compiled_forward_keeps_what_a_partitioner_says():
+    from functorch.compile import aot_function, nop
+
+    from fsfunc._torch.partitions import partitioner
+
+    def saved(share):
+        w, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)
+        fn = lambda w, x: torch.tanh(torch.sin(x @ w)) @ w  # noqa: E731
+        y = aot_function(fn, nop, partition_fn=partitioner(share))(w, x)
+        found = y.grad_fn.saved_tensors
+        return {x.untyped_storage()._cdata for x in found}, {w, x}
+
+    what = "remat under jit keeps and computes again other values than it says"
+    at_0, given = saved(0.0)
+    assert at_0 == {x.untyped_storage()._cdata for x in given}, breaks(what)
+    assert len(saved(1.0)[0]) > len(at_0), breaks(what)
+    assert "custom_partitioner_fn" in torch._inductor.list_options(), breaks(what)

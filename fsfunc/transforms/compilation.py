@@ -42,7 +42,9 @@ def jit(
     forgotten is as without ``jit``, and so are bytes and layouts. Equal layers that are
     calls of one unit share what is compiled for it; other shapes compile once more.
     Where a step is recorded, checked or planned, under ``torch.func``, and for a
-    gradient that is differentiated itself, the plain function runs.
+    gradient that is differentiated itself, the plain function runs. (Take that gradient
+    by ``value_and_grad``: torch.autograd's ``create_graph=True`` through a compiled
+    unit is an error of torch's.)
 
     Its order with other transforms is free. The numbers are those of the fused kernels:
     near the plain ones, not their bits; random numbers are others, and repeat in a

@@ -9,6 +9,7 @@ from tests.checks import close, same
 from tests.core.test_compiled import RAN, counted, forgotten  # noqa: F401
 from tests.interop.models import Block, on_mesh
 from tests.models import floats
+from tests.transforms.test_jit_remat import eager  # noqa: F401  # a fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -74,6 +75,20 @@ def test_a_jitted_module_trains_as_it_does_plainly(net, zero):
     assert not RAN
     jit = lambda step, mesh: ff.jit(stack(step, mesh), backend=counted)  # noqa: E731
     same(trained(net, jit, units="layers.*"), expected)
+    assert len({id(graph) for graph in RAN}) == 3, "embed, the layers, head"
+
+
+@pytest.mark.parametrize("policy", [None, ff.MinCut(0.3)])
+def test_a_jitted_module_computes_again_within_its_backward(net, eager, policy):  # noqa: F811
+    """Its layers run once, and share a graph; what is trained is the same."""
+
+    def stack(step, mesh, policy=None):
+        return ff.shard(ff.remat(step, policy), mesh, "data")
+
+    expected = trained(net, stack, units="layers.*")
+    jit = lambda step, mesh: ff.jit(stack(step, mesh, policy))  # noqa: E731
+    same(trained(net, jit, units="layers.*"), expected)
+    assert len(RAN) == 2 * 2 * 6, "on two ranks, two steps of six units"
     assert len({id(graph) for graph in RAN}) == 3, "embed, the layers, head"
 
 

@@ -4,6 +4,8 @@ The numbers, what is sent and what is planned are those of ``remat``; what is he
 less than without it.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,11 +57,15 @@ def eager(monkeypatch):
 
         return make_boxed_func(ran)
 
-    def compile(self, fn, share=None):
+    @functools.cache  # of equal backends graphs are shared
+    def backend(share):
         parted = {} if share is None else {"partition_fn": partitioner(share)}
         backward = lambda graph, inputs: make_boxed_func(graph)  # noqa: E731
-        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, **parted)
-        return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+        return aot_autograd(fw_compiler=forward, bw_compiler=backward, **parted)
+
+    def compile(self, fn, share=None):
+        options = {"backend": backend(share), "fullgraph": True, "dynamic": False}
+        return torch.compile(fn, **options)
 
     monkeypatch.setattr(_Compiler, "_compile", compile)
 
