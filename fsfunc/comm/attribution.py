@@ -18,9 +18,7 @@ from fsfunc.runtime.scopes import Scoped, plainly
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Files that hold no user's code: fsfunc's, torch's, and where a thread begins.
-_INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
-# Files of fsfunc that call functions of the user.
+# Of fsfunc, those that call what a user gives them.
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
@@ -34,9 +32,26 @@ _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""
 INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
+class _Owners(dict[str, str]):
+    """By the path of a source file: "user", or else whose code it has."""
+
+    def __missing__(self, path: str) -> str:
+        if path.startswith(_OURS):
+            owner = "anybody" if path in _ANYBODYS else "fsfunc"
+        elif path.startswith((_TORCH, "<frozen ")):
+            owner = "torch"
+        else:
+            owner = "thread" if path == threading.__file__ else "user"
+        self[path] = owner
+        return owner
+
+
+_OWNERS = _Owners()
+
+
 def is_inner(path: str) -> bool:
-    """True if a file is fsfunc's or torch's."""
-    return path.startswith(_INNER)
+    """True if a file is fsfunc's or torch's, or that in which a thread begins."""
+    return _OWNERS[path] != "user"
 
 
 class label(Scoped):
@@ -68,7 +83,7 @@ def source_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_INNER):
+        if _OWNERS[name] == "user":
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -79,7 +94,7 @@ def traceback_line(error: BaseException) -> str:
     found, trace = "?", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(_INNER):
+        if _OWNERS[name] == "user":
             found = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
@@ -87,7 +102,7 @@ def traceback_line(error: BaseException) -> str:
 
 def called_by_user(frame: FrameType) -> bool:
     """True if the code of this frame is the user's."""
-    return not frame.f_code.co_filename.startswith(_INNER)
+    return _OWNERS[frame.f_code.co_filename] == "user"
 
 
 def is_own_call() -> bool:
@@ -97,9 +112,9 @@ def is_own_call() -> bool:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        passes_on = name == here or code.co_name in _PASSES_ON
-        if not passes_on and not name.startswith((_TORCH, "<frozen ")):
-            return name.startswith(_OURS) and not name.endswith(_ANYBODYS)
+        if name != here and code.co_name not in _PASSES_ON:
+            if (owner := _OWNERS[name]) != "torch":
+                return owner == "fsfunc"
         frame = frame.f_back
     return False
 

@@ -78,21 +78,23 @@ class Known:
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
 
-    def value(self, x: Tensor) -> int:
+    def value(self, x: Tensor, seen: Seen | None = None) -> int:
         """A hash that is equal for equal values."""
-        return hash((self.of(x).value, shown(_torch.unwrapped(x))))
+        seen = seen or self.of(x)
+        return hash((seen.value, shown(_torch.unwrapped(x))))
 
-    def made_of(self, x: Tensor) -> Provenance:
+    def made_of(self, x: Tensor, seen: Seen | None = None) -> Provenance:
         """Of what a tensor is made; of a view of an own one, which rows it shows."""
-        base, seen = _torch.unwrapped(x), self.of(x)
+        seen = seen or self.of(x)
         rows, found = None, seen.made_of
         if seen.kind is Kind.V:
-            rows = self.own.rows(base)
+            rows = self.own.rows(_torch.unwrapped(x))
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
-    def root(self, x: Tensor) -> int:
+    def root(self, x: Tensor, seen: Seen | None = None) -> int:
         """A key of the tensor that rows are of, whatever their order."""
-        return self.of(x).root or self.value(x)
+        seen = seen or self.of(x)
+        return seen.root or self.value(x, seen)
 
     def weighed(self, x: Tensor, by: Tensor) -> Provenance:
         """Of what rows are made that a constant chooses, or weighs."""
@@ -217,9 +219,10 @@ def operand(x: Tensor, seen: Seen) -> Operand:
     """A tensor of which something is known."""
     number = seen.uniform or x.numel() == 1
     if not number:
-        dense = x.layout == torch.strided
-        steps = zip(x.shape, x.stride(), strict=True) if dense else ()
-        number = all(n == 1 or step == 0 for n, step in steps)
+        steps = x.stride() if x.layout == torch.strided else (0,)
+        number = 0 in steps and all(
+            n == 1 or step == 0 for n, step in zip(x.shape, steps, strict=False)
+        )
     return Operand(seen.kind, number, tuple(x.shape))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import is_own_call, source_line
+from fsfunc.comm.attribution import source_line
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
@@ -34,15 +34,9 @@ from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
+from fsfunc.tracing import runs
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
-from fsfunc.tracing.runs import (
-    Noted,
-    NotedShard,
-    place_without_data,
-    shadows,
-    without_data,
-)
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import OwnValues, Reads
 
@@ -108,23 +102,24 @@ def _record(
     recorder = Recorder(forward_only=forward_only, draws=not fake)
     mine = fake and not _torch.fake_active()  # else they are fake already
     asked: set[str] = set()
-    with without_data(
+    with runs.without_data(
         (params, rest),
-        place_without_data(),
+        runs.place_without_data(),
         fake=fake,
         remembers=remembers,
+        restores=False,
         asked=asked,
         told=_TOLD if fake else None,
     ) as mode:
         if mine:
-            params, rest = shadows(mode, (params, rest), apart=True)
+            params, rest = runs.shadows(mode, (params, rest), apart=True)
         # What is fake may be written: an optimizer then copies nothing.
         donated = Everything() if fake else None
         handlers = tuple(map(recorder.standing_for, f.handlers))
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
             leaves, treedef = recorder.leaves(params, splits)
-            recorder.own.add(rest)
+            recorder.own.add(tree.leaves(rest))
             with Reads(recorder):
                 given = tree.unflatten(treedef, leaves)
                 out = fn(given, *rest)
@@ -213,7 +208,7 @@ class Recorder(Findings, Tracer, Watcher):
 
     def gradients(self, leaves: Sequence[Any], found: Sequence[Any], aux: Any) -> None:
         """Records the gradients of a gradient call, with the layouts of its leaves."""
-        self.own.add(aux)
+        self.own.add(tree.leaves(aux))
         f = frame()
         self.calls_at.add(source_line())
         by = [(self.path_of(x), f.micro) for x in leaves]
@@ -267,16 +262,16 @@ class Recorder(Findings, Tracer, Watcher):
     def standing_for(self, handler: Interpretation) -> Interpretation:
         return handler.recorded(self)
 
-    def noted(self, handler: Any) -> Noted:
+    def noted(self, handler: Any) -> runs.Noted:
         """The interpretation that only notes the unit calls of ``handler``."""
-        return NotedShard(handler, self)
+        return runs.NotedShard(handler, self)
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
         return super().body(call, params, inputs, keywords)
 
-    def unit(self, noted: Noted, run: Callable[..., Any], call: Call):
+    def unit(self, noted: runs.Noted, run: Callable[..., Any], call: Call):
         """A unit call under recording: its leaves become plain tensors again."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
@@ -330,18 +325,18 @@ class Recorder(Findings, Tracer, Watcher):
             return x.with_local(x.local.view_as(x.local))
         return plain(x).view_as(plain(x))
 
-    def read(self, values: Any) -> None:
-        """A torch function read these values, in a unit's own body or outside."""
-        f, leaves = frame(), tree.leaves(values, is_leaf=is_sharded)
+    def read(self, values: Sequence[Any], library: bool) -> None:
+        """Hears that a torch function read these; ``library``: that it called."""
+        f = frame()
         if not f.path:
-            self.takes("an operator", leaves)
-        for x in leaves:
+            self.takes("an operator", values)
+        for x in values:
             path = self.path_of(x)
-            if path is None and id(x) in self._gradients and not is_own_call():
+            if path is None and not library and id(x) in self._gradients:
                 self.plain = False
             if path is None or (path, f.numbers) in self.inside:
                 continue
-            if not f.path and not is_own_call():
+            if not f.path and not library:
                 self.glue.setdefault(path, f.in_loss > 0)
             in_loss = bool(f.in_loss or _torch.is_wrapped(local(x)))
             # That a loss reads it counts, whoever has read it before.

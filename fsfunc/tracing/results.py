@@ -28,15 +28,18 @@ from fsfunc.tracing.provenance import (
 from fsfunc.tracing.refusals import apart
 from fsfunc.tracing.types import PARTS, Kind
 
+Facts = Sequence[tuple[Tensor, Seen]]  # about the tensors that an operator is given
+
 
 def seen_of(
     known: Known,
     op: OperatorClass,
     kind: Kind,
     given: Sequence[Any],
-    sources: Sequence[Seen],
+    facts: Facts,
     made: Tensor,
     digest: Any,
+    line: str,
     *,
     uniform: bool,
     rows: bool,
@@ -44,7 +47,7 @@ def seen_of(
     """The facts about a result of some kind, of which ``made`` is the first tensor.
 
     Args:
-        sources: those about the tensors among ``given``.
+        facts: those about the tensors among ``given``.
         uniform: whether it is elementwise in what is one number each; ``rows``:
             whether elements of a row stay where they are.
 
@@ -53,59 +56,65 @@ def seen_of(
     """
     forward = _torch.current_node() is None
     told = forward and not op.random
-    return _seen(op, kind, sources, digest)._replace(
+    sources = [x for _, x in facts]
+    return _seen(op, kind, sources, digest, line)._replace(
         uniform=(uniform or op.factory or op.alike) and not op.random,
-        flat=forward and rows and any(x.flat for x in sources) and made.ndim == 1,
-        made_of=made_of(known, op, given, made) if forward else NOTHING,
-        value=value_of(known, op, given) if told else 0,
-        root=_root(known, op, given) if told else 0,
+        flat=forward and rows and made.ndim == 1 and any([x.flat for x in sources]),
+        made_of=made_of(known, op, given, facts, made) if forward else NOTHING,
+        value=value_of(known, op, given, facts) if told else 0,
+        root=_root(known, op, facts) if told else 0,
     )
 
 
-def _seen(op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any) -> Seen:
+def _seen(
+    op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any, line: str
+) -> Seen:
     found = next((x for x in sources if x.kind is kind), None)
     if kind in PARTS and found is None:  # a sum over parts, which is of the same leaf
         part = next((x for x in sources if x.kind in PARTS), None)
         found = part and part._replace(kind=kind)
     if found is None or kind is Kind.K:
-        found = Seen(kind, f"what {op.name} made", source_line(), digest)
+        found = Seen(kind, f"what {op.name} made", line, digest)
     if kind is Kind.A and any(x.parameter or x.kind is Kind.I for x in sources):
         return found._replace(parameter=True)
     return found
 
 
-def _root(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
+def _root(known: Known, op: OperatorClass, facts: Facts) -> int:
     """The value of which a result has the rows in another order, if it has."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    own = [x for x in tensors if known.kind(x) is Kind.V]
+    own = [(x, seen) for x, seen in facts if seen.kind is Kind.V]
     if op.name in MOVES_ROWS and own:
-        return known.root(own[0])
-    return next((root for x in own if (root := known.of(x).root)), 0)
+        return known.root(*own[0])
+    return next((seen.root for _, seen in own if seen.root), 0)
 
 
-def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
+def value_of(
+    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts
+) -> int:
     """A hash of a result: of the operator and the values of its operands."""
     if op.name in COPIES:
-        (*_, last) = (x for x in given if isinstance(x, Tensor))
-        return known.value(last)
-    of = (known.value(x) if isinstance(x, Tensor) else number(x) for x in given)
+        return known.value(*facts[-1])
+    each = iter(facts)
+    of = [
+        known.value(*next(each)) if isinstance(x, Tensor) else number(x) for x in given
+    ]
     return hash((op.name, *of))
 
 
 def made_of(
-    known: Known, op: OperatorClass, given: Sequence[Any], made: Tensor
+    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts, made: Tensor
 ) -> Provenance:
     """Of what a result is made, of which ``made`` is the first tensor.
 
     Raises:
         LawError: of gradients that do not mean here what they would on one device.
     """
-    tensors = [x for x in given if isinstance(x, Tensor)]
     if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
-        tensors = tensors[1:]  # of the first nothing is left
-    each = [known.made_of(x) for x in tensors]
-    chosen = _chosen(known, op, given, tensors)
-    if not any(x.gradients for x in each):
+        facts = facts[1:]  # of the first nothing is left
+    tensors = [x for x, _ in facts]
+    each = [known.made_of(*x) for x in facts]
+    chosen = _chosen(known, op, given, facts)
+    if not any([x.gradients for x in each]):
         return joined([*each, *chosen])
     bends = nonlinear(op, given, [bool(x.gradients) for x in each])
     if bends is None:
@@ -175,17 +184,16 @@ _PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot"}
 
 
 def _chosen(
-    known: Known, op: OperatorClass, given: Sequence[Any], tensors: Sequence[Tensor]
+    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts
 ) -> list[Provenance]:
     """Rows of an own tensor that are copied, or that constants choose or weigh."""
-    if takes_rows(op, given) and known.kind(given[0]) is Kind.V:
-        return [_picked(known, *tensors)]
-    own = next((x for x in tensors if known.kind(x) is Kind.V and x.ndim), None)
+    if takes_rows(op, given) and facts[0][1].kind is Kind.V:
+        return [_picked(known, *(x for x, _ in facts))]
+    own = next((x for x, seen in facts if seen.kind is Kind.V and x.ndim), None)
     if own is None or own.shape[0] < 2:
         return []
-    found = []
-    for c in tensors:
-        seen, product = known.of(c), op.name in _PRODUCTS
+    found, product = [], op.name in _PRODUCTS
+    for c, seen in facts:
         if seen.kind is Kind.K and not seen.uniform and c.ndim:
             along = c.shape[-1 if product else 0] == own.shape[0]
             if along and (product or op.elementwise and c.ndim == own.ndim):

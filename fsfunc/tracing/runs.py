@@ -47,6 +47,7 @@ def without_data(
     *,
     fake: bool = True,
     remembers: bool = True,
+    restores: bool = True,
     log: Ledger | None = None,
     asked: set[str] | None = None,
     told: tuple[str, str] | None = None,
@@ -61,6 +62,7 @@ def without_data(
             its own mesh, or none.
         fake: False for tensors with data, which are computed with but not sent.
         remembers: see ``remembering_nothing``.
+        restores: False if the caller has a mode that derives from `Outside`.
         log: the ledger of the collectives; by default none.
         asked: is given the axes whose ``axis_index`` is read.
         told: (who, what to do instead), for the error if a value is read.
@@ -78,7 +80,8 @@ def without_data(
             mode = stack.enter_context(fake_modes.fake_mode_of(tree.leaves(values)))
             if not remembers:
                 stack.enter_context(fake_modes.remembering_nothing(mode))
-        stack.enter_context(Outside())
+        if restores:
+            stack.enter_context(Outside())
         if asked is not None:
             stack.enter_context(asking(asked))
         if at is not None:

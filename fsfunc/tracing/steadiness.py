@@ -231,6 +231,7 @@ class Outside(TorchFunctionMode):
         return done
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
@@ -241,11 +242,11 @@ class Outside(TorchFunctionMode):
                 "torch's operators, or call it in a unit"
             )
         writes = name.endswith("_") and not name.endswith("__") or name in _WRITES
-        given = args[:1] if writes else (kwargs or {}).get("out")
+        given = args[:1] if writes else kwargs.get("out")
         if given is not None:
             for x in tree.leaves(given):
                 self._hold(x)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _hold(self, x: Any) -> None:
         real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)

@@ -7,19 +7,20 @@ to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import called_by_user, is_internal, is_own_call
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.groups import plain
+from fsfunc.tracing.groups import Recorded, plain
+from fsfunc.tracing.operators import flat
 from fsfunc.tracing.runs import with_data
-from fsfunc.tracing.steadiness import said
+from fsfunc.tracing.steadiness import Outside, said
 
 _READS_NOTHING = {
     "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
@@ -38,18 +39,24 @@ class OwnValues:
         self._ids: set[int] = set()
         self._alive: list[Tensor] = []
 
-    def add(self, values: Any) -> None:
-        found = [x for x in tree.leaves(values) if isinstance(x, Tensor)]
+    def add(self, values: Iterable[Any]) -> None:
+        found = [x for x in values if isinstance(x, Tensor)]
         self._ids.update(map(id, found))
         self._alive.extend(found)
 
-    def has(self, x: Any) -> bool:
-        """True if ``x`` is one, or is nothing of the step, which sees fakes alone."""
-        real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
-        return id(x) in self._ids or real and not _torch.is_wrapped(x)
+    def meet(self, values: Iterable[Any]) -> bool:
+        """True if one is there, or what is nothing of the step, which sees fakes."""
+        for x in values:
+            if id(x) in self._ids:
+                return True
+            if type(x) is _torch.FakeTensor or not isinstance(x, Tensor):
+                continue
+            if not (isinstance(x, _torch.FakeTensor) or _torch.is_wrapped(x)):
+                return True
+        return False
 
 
-class Reads(TorchFunctionMode):
+class Reads(Outside):
     """Passes every function and its arguments to a `recorder.Recorder`."""
 
     def __init__(self, recorder: Any):
@@ -57,44 +64,43 @@ class Reads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        own = self._touched((args, kwargs) if kwargs else args)
-        if name == "__get__":  # of a tensor, most often its shape
+        name, library = getattr(func, "__name__", ""), is_own_call()
+        asks = name == "__get__"  # a tensor, most often for its shape
+        values = args if asks else flat((args, kwargs) if kwargs else args)
+        own = self._touched(values, library)
+        if asks:
             out = func(*args)
         else:
             if (words := said(func, args, kwargs)) is not None:
                 self.recorder.said.append(words)
             if name not in _READS_NOTHING:
-                self.recorder.read((args, kwargs or {}))
+                self.recorder.read(values, library)
             if func in _DERIVATIVES and not is_internal():
                 self.recorder.plain = False
-            out = func(*map(_plain_in, args), **_plain_in(kwargs or {}))
+            given = args, kwargs or {}
+            if [x for x in values if type(x) is Recorded]:
+                given = tree.map(plain, given, is_leaf=is_sharded)
+            out = super().__torch_function__(func, types, *given)
         if own:
-            self.recorder.own.add(out)
+            self.recorder.own.add(flat(out))
         return out
 
-    def _touched(self, args: tuple[Any, ...]) -> bool:
-        """Whether what a function makes of ``args`` may be a rank's own.
+    def _touched(self, values: Sequence[Any], library: bool) -> bool:
+        """Whether what a function makes of ``values`` may be a rank's own.
 
         Where it meets leaves or gradients, or a user calls it on them, there is
         something about types to look at.
+
+        Args:
+            library: whether it is the library that calls it.
         """
         recorder, f = self.recorder, frame()
         if not recorder.plain or f.path or f.in_loss:
             return False
-        one = len(args) == 1 and isinstance(args[0], Tensor)  # it asks of a tensor
-        leaves = args if one else tree.leaves(args, is_leaf=is_sharded)
-        own = any(map(recorder.own.has, leaves)) or not is_own_call()
-        if own and any(map(recorder.is_leaf, leaves)):
+        own = not library or recorder.own.meet(values)
+        if own and any(map(recorder.is_leaf, values)):
             recorder.plain = False
         return own
-
-
-def _plain_in(value: Any) -> Any:
-    """An argument of a torch function, its recorded leaves as tensors."""
-    if isinstance(value, (list, tuple, dict)) and value:
-        return tree.map(plain, value, is_leaf=is_sharded)
-    return plain(value)
 
 
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension", "stride")
@@ -112,7 +118,7 @@ _VALUES: dict[Any, str] = {
 _SHOWN = {Tensor.__repr__, Tensor.__format__}
 
 
-class Asked(TorchFunctionMode):
+class Asked(Outside):
     """Passes gradients by autograd, and reads of shapes and values, to a `Checker`.
 
     It also records the numbers that functions are given.
@@ -123,6 +129,7 @@ class Asked(TorchFunctionMode):
         self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if (words := said(func, args, kwargs)) is not None:
             self.checker.said.append(words)
         if name := _SHAPES.get(func):
@@ -131,19 +138,19 @@ class Asked(TorchFunctionMode):
                 asker = asker.f_back or asker
             if called_by_user(asker):
                 self.checker.measured(args[0], name)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func in _SHOWN or func in _VALUES:
-            return self._values(func, args, kwargs or {})
+            return self._values(func, args, kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
-            return self._backward(func, args, kwargs or {})
+            return self._backward(func, args, kwargs)
         self.checker.indexing = func is Tensor.__getitem__
         try:
-            out = func(*args, **(kwargs or {}))
+            out = super().__torch_function__(func, types, args, kwargs)
         finally:
             self.checker.indexing = False
         if func is torch.autograd.grad:
             given: dict[str, Any] = dict(zip(("outputs", "inputs"), args, strict=False))
-            given |= kwargs or {}
+            given |= kwargs
             inputs = given["inputs"]
             inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             of = [given["outputs"], given.get("grad_outputs")]

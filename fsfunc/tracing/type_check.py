@@ -225,6 +225,7 @@ class _Trial:
                 now,
                 fake=not self.real,
                 remembers=not self.forgets,
+                restores=False,
                 asked=self.asked,
                 # Ranks of one process share these, and none draws what another does.
                 seed=None if at.link.notes is None else at.rank,

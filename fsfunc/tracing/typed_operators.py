@@ -167,12 +167,13 @@ class Operators(OperatorMode):
         numbers: range,
     ) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
-        inputs = {_torch.storage_key(x) for x in tensors}
+        inputs = set(map(_torch.storage_key, tensors))
+        lies_in = [_torch.storage_key(y) in inputs for y in made]
         node, trusted = _torch.current_node(), _trusted()
         by_user = node is None and not trusted
         if node is not None and self.nodes.in_a_body(node, numbers):
-            for y in made:
-                if _torch.storage_key(y) not in inputs:
+            for y, within in zip(made, lies_in, strict=True):
+                if not within:
                     self.known.give(y, self.own, "a unit's derivative")
             return
         origin = self._origin(op, node, numbers, trusted)
@@ -180,11 +181,13 @@ class Operators(OperatorMode):
             return  # each rank's loss counts once
         for x in tensors:
             self.used(x)
+        view = not writes and all(lies_in)
+        if view and not (by_user or op.picks):
+            return
         read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
         sources = [self.known.of(x) for x in tensors]
         known = sources[-len(read) :] if read else []
         operands = list(map(operand, read, known))
-        view = not writes and all(_torch.storage_key(y) in inputs for y in made)
         if by_user:
             self._placed(op, tensors, sources, made, view)
             # Of a slice that is all there is, torch makes an alias.
@@ -198,22 +201,26 @@ class Operators(OperatorMode):
             return
         if op.random and not any(isinstance(x, torch.Generator) for x in given):
             kind = self.own  # the ranks' default generators are their own
-        digest = None
+        digest, line = None, source_line() if node or not origin else origin.where
         if by_user and kind is not Kind.V:
-            kind, digest = self._event(op, given, tensors, sources, kind)
-        numbers_alone = all(x.number for x in operands)
+            kind, digest = self._event(op, given, tensors, sources, kind, line)
+        numbers_alone = all([x.number for x in operands])
+        facts = list(zip(tensors, sources, strict=True))
         seen = seen_of(
-            self.known, op, kind, given, sources, made[0], digest,
+            self.known, op, kind, given, facts, made[0], digest, line,
             uniform=op.elementwise and numbers_alone, rows=op.elementwise or trusted,
         )  # fmt: skip
-        for i, y in enumerate(made):
-            one = (
-                seen._replace(value=hash((seen.value, i))) if seen.value and i else seen
-            )
-            if _torch.storage_key(y) in inputs:
-                self.known.write(y, one)
+        self._put(made, lies_in, seen)
+
+    def _put(self, made: Sequence[Tensor], lies_in: Sequence[bool], seen: Seen) -> None:
+        """Notes facts about results; ``lies_in``: which lie in an operand's memory."""
+        for i, (y, within) in enumerate(zip(made, lies_in, strict=True)):
+            if i and seen.value:
+                seen = seen._replace(value=hash((seen.value, i)))
+            if within:
+                self.known.write(y, seen)
             else:
-                self.known.put(y, one)
+                self.known.put(y, seen)
 
     def _origin(
         self, op: OperatorClass, node: Any, numbers: range, trusted: bool
@@ -291,6 +298,7 @@ class Operators(OperatorMode):
         tensors: Sequence[Tensor],
         seen: Sequence[Seen],
         kind: Kind,
+        line: str,
     ) -> tuple[Kind, Any]:
         """Notes what the ranks must agree on; what they do not is each rank's own."""
         if op.name in COPIES:  # a rank may make more of them
@@ -306,7 +314,7 @@ class Operators(OperatorMode):
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
-        if self._alike(op.name, constants):
+        if self._alike(op.name, constants, line):
             return kind, None
         if kind in PARTS:
             part = next(x for x in seen if x.kind in PARTS)
@@ -315,9 +323,9 @@ class Operators(OperatorMode):
             raise refusal("own", op.name, [part, own], None)
         return Kind.V, None
 
-    def _alike(self, name: str, constants: tuple[Any, ...]) -> bool:
+    def _alike(self, name: str, constants: tuple[Any, ...], line: str) -> bool:
         """Records an event; returns if it is equal on all ranks, as far as is known."""
-        self.events.append(SharedOp(name, constants, source_line()))
+        self.events.append(SharedOp(name, constants, line))
         return len(self.events) - 1 not in self.varying
 
     def agreed(self, what: str, said: str, lines: Lines) -> None:
@@ -326,10 +334,10 @@ class Operators(OperatorMode):
         Raises:
             LawError: it is not.
         """
-        if not self._alike(what, tuple(lines)):
+        if not self._alike(what, tuple(lines), where := source_line()):
             raise LawError(
                 f"{what} is not the same on every rank, and what it is applied to is "
-                f"one value: at {source_line()} it is {said} here"
+                f"one value: at {where} it is {said} here"
             )
 
 
