@@ -98,7 +98,7 @@ class ShardRuntime:
         self.passes.add(micro)
         self.gathers.drop(self.gathers.recent)
         self.gathers.recent, self.calls, self.count = [], {}, {}
-        if self.zero == 3:  # to save memory, at the cost of some page faults
+        if self.zero:  # to save memory, at the cost of some page faults
             self.pool.trim(2)
             self.groups.where.link.trim()
 
