@@ -73,6 +73,7 @@ from fsfunc._torch.graph import (
     reaches_leaves,
     saved_tensors,
     saved_tensors_hooked,
+    saves_plainly,
     saving_function,
     seeds_a_backward,
     sequence_number,

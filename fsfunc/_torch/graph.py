@@ -127,6 +127,12 @@ def saved_tensors_hooked() -> bool:
     return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def saves_plainly() -> bool:
+    """True if autograd saves values as they are here, and might be told otherwise."""
+    graph: Any = torch._C._autograd  # type: ignore[attr-defined]
+    return graph._saved_tensors_hooks_is_enabled() and not saved_tensors_hooked()
+
+
 class _Looking(threading.local):
     """``on`` while saved tensors are only looked at, and any will do."""
 

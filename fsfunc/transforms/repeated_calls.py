@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, run_as
 from fsfunc.core.units import Call
@@ -84,6 +84,13 @@ class RepeatedCall:
 
     def first(self, tensors: Sequence[Tensor], thread: Any) -> tuple[list[Any], Any]:
         """The first run: as without ``remat``, so that torch takes the same kernels."""
+        tail = None if self.tails is None else self.tails.get(self.key)
+        if tail is not None and not tail.inner and self.tape is None:
+            if _torch.saves_plainly():
+                found = self._unsaved(tensors, thread)
+                if found is not None:
+                    return found
+                self.tails[self.key] = tail._replace(inner=True)  # type: ignore[index]
         notes = None
         if self.tails is not None and self.key not in self.tails:
             notes = TailNotes()
@@ -96,6 +103,38 @@ class RepeatedCall:
         if notes is not None and notes.count and self.tails is not None:
             self.tails[self.key] = notes.tail(found)
         return found, spec
+
+    def _unsaved(self, tensors: Sequence[Tensor], thread: Any) -> Any:
+        """The first run, with nothing saved; None where something was asked for.
+
+        What is saved would be freed with the run's graph, when the call is over. Freed
+        as soon as nobody reads it, its memory is in the processor's caches still when
+        the next operator takes it.
+
+        Raises:
+            RuntimeError: something was asked for after units within had run.
+        """
+        missed = []
+
+        def miss(nothing: None) -> Tensor:
+            missed.append(True)
+            raise RuntimeError("this value was not saved")
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: None, miss)
+        try:
+            with hooks, run_as(Running(thread, forgotten=True)):
+                found = self(tensors)
+        except Exception:
+            if not missed:
+                raise
+            found = None
+        if missed:
+            if thread is not None and thread.token is not thread.start:
+                raise RuntimeError(_MISSED)
+            if self.states:
+                set_generators(self.states)
+            return None
+        return found
 
     def again(
         self, tensors: Sequence[Tensor], kept: Sequence[Tensor], thread: Any
@@ -113,7 +152,7 @@ class RepeatedCall:
             except Exception:
                 if not skipping.has_skipped:
                     raise
-            self.tails[self.key] = NO_TAIL
+            self.tails[self.key] = tail._replace(ops=())
         return self._again(tensors, kept, Running(thread, recompute=True))
 
     def _again(
@@ -135,6 +174,13 @@ class RepeatedCall:
                 stack.enter_context(self.tape.replay(kept))
             stack.enter_context(internal())
             return self(tensors)[0]
+
+
+_MISSED = (
+    "a unit under remat computes gradients itself, of units that it calls, and did not "
+    "when it was first called with arguments of these shapes: make what differs a part "
+    "of its arguments' structure, or two units of it"
+)
 
 
 class Output:

@@ -45,10 +45,14 @@ class TailOp(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The number of a unit call's first operator in its tail; and the tail, if any."""
+    """The number of a unit call's first operator in its tail; and the tail, if any.
+
+    ``inner``: whether the call computes gradients itself, which read what it saves.
+    """
 
     start: int
     ops: tuple[TailOp, ...]
+    inner: bool = False
 
 
 NO_TAIL = Tail(0, ())
@@ -130,7 +134,7 @@ class TailNotes(_Numbering):
 
     def __init__(self) -> None:
         super().__init__()
-        self.start = 0
+        self.start, self.inner = 0, False
         self.begun = _torch.next_sequence_number()
         # With the number that the next node of autograd's graph will have.
         self.ops: list[tuple[int, TailOp]] = []
@@ -142,6 +146,7 @@ class TailNotes(_Numbering):
 
     def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         at = _torch.next_sequence_number()
+        self.inner = self.inner or _torch.current_node() is not None
         out = func(*args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         # Without gradients runs a function of somebody's, which may read anything.
@@ -166,7 +171,7 @@ class TailNotes(_Numbering):
             first = max(first, self.made.facts.get(_torch.storage_key(x), -1) + 1)
         ops = tuple(op for _, op in self.ops[first:])
         works = any(op.outs is not None for op in ops) and self.is_unheld(outs, first)
-        return Tail(self.start + first, ops) if works else NO_TAIL
+        return Tail(self.start + first, ops if works else (), self.inner)
 
 
 class TailSkipped(Exception):

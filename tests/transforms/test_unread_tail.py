@@ -6,6 +6,7 @@ What is not computed is NaN here, so that whoever reads it is found out.
 import copy
 import ctypes
 import pickle
+import weakref
 from array import array
 
 import numpy as np
@@ -401,3 +402,52 @@ def test_functions_that_are_compiled_inside_a_unit_stay_so():
         same(differentiated(loss, wrap=ff.remat), want)
         assert len(ran) == 2 * count, "a recompute ran what was compiled plainly"
     torch._dynamo.reset()
+
+
+def test_a_first_run_holds_nothing_that_its_backward_would_read():
+    held = []
+
+    @ff.unit
+    def f(p, x):
+        y = (x * p).exp()
+        at = weakref.ref(y)
+        z = y.sin()
+        del y
+        held.append(at() is not None)
+        return z.sum()
+
+    step = ff.remat(ff.value_and_grad(f))
+    for _ in range(2):
+        step(torch.ones(3), torch.ones(3))
+    # Each step runs it twice; the very first run is noted.
+    assert held == [True, True, False, True]
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_unit_may_compute_gradients_itself_at_its_second_call(caught):
+    inner = []
+
+    @ff.unit
+    def f(p, x):
+        y = (x * p).exp() + torch.randn(3)
+        if not inner:
+            return y.sum()
+        try:
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        except RuntimeError:
+            if not caught:
+                raise
+            g = torch.zeros(3)
+        return (y * g).sum()
+
+    def loss(p, x):
+        return f(p, x.detach().requires_grad_())
+
+    x, p = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 0.5, 0.2])
+    for now in ([], [1], [1]):
+        inner[:] = now
+        found = []
+        for step in (ff.value_and_grad(loss), ff.remat(ff.value_and_grad(loss))):
+            torch.manual_seed(0)
+            found.append(step(p, x))
+        same(found[1], found[0])
