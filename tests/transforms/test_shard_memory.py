@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc import _torch
+from fsfunc.runtime.memory import pool_of
 from fsfunc.transforms.gathers import Gathers
 from fsfunc.transforms.gradient_sums import GradientSums
 from tests.checks import on_ranks, simulated
@@ -83,3 +85,22 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
     params = ff.tree.map(torch.clone, params)
     on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
     assert max(peak) <= 4 * SIZE, max(peak) / SIZE
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_forward_keeps_two_free_buffers(zero):
+    """What reductions took is no part of the peak, where activations are most."""
+    loss, params = deep(10)
+    kept = []
+
+    def noted(p, x):
+        if not ff.recording() and ff.axis_index("data") == 0:
+            pool = pool_of(MESH, 0)
+            kept.append(sum(_torch.uses_of(s._cdata) == 1 for s in pool.storages))
+        return loss(p, x)
+
+    step = ff.shard(ff.value_and_grad(noted), MESH, "data", zero=zero)
+    params = ff.tree.map(torch.clone, params)
+    on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
+    assert len(kept) == 3
+    assert max(kept) <= 2
