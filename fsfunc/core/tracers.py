@@ -134,9 +134,9 @@ class FirstCalls:
             at: the rank; ``axes``: those over which the loss is a mean.
         """
 
-    def note_own(self, paths: Iterable[str]) -> None:
-        """Adds to ``own_paths``."""
-        self.own_paths = (self.own_paths or set()).union(paths)
+    def note(self, own_paths: Iterable[str], draws: bool) -> None:
+        """Adds to ``own_paths``; ``draws``: if the default generators are drawn of."""
+        self.own_paths = (self.own_paths or set()).union(own_paths)
 
     def check_returned(self, out: Any) -> None:
         """Raises if a real call returns a tensor of the run that checked it."""
@@ -146,13 +146,33 @@ class FirstCalls:
     ) -> None:
         """Raises where ranks differentiate unequal values of a replicated leaf."""
 
-    def compare_state(
-        self, f: Any, handlers: Any, args: tuple[Any, ...], out: Any, at: Here
-    ) -> None:
-        """Raises where a first step makes ranks differ along axes that nothing names.
+    def laid_out(self, rank: int, updates: bool, together: Any) -> None:
+        """Called when a state is laid out for the function.
 
         Args:
-            f: the step; ``handlers``: the transforms around it.
+            updates: whether the function returns a new state.
+            together: the axes whose ranks are given one batch, and why.
+        """
+
+    def begins(self, batch: Any, found: Any) -> int:
+        """The number of a call whose state is compared; 0 if it is not.
+
+        Raises where ranks that must be given one ``batch`` are not.
+
+        Args:
+            found: the frame that it will run in.
+        """
+        return 0
+
+    def compare_state(
+        self, f: Any, found: Any, given: Any, out: Any, call: int
+    ) -> None:
+        """Raises where ranks return unequal values of what is one value in a state.
+
+        Args:
+            f: the step; ``found``: the frame that it ran in; ``call``: its number, or 0
+                where nothing is compared.
+            given: the structure of the state it was given; ``out``: what it returned.
         """
 
     def knows(self, rank: int, key: Any = None) -> bool:

@@ -15,7 +15,6 @@ from fsfunc.comm.comparison import (
     RanksDiffer,
     Section,
     compare,
-    has_values,
     unlike,
     whole_values,
 )
@@ -25,6 +24,12 @@ from fsfunc.comm.mesh import Here, here
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
+from fsfunc.tracing.replicas import (
+    SPLIT,
+    STAGES,
+    Together,
+    compare_batches,
+)
 from fsfunc.transforms.sharded_calls import Sharding
 
 _TITLE = "ranks lay out a state, and not all alike"
@@ -146,63 +151,29 @@ def compare_programs(
     lines += [*said(), *recorder.lines()]
     compare([unlike_steps(lines), values()], where)
     agreement.compared = True
-    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
+    shardings = [h for h in handlers if isinstance(h, Sharding)]
+    if shardings:
         agreement.among = group(shardings[0].axes, at)
-        for h in shardings:
-            h.returned.discard(at.rank)  # a new state is compared anew
-    if same := {axis for h in handlers for axis in h.same_batch}:
-        compare_batches(rest, _along(same, at), STAGES)
-    known = over.union(recorder.axes, *(getattr(h, "axes", ()) for h in transforms))
-    if recorder.updates and (
-        apart := {a for a, n in at.mesh.axes.items() if n > 1} - known
-    ):
-        compare_batches(rest, _along(apart, at), "")
-    means = {axis for h in transforms for axis in getattr(h, "axes", ())}
-    if split := over - means:
-        compare_batches(rest, _along(split, at), SPLIT)
+    together = _together(recorder, handlers, transforms, at, over)
+    for axes, because in together:
+        compare_batches(rest, group(axes, at), because)
+    for h in shardings:
+        h.first_calls.laid_out(at.rank, recorder.updates, together)
     for h in handlers:
         h.ran(at)
 
 
-def _along(axes: set[str], at: Here) -> RankGroup:
-    return group(tuple(a for a in at.mesh.axes if a in axes), at)
-
-
-SPLIT, STAGES = "parameters are split over it", "stages lie along it"
-
-
-def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
-    """Raises if ranks that must be given one batch are given different ones.
-
-    Args:
-        because: the reason why they compute one batch together; "" along axes over
-            which nothing is summed, whose ranks would train apart.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
-    found = whole_values(paths, leaves, where.link.notes)
-    others = [
-        (repr(p), str(kind_of(x)))
-        for p, x in zip(paths, leaves, strict=True)
-        if isinstance(x, Tensor) and not has_values(x)
-    ]
-    names = " and ".join(map(repr, where.axis))
-    title = f"the ranks along {names} are given unlike batches, and " + (
-        f"{because}: together they compute one batch"
-        if because
-        else f"nothing in the step sums over {names}: their parameters would differ"
-    )
-    advice = (
-        f"Give the ranks along {names} one batch, ff.local_batch(batch, mesh, axes) of "
-        "the other axes"
-    )
-    if because != STAGES:
-        advice += f"; or shard over {names} too"
-    if not because:
-        advice += (
-            f", or replicate={where.axis[0]!r}; or, if they are to train apart, make "
-            "each a program of its own"
-        )
-    compare([Section(title, [*found.lines, *others], advice)], where)
+def _together(
+    recorder: Recorder, handlers: Any, transforms: Any, at: Here, over: set[str]
+) -> Together:
+    """The axes whose ranks are given one batch, and why (see `compare_batches`)."""
+    means = {axis for h in transforms for axis in getattr(h, "axes", ())}
+    apart = {*at.mesh.axes} - over - recorder.axes - means if recorder.updates else ()
+    same = {axis for h in handlers for axis in h.same_batch}
+    each = ((same, STAGES), (apart, ""), (over - means, SPLIT))
+    found = [(tuple(a for a in at.mesh.axes if a in axes), why) for axes, why in each]
+    size = at.mesh.axis_size
+    return tuple((axes, why) for axes, why in found if axes and size(axes) > 1)
 
 
 def kind_of(x: Any) -> Any:

@@ -20,9 +20,7 @@ from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
 from fsfunc.state.agreeing import (
-    SPLIT,
     Agreement,
-    compare_batches,
     compare_programs,
     compared,
     kind_of,
@@ -35,6 +33,7 @@ from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
+from fsfunc.tracing.replicas import SPLIT, compare_batches
 from fsfunc.tracing.steadiness import Steadiness, Unsteady
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
@@ -180,7 +179,8 @@ def lay_out(
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     lay_leaves(placed, own)
     if sharding is not None and not isinstance(source, Shapes):
-        _check_types(sharding, fn, recorder, (placed, *rest), at, agreement)
+        split = bool(over.difference(sharding.axes))
+        _check_types(sharding, fn, recorder, (placed, *rest), at, agreement, split)
     recorder.steadiness.check()
     return placed
 
@@ -253,15 +253,18 @@ def _check_types(
     args: Any,
     at: Here,
     agreement: Agreement,
+    split: bool,
 ) -> None:
     """Runs the type check, if the step needs it.
 
+    It does where leaves are ``split`` over other axes too, whose ranks draw alike.
     Errors of the step itself are left to its first call, as the state may still change.
     """
     own = holds_own(args) is not None
-    if recorder.plain and recorder.handlers and not own:  # on batches of any shape
+    plain = recorder.plain and not (own or split)
+    if plain and recorder.handlers:  # on batches of any shape
         sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
-        sharding.first_calls.note_own(recorder.own_paths)
+        sharding.first_calls.note(recorder.own_paths, False)
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
             try:
@@ -275,7 +278,7 @@ def _check_types(
                 return
             recorder.steadiness.checked(seen.said)
             sharding.first_calls.learn(at.rank, seen.calls)
-            sharding.first_calls.note_own(seen.own_paths)
+            sharding.first_calls.note(seen.own_paths, seen.draws)
 
 
 def _recorded(

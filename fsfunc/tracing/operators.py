@@ -163,6 +163,23 @@ def _reduces(operator: Any) -> bool:
     return any(a.name == "reduction" for a in operator._schema.arguments)
 
 
+def draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    """True if a call draws of a default generator: not of a dropout of 0.
+
+    >>> x = torch.ones(2)
+    >>> draws(torch.ops.aten.bernoulli.default, (x,), {})
+    True
+    >>> draws(torch.ops.aten.native_dropout.default, (x, 0.0, True), {})
+    False
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    said = _torch.arguments_of(operator, args, kwargs)
+    chance = [said[name] for name in ("p", "dropout_p") if name in said]
+    given = said.get("generator") is not None
+    return not given and all(p != 0 for p in chance)
+
+
 # Arguments and results
 
 

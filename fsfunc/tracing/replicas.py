@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from fsfunc import tree
-from fsfunc.comm.comparison import Section, compare, whole_values
+from fsfunc import _torch, tree
+from fsfunc.comm.comparison import Section, compare, has_values, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
+from fsfunc.core.frames import Frame
+from fsfunc.runtime.generators import generator_states
+from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
+
+Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
 
 
 def compare_whole(
@@ -48,55 +54,175 @@ def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) ->
     return tuple(a for a, n in at.mesh.axes.items() if n > 1 and a not in named)
 
 
-def compare_replicas(
-    args: tuple[Any, ...], out: Any, axes: tuple[str, ...], at: Here
-) -> None:
-    """Raises on every rank if ranks along ``axes`` return different states.
+SPLIT, STAGES = "parameters are split over it", "stages lie along it"
 
-    Whatever made them differ (seeds, ``axis_index``, batches) shows in the state that a
-    first step returns, whose leaves must be equal along these axes.
+
+def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
+    """Raises if ranks that must be given one batch are given different ones.
 
     Args:
-        args: the arguments of the call, of which the first is the state.
-        out: what it returned, first the new state; leaves without layouts may differ,
-            and so may everything else (a loss and its gradients).
-
-    Raises:
-        RanksDiffer: names the leaves, the ranks, and the ways out.
-
-    Cost: each leaf is read once; one gather of 16 bytes over processes.
+        because: the reason why they compute one batch together; "" along axes over
+            which nothing is summed, whose ranks would train apart.
     """
-    if not (axes and at.link.moves and at.link.level is None and _is_state(args, out)):
-        return
-    paths, leaves, _ = tree.flatten_with_paths(out[0], is_leaf=is_sharded)
-    one = {
-        path: x.local if is_sharded(x) else x
-        for path, x in zip(paths, leaves, strict=True)
-        if is_sharded(x) or laid_as(x) == WHOLE
-    }
-    if not one:
-        return
-    where = group(axes, at)
-    names = " and ".join(map(repr, axes))
-    values = whole_values([*one], [*one.values()], where.link.notes)
-    title = (
-        f"the ranks along {names} come to unlike states by their first step, and "
-        f"nothing in it brings them together: no transform and no layout names {names}"
+    paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
+    found = whole_values(paths, leaves, where.link.notes)
+    others = [
+        (repr(p), describe(x.shape, x.dtype))
+        for p, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor) and not has_values(x)
+    ]
+    names = " and ".join(map(repr, where.axis))
+    title = f"the ranks along {names} are given unlike batches, and " + (
+        f"{because}: together they compute one batch"
+        if because
+        else f"nothing in the step sums over {names}: their parameters would differ"
     )
     advice = (
-        f"Give the ranks along {names} one batch and one seed (torch.manual_seed), let "
-        "nothing that trains depend on ff.axis_index of it; or shard over it too, or "
-        f"replicate={axes[0]!r}; or, if they are to train apart, make each of them a "
-        "program by itself"
+        f"Give the ranks along {names} one batch, ff.local_batch(batch, mesh, axes) of "
+        "the other axes"
+    )
+    if because != STAGES:
+        advice += f"; or shard over {names} too"
+    if not because:
+        advice += (
+            f", or replicate={where.axis[0]!r}; or, if they are to train apart, make "
+            "each a program of its own"
+        )
+    compare([Section(title, [*found.lines, *others], advice)], where)
+
+
+class Replicas:
+    """Comparison of the batches and states of ranks that must have the same.
+
+    They are compared in the first call and, along axes over which nothing is averaged,
+    in calls 2, 4, 8 and so on: ranks that part later are told in twice the time.
+
+    Attributes:
+        updates: whether the function returns a state, where that is all it returns.
+        draws: whether the function draws of torch's default generators.
+        together: the axes whose ranks are given one batch, as they were laid out for.
+        calls: the number of calls, by rank, since the state was laid out.
+    """
+
+    def __init__(self) -> None:
+        self.updates, self.draws, self.together = False, False, ()
+        self.calls: dict[int, int] = {}
+
+    def laid_out(self, rank: int, updates: bool, together: Together) -> None:
+        self.updates, self.together = updates, tuple(together)
+        self.calls.pop(rank, None)  # a new state is compared anew
+
+    def begin(self, batch: Any, at: Here) -> int:
+        """Compares the batch of a call if it is due: gives its number then, else 0."""
+        if not at.link.moves or at.link.level is not None or _torch.fake_active():
+            return 0
+        n = self.calls[at.rank] = self.calls.get(at.rank, 0) + 1
+        if n & (n - 1) or _torch.functorch_active():
+            return 0
+        for axes, because in self.together:
+            compare_batches(batch, group(axes, at), because)
+            if self.draws and because == SPLIT:
+                _compare_generators(group(axes, at))
+        return n
+
+    def end(self, f: Any, found: Frame, given: Any, out: Any, n: int) -> None:
+        """Compares the state that call ``n`` returned.
+
+        Args:
+            f: the function; ``found``: the frame that it ran in.
+            given: the structure of its first argument; ``out``: what it returned.
+
+        Raises:
+            RanksDiffer: names the leaves, the ranks, and the ways out.
+
+        Cost: each leaf compared is read once; a gather of 16 bytes a set of axes over
+        processes.
+        """
+        at, (leaves, structure) = found.at, tree.flatten(out, is_leaf=is_sharded)
+        pair = issubclass(structure.type or int, tuple) and structure.num_children > 0
+        first = structure.child(0) if pair else None
+        if at is None or not (first == given or self.updates and structure == given):
+            return
+        leaves = leaves[: given.num_leaves]
+        means = {a for a in at.mean if at.mesh.axes[a] > 1}
+        apart = {a for a, size in at.mesh.axes.items() if size > 1} - means
+        if apart:
+            apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
+        for over in (apart, means) if n == 1 else (apart,):
+            for axes, values in _one_value(leaves, given, over, at):
+                _compare_state(axes, over is apart, values, group(axes, at))
+
+
+def _compare_generators(where: RankGroup) -> None:
+    """Raises where the default generators of ranks that compute one batch differ."""
+    found = {g.device.type: state for g, state in generator_states()}
+    values = whole_values([*found], [*found.values()], where.link.notes)
+    names = " and ".join(map(repr, where.axis))
+    title = (
+        f"the ranks along {names} draw apart, as the default generators stand, and "
+        f"{SPLIT}: what they draw is one value"
+    )
+    advice = (
+        f"Seed the ranks along {names} alike, torch.manual_seed(seed); what each is to "
+        f"draw of its own it draws within ff.nn.own_draws({where.axis[0]!r})"
     )
     compare([Section(title, values.lines, advice)], where)
 
 
-def _is_state(args: tuple[Any, ...], out: Any) -> bool:
-    """Whether the first of what was returned has the structure of the state given."""
-    if not (args and isinstance(out, tuple) and out):
-        return False
-    given, returned = (
-        tree.flatten(x, is_leaf=is_sharded)[1] for x in (args[0], out[0])
-    )
-    return given == returned
+def _one_value(
+    leaves: Sequence[Any], structure: Any, over: set[str], at: Here
+) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    """By the axes among ``over`` along which they are one value: leaves, by path.
+
+    A leaf that is not laid out may differ, or is each rank's own.
+    """
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    axes = tuple(a for a in at.mesh.axes if a in over)
+    for i, x in enumerate(leaves if axes else ()):
+        along = axes
+        if is_sharded(x):
+            cut = x.layout.axes
+            along = tuple(a for a in axes if a not in cut)
+            x = x.local if along else None
+        elif isinstance(x, Tensor) and laid_as(x) != WHOLE:
+            continue
+        if along:
+            found.setdefault(along, {})[_paths(structure)[i]] = x
+    return [*found.items()]
+
+
+@lru_cache(64)
+def _paths(structure: Any) -> list[str]:
+    return tree.paths(tree.unflatten(structure, range(structure.num_leaves)))
+
+
+def _compare_state(
+    axes: tuple[str, ...], apart: bool, leaves: dict[str, Any], where: RankGroup
+) -> None:
+    """Compares leaves that are one value along ``axes``.
+
+    Args:
+        apart: whether no transform and no layout names these.
+    """
+    names = " and ".join(map(repr, axes))
+    values = whole_values([*leaves], [*leaves.values()], where.link.notes)
+    what = f"the ranks along {names} come to unlike states"
+    if apart:
+        title = (
+            f"{what}, and nothing in a step brings them together: no transform and no "
+            f"layout names {names}"
+        )
+        advice = (
+            f"Give the ranks along {names} one batch and one seed (torch.manual_seed), "
+            "let nothing that trains depend on ff.axis_index of it; or shard over it "
+            f"too, or replicate={axes[0]!r}; or, if they are to train apart, make each "
+            "of them a program by itself"
+        )
+    else:
+        title = f"{what}, of leaves that are one value on all of them"
+        advice = (
+            "What is made of a rank's own (its data, its place, its clock, numbers of "
+            "its own generators) goes into the state by ff.pmean; or lay the leaf out "
+            f"as each rank's own, by layouts={{path: ff.Own({axes[0]!r})}}"
+        )
+    compare([Section(title, values.lines, advice)], where)

@@ -15,13 +15,13 @@ from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import Frame, frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
-from fsfunc.tracing.replicas import compare_replicas, compare_whole, unnamed_axes
+from fsfunc.tracing.replicas import Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
@@ -87,6 +87,8 @@ def check(
         trial.run(at, varying=varying)
     trial.other_ways(at, found)
     found.own_paths |= trial.own_paths
+    if known is not None:  # all ranks of one process take one for granted
+        found.draws = known.draws
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found
@@ -114,10 +116,14 @@ def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[in
 class TypeCheck(FirstCalls):
     """Checks the types of a sharded function's calls, the first time of their kind."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas = Replicas()
+
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         again = not self.knows(at.rank)
         seen = check(call, args, keywords, at, axes, again=again)
-        self.note_own(seen.own_paths)
+        self.note(seen.own_paths, seen.draws)
 
     def check_returned(self, out: Any) -> None:
         check_data(out)
@@ -125,11 +131,23 @@ class TypeCheck(FirstCalls):
     def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
         compare_whole(chosen, is_whole, where)
 
+    def note(self, own_paths: Any, draws: bool) -> None:
+        super().note(own_paths, draws)
+        self.replicas.draws |= draws
+
+    def laid_out(self, rank: int, updates: bool, together: Any) -> None:
+        self.replicas.laid_out(rank, updates, together)
+
+    def begins(self, batch: Any, found: Frame) -> int:
+        if found.tracer is not None or found.at is None:
+            return 0
+        return self.replicas.begin(batch, found.at)
+
     def compare_state(
-        self, f: Any, handlers: Any, args: Any, out: Any, at: Here
+        self, f: Any, found: Frame, given: Any, out: Any, call: int
     ) -> None:
-        leaves = tree.leaves(args[:1], is_leaf=is_sharded)
-        compare_replicas(args, out, unnamed_axes(f, handlers, leaves, at), at)
+        if call and given is not None:
+            self.replicas.end(f, found, given, out, call)
 
 
 class _Trial:

@@ -27,6 +27,7 @@ from fsfunc.tracing.operators import (
     OperatorClass,
     OperatorMode,
     class_of_call,
+    draws,
     flat,
     names_dims,
     number,
@@ -62,7 +63,8 @@ class Operators(OperatorMode):
         stand_ins: what they get who ask for values.
         varying: which events had constants that differ from rank to rank.
 
-    ``events`` are what the ranks must agree on; ``known`` what is known of tensors;
+    ``events`` are what the ranks must agree on; ``draws`` whether torch's default
+    generators are drawn of, in units too; ``known`` what is known of tensors;
     ``given`` the memory that the bodies of units which run were given; ``captured`` of
     what the tensors are made that the outermost of them reads beside.
     """
@@ -80,6 +82,7 @@ class Operators(OperatorMode):
         self.events: list[SharedOp] = []
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
+        self.draws = False
         self.captured: list[Provenance] = []
         self.indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
@@ -94,6 +97,7 @@ class Operators(OperatorMode):
         out = result_below(func, args, kwargs)
         if self._paused:
             return out
+        self.draws = self.draws or draws(func, args, kwargs)
         if path := frame().path:  # there all is the rank's own, whatever it does
             self._captured(path[0], args, kwargs)
             return out

@@ -65,7 +65,6 @@ class Sharding(Interpretation):
         self.min_bytes = options.min_bytes
         self.compared_whole: frozenset[Any] = frozenset()
         self.new = True  # until a real call has returned
-        self.returned: set[int] = set()  # the ranks whose first state was compared
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
     @property
@@ -94,6 +93,7 @@ class Sharding(Interpretation):
             if found.tracer is None and enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
+            call = self.first_calls.begins((args[1:], keywords), found)
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.gathers.close()
@@ -108,17 +108,9 @@ class Sharding(Interpretation):
             out = tree.unflatten(outdef, made) if again else out
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
-            if at.rank not in self.returned and found.tracer is None:
-                self._compare_first(f, found, args, out, at)
+            given = treedef.child(0).child(0) if args else None
+            self.first_calls.compare_state(f, found, given, out, call)
             return out
-
-    def _compare_first(
-        self, f: Any, found: Frame, args: tuple[Any, ...], out: Any, at: Here
-    ) -> None:
-        """Compares the first state that a real call returns, along unnamed axes."""
-        if not (_torch.functorch_active() or _torch.fake_active()):
-            self.returned.add(at.rank)
-            self.first_calls.compare_state(f, found.handlers, args, out, at)
 
     def entered(
         self,

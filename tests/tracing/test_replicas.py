@@ -1,0 +1,127 @@
+"""Ranks that must have the same batches, seeds and states compare them in training."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.comm.comparison import RanksDiffer
+from tests.checks import simulated
+from tests.models import chain, floats, layers, train_step
+
+NODES, MODEL = simulated(node=2, data=2), simulated(data=2, model=2)
+OPTIMIZER, BATCH = ff.sgd(0.1), floats(4, 4)
+SPLITS = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+
+
+@ff.unit
+def split(p, x):
+    y = ff.nn.row_linear(torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"])
+    return torch.nn.functional.dropout(y, 0.5, p["drops"])
+
+
+def split_params(drops=False):
+    return {"up": floats(8, 4), "down": floats(4, 8, seed=1), "drops": drops}
+
+
+def split_loss(p, x):
+    return split(p, x).square().mean()
+
+
+def trained(step, params, mesh, given, layouts=None, calls=8, seed=lambda: 0):
+    """The state of each rank after some calls of ``given(i)``."""
+
+    def main():
+        sharded, mine = ff.shard(step, mesh, "data"), given(0)
+        state = ff.init_state(sharded, params, OPTIMIZER, mine, layouts=layouts)
+        torch.manual_seed(seed())
+        for i in range(1, calls + 1):
+            out = sharded(state, given(i))
+            state = out[0] if isinstance(out, tuple) else out
+        return ff.unshard(state.params)
+
+    return ff.spmd(main, mesh)()
+
+
+def bare(state, batch):
+    return train_step(chain(), OPTIMIZER)(state, batch)[0]
+
+
+STEPS = {
+    "along an axis that nothing names": (NODES, "node", layers(), None, chain()),
+    "along an axis of split parameters": (
+        *(MODEL, "model", split_params(), SPLITS, split_loss),
+    ),
+}
+
+
+@pytest.mark.parametrize("late", [1, 4])
+@pytest.mark.parametrize("name", STEPS)
+def test_batches_that_differ_later_are_told(name, late):
+    mesh, axis, params, layouts, loss = STEPS[name]
+
+    def given(i):
+        apart = mesh.coordinate(axis) if i >= late else 0
+        return ff.local_batch(BATCH, mesh, "data") + apart
+
+    step = train_step(loss, OPTIMIZER)
+    with pytest.raises(RanksDiffer, match=f"along '{axis}' are given unlike batches"):
+        trained(step, params, mesh, given, layouts)
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_state_that_is_all_a_step_returns_is_compared(calls):
+    def given(i):
+        return ff.local_batch(BATCH, NODES, "data")
+
+    first, *others = trained(bare, layers(), NODES, given)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+    def drifts(state, batch):
+        apart = (1 + NODES.rank // 2) if not ff.recording() else 1
+        state = bare(state, batch)
+        if state.step < calls:
+            return state
+        params = ff.tree.map(lambda x: x * apart, state.params)
+        return state.replace(params=params)
+
+    with pytest.raises(RanksDiffer, match="along 'node' come to unlike states"):
+        trained(drifts, layers(), NODES, given)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_said_to_be_one_value_and_is_not_is_told(zero):
+    mesh = simulated(2)
+
+    def step(state, batch):
+        mean = ff.assume(batch.mean(), "data", "I")
+        return state.replace(extra={"mean": mean}), {}
+
+    def main():
+        sharded, mine = (
+            ff.shard(step, mesh, "data"),
+            ff.local_batch(BATCH, mesh, "data"),
+        )
+        state = ff.TrainState(layers(), extra={"mean": torch.zeros(())})
+        return sharded(ff.place(sharded, state, mine), mine)
+
+    with pytest.raises(RanksDiffer, match=r"of leaves that are one value(.|\n)*'extra"):
+        ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_ranks_of_split_parameters_that_draw_are_seeded_alike(drops):
+    def run(axis):
+        return trained(
+            *(train_step(split_loss, OPTIMIZER), split_params(drops), MODEL),
+            lambda i: ff.local_batch(BATCH, MODEL, "data"),
+            layouts=SPLITS,
+            seed=lambda: MODEL.coordinate(axis),
+        )
+
+    run("data")  # whose masks differ anyway
+    if drops:
+        with pytest.raises(RanksDiffer, match="along 'model' draw apart"):
+            run("model")
+    else:
+        run("model")
