@@ -185,8 +185,10 @@ def _saved(node: Any) -> list[tuple[Any, Any]]:
     """
     found = []
     for name, _ in _SAVED[type(node)]:
-        bare = [raw for raw in _handles(node, name) if raw.unpack_hook is None]
-        found += [(raw, raw.data) for raw in bare]
+        raws = getattr(node, name)  # not by `_handles`: each unit call comes by here
+        for raw in raws if isinstance(raws, (tuple, list)) else (raws,):
+            if raw.unpack_hook is None:
+                found.append((raw, raw.data))
     return found
 
 
