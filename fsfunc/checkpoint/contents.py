@@ -178,9 +178,9 @@ def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
     for axis, size in layout.sizes.items():
         if axes.get(axis) != size:
             raise ValueError(
-                f"cannot {verb} {layout}: it lies over {axis!r} of size {size}, and "
-                f"the mesh in sight has {dict(axes)}; {verb} it inside spmd(fn, mesh) "
-                "on its own mesh"
+                f"cannot {verb} {layout}: it is laid out over {axis!r} of size {size}, "
+                f"and this mesh has {dict(axes)}; {verb} it inside spmd(fn, mesh) on "
+                "its own mesh"
             )
 
 

@@ -121,8 +121,7 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
     if part is not None:
         raise CheckpointError(
             f"{folder / part} is a part of a checkpoint of fsfunc: load its folder, "
-            f"where {MANIFEST} lies too; where that is missing, go back to an earlier "
-            "one"
+            f"which has {MANIFEST} too; if that is missing, load an earlier checkpoint"
         )
     try:
         with uncollected():

@@ -250,7 +250,7 @@ def _saveable(state: Any, at: Here | None) -> Contents:
     if many > LEAVES:
         raise ValueError(
             f"a state of {many} leaves cannot be saved, {LEAVES} at the most: stack "
-            "those that are alike, or save it in parts"
+            "leaves of one shape, or save it in parts"
         )
     for path, held in found.tensors.items():
         if held.part.dtype not in SAFE_DTYPES:

@@ -270,8 +270,8 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 def _odd(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} is a link, a pipe or a device, and no regular file: what belongs to a "
-        "checkpoint lies in its folder; put the file itself there"
+        f"{path} is a link, a pipe or a device, and no regular file: put the file "
+        "itself into the checkpoint's folder"
     )
 
 

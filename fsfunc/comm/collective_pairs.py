@@ -84,8 +84,8 @@ def _check_beside(fn: Map) -> None:
 
 
 _BESIDE = (
-    "collective: beside the tensor that it is given another is differentiated, and no "
-    "derivative goes that way: use it before or after the collective, or detached"
+    "collective: a map reads another tensor than its argument that is differentiated, "
+    "and has no derivative by it: use it before or after the collective, or detached"
 )
 
 

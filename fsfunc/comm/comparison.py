@@ -160,8 +160,9 @@ def _who(ranks: Sequence[int], text: str) -> str:
 # Values
 
 ALIKE = (
-    "Make them alike: seed every rank alike before they are made (torch.manual_seed), "
-    "load one file, or send one rank's: ff.pbroadcast(params, axis, source=0)"
+    "Make them equal: give every rank the same seed before they are made "
+    "(torch.manual_seed), load one file, or send one rank's: ff.pbroadcast(params, "
+    "axis, source=0)"
 )
 
 

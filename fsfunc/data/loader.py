@@ -100,8 +100,8 @@ def batches(
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no len: batches needs to know how many rows "
-            "an epoch has; give the dataset a __len__"
+            f"{type(dataset).__name__} has no len: batches needs the number of rows in "
+            "an epoch; give the dataset a __len__"
         )
     for option in options:
         if option in _TAKEN:
@@ -266,9 +266,9 @@ class Batches(Iterator[Any]):
         ]
         if wrong:
             raise ValueError(
-                f"this position is of other batches: {', '.join(wrong)}; make them "
-                "alike, or go on at a place of these by seek({'epoch': ..., 'batch': "
-                "...})"
+                f"this position is of other batches: {', '.join(wrong)}; use the same "
+                "ones, or continue at a place of these by seek({'epoch': ..., "
+                "'batch': ...})"
             )
         if epoch < 0 or not 0 <= batch < len(self):
             raise ValueError(

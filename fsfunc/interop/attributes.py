@@ -151,7 +151,7 @@ class Attributes:
 
     def _left(self, at: str) -> str:
         way = "" if self._who != "the module" else (
-            "; what nobody reads after the call is left out by mutable=True"
+            "; with mutable=True it is dropped after the call"
         )  # fmt: skip
         return (
             f"{self._who} changes {at}, which is lost after the call: return it; or "

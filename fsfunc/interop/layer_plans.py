@@ -71,7 +71,7 @@ class LayerPlan:
             lies = [(s.dim, s.axis) for s in found]
             if lies != ([] if wanted is None else [(wanted.dim, wanted.axis)]):
                 raise ValueError(
-                    f"plan: {name!r} lies {_lies(found)}, and is to lie "
+                    f"plan: {name!r} is {_lies(found)}, and must be "
                     f"{_lies((wanted,) if wanted else ())}: place all parameters with "
                     "layouts=apply.layouts"
                 )
@@ -118,8 +118,8 @@ def planned(
             continue
         if not any(_is_in(layer, x) for x in around):
             raise ValueError(
-                f'plan: {layer!r} is "whole", as what meets split features, and no '
-                'module around it has a "column" layer: leave it out'
+                f'plan: {layer!r} is "whole", which is for modules that see split '
+                'features, and no module around it has a "column" layer: leave it out'
             )
     sequences = frozenset(names.sequences)
     return LayerPlan(
@@ -205,9 +205,9 @@ class _Names:
             )
         if above == unit and unit in self.sequences:
             raise ValueError(
-                f'plan: {column!r} and its "row" layer stand in {unit!r} itself, a '
-                '"sequence", of which they take all positions: put both into a module '
-                "of their own in it, which is given these, or leave the sequence out"
+                f'plan: {column!r} and its "row" layer are in {unit!r} itself, a '
+                '"sequence", and take all of its positions: put both into a module of '
+                "their own in it, which is given these, or leave the sequence out"
             )
         return above
 

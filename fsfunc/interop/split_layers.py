@@ -103,7 +103,7 @@ class SplitFlow:
         """An argument that comes whole, as it meets parts of a sequence."""
         if is_split(x):
             raise TypeError(
-                f'plan: a "sequence" unit is given {x} beside its first argument: '
+                f'plan: a "sequence" unit is given {x} after its first argument: '
                 "give it one split sequence, or leave it out of the plan"
             )
         if not (isinstance(x, Tensor) and x.is_floating_point()):
@@ -317,8 +317,8 @@ def _weight(m: Any) -> Any:
         if group(split.axis).mean:
             raise ValueError(
                 f'{weight.layout} is split over "{split.axis}", over which shard '
-                "averages: the ranks' rows would meet; split layers over an axis that "
-                "shard has not"
+                "averages: rows of different ranks would be combined; split layers "
+                "over an axis that shard does not have"
             )
     return weight
 

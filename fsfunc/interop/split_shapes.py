@@ -116,8 +116,8 @@ def _dim(x: Tensor) -> int:
     found = [i for i, n in enumerate(x.shape) if n % _MARK == 0]
     if len(found) != 1 or x.shape[found[0]] % _MARK**2 == 0:
         raise _NotSplit(
-            f"split features meet others of theirs, in {_said(x)}, and a rank has its "
-            "own alone: leave these layers out of the plan"
+            f"split features are combined with each other, in {_said(x)}, and a rank "
+            "has only its own: leave these layers out of the plan"
         )
     return found[0]
 
@@ -177,9 +177,9 @@ class _SplitDim(TorchFunctionMode):
     def _refuse(self, name: str, x: Tensor) -> None:
         raise _NotSplit(
             f"{name} of split features {_said(x)} may mix those of several ranks, or "
-            "count what a rank has for all there are: each feature, or each head, is "
-            "to be taken by itself. A Linear whose features are several things in one "
-            "(keys beside queries, a gate beside values) is not split: make a Linear "
+            "take the number that a rank has for that of all: compute on each feature, "
+            "or each head, by itself. A Linear whose features are several things in "
+            "one (keys and queries, a gate and values) cannot be split: make a Linear "
             "of each, or leave these layers out of the plan"
         )
 
@@ -232,22 +232,22 @@ class _SplitDim(TorchFunctionMode):
             self.names |= {id(y): known[0] for y in found}
         elif whole:
             raise _NotSplit(
-                f'{whole[0]!r} is "whole", as what meets split features, and meets '
-                "others: leave it out of the plan"
+                f'{whole[0]!r} is "whole", which is for modules that see split '
+                "features, and sees others: leave it out of the plan"
             )
 
 
 def _meeting(parameter: str) -> str:
     if parameter:
         return (
-            f"{parameter!r}, which is whole, meets split features, so that its "
-            "gradient would be one rank's part: add "
+            f"{parameter!r}, which is whole, is combined with split features, so that "
+            "its gradient would be one rank's part: add "
             f'{parameter.rpartition(".")[0]!r}: "whole" to the plan'
         )
     return (
-        "what a module around split layers is given meets split features without "
-        "having passed a column layer, so that its gradient would be one rank's part: "
-        "leave these layers out of the plan"
+        "an input of a module with split layers is combined with split features "
+        "without passing a column layer, so that its gradient would be one rank's "
+        "part: leave these layers out of the plan"
     )
 
 

@@ -157,7 +157,7 @@ class SplitTensor:
             raise RuntimeError(
                 f'{what} of {self}: the plan has a head as "vocab", whose logits stay '
                 "split: F.cross_entropy(logits.flatten(0, -2), targets.flatten()) and "
-                "ff.nn.vocab_cross_entropy know of it, and .local is this rank's part;"
+                "ff.nn.vocab_cross_entropy take them, and .local is this rank's part;"
                 ' for whole logits plan it as "column_gathered"'
             )
         raise RuntimeError(

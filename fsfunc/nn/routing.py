@@ -254,8 +254,8 @@ def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads,
             counts = mine.expand(n, -1)
     if _torch.mapped_at(counts):
         raise RuntimeError(
-            "a layer without a capacity asks how many tokens its experts have, which "
-            "differs under vmap, by each that is mapped: gate with capacity_factor="
+            "a layer without a capacity reads how many tokens its experts have, which "
+            "differs along the dim that vmap maps: gate with capacity_factor="
         )
     if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
         # Nobody knows before it runs: plans and recordings take the load for even.

@@ -261,8 +261,8 @@ def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | N
 def _check_whole(bias: Any) -> None:
     if isinstance(bias, Sharded) and bias.layout.splits:
         raise ValueError(
-            f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
-            "products are summed, and it is added once: leave it whole"
+            f"row_linear: the bias {bias.name!r} has the layout {bias.layout}; the "
+            "ranks' products are summed, and it is added once: leave it whole"
         )
 
 

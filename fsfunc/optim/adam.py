@@ -147,7 +147,7 @@ def with_moments(
     if moment_dtype not in _MOMENTS:
         raise TypeError(
             f"moment_dtype is {moment_dtype}: give one of "
-            f"{', '.join(map(str, _MOMENTS[1:]))}; the last stands for codes of 8 bits"
+            f"{', '.join(map(str, _MOMENTS[1:]))}; the last means codes of 8 bits"
         )
     if moment_dtype == torch.uint8:
         return elementwise(rule, Coded(CodedAdamState))

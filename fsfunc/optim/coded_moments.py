@@ -130,10 +130,10 @@ class Coded(Codec):
         groups, places = groups_of(matched.trees[0], paths_of(matched.treedef))
         if places != state.places:
             raise ValueError(
-                f"{rule.name}: moments in 8 bits were made for parameters that lay in "
-                "another way. A block's scale is of what one rank holds, so they fit "
-                "no other mesh, zero or units: make them by init(params) of parameters "
-                "laid out as these (ff.init_state does), and load them there"
+                f"{rule.name}: moments in 8 bits were made for parameters of other "
+                "layouts. A scale is of a block of what one rank has, so they fit no "
+                "other mesh, zero or units: make them by init(params) of parameters "
+                "with these layouts (ff.init_state does), and load them there"
             )
         decays, count = rule.decays(matched), state.count
         writing, kernel = Writing(matched), rule.writer(count)

@@ -193,10 +193,10 @@ class Matched:
 
 
 _WHOLE = (
-    ". One is whole, the other lies in parts: ff.init_state(step, params, optimizer, "
-    "*batch) makes the optimizer's state of the laid out parameters, as "
-    "optimizer.init(placed) does; of a state that was made before, say what lies like "
-    'the parameters: ff.place(step, state, ..., like={"opt_state/*": "params"})'
+    ". One is whole, the other sharded: ff.init_state(step, params, optimizer, *batch) "
+    "makes the optimizer's state from the laid out parameters, as "
+    "optimizer.init(placed) does; for a state that was made before, name what has the "
+    'layouts of parameters: ff.place(step, state, ..., like={"opt_state/*": "params"})'
 )
 
 

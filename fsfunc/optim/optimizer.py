@@ -346,5 +346,5 @@ def _laying(init: Init) -> Init:
 _OWN = (
     "an optimizer is given {!r}, which is each rank's own: norms and moments over it "
     "and leaves that are one value have no meaning. Give it those alone, and keep the "
-    "rank's own beside them, as in the extra of a TrainState"
+    "rank's own elsewhere, as in the extra of a TrainState"
 )

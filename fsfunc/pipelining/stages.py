@@ -130,7 +130,7 @@ class StageRun(Stage):
                 raise RuntimeError(
                     f"{what} gave {x.dtype} {tuple(x.shape)} for another stage, where "
                     f"{spec.dtype} {tuple(spec.shape)} was recorded: the shape of what "
-                    "travels may depend on shapes, not on data or on what a function "
+                    "is sent may depend on shapes, not on data or on what a function "
                     "captured; pad it, or make one unit of the call and its users"
                 )
             if tracked and x.requires_grad and not spec.requires_grad:

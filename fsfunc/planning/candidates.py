@@ -53,8 +53,8 @@ class Space:
         for kinds in self.offload:
             if isinstance(kinds, str) or not set(kinds) <= set(Stores._fields):
                 raise ValueError(
-                    f"offload has {kinds!r}: each is a tuple of what lies with the "
-                    f"host, of {', '.join(map(repr, Stores._fields))}"
+                    f"offload has {kinds!r}: each is a tuple of what is offloaded, of "
+                    f"{', '.join(map(repr, Stores._fields))}"
                 )
         for name in self.schedules:
             if not callable(getattr(schedules, str(name), None)):

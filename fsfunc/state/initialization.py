@@ -200,7 +200,7 @@ def _first_state(optimizer: Any, extra: Any) -> _FirstState:
     if extra is not None and not hasattr(optimizer, "init"):
         raise ValueError(
             "init_state: extra= goes with an optimizer: a function that makes the "
-            "state of the parameters makes all that lies beside them"
+            "state from the parameters makes all of it"
         )
     return _FirstState(optimizer, {} if extra is None else extra)
 

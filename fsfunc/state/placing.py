@@ -214,7 +214,7 @@ def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
         return
     if not shardings:
         raise ValueError(
-            f"offload(params={str(stores.params)!r}) without shard, which brings "
+            f"offload(params={str(stores.params)!r}) without shard, which fetches "
             "parameters unit by unit: on one device, ff.shard(step, "
             'ff.make_mesh({"data": 1}), "data"), within the offload or around it'
         )
@@ -229,10 +229,10 @@ def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
         key = _torch.storage_key(x), x.storage_offset(), x.numel()
         if (other := paths.setdefault(key, path)) != path:
             raise ValueError(
-                f"one tensor stands at {other!r} and at {path!r}: each path has a "
-                "gradient of its own, so that the first update unties them. Let one "
-                f"path have it and read {other!r} at both places (the gradients add "
-                "up); if they only begin alike, give a clone at one of them"
+                f"one tensor is at {other!r} and at {path!r}: each path has a gradient "
+                "of its own, so that the first update unties them. Keep it at one path "
+                f"and read {other!r} at both places (the gradients add up); if they "
+                "only begin with equal values, give a clone at one of them"
             )
 
 

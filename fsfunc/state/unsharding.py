@@ -171,9 +171,9 @@ def block_layout(x: Sharded, what: str) -> Layout:
     split, even = {p.axis for p in layout.splits}, _is_even(layout)
     if layout.owned or not over <= means or split & means or not even:
         raise ValueError(
-            f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
-            f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
-            "out, of what is whole or split evenly over other axes, can go that way"
+            f"{what} in a step: {x.name!r} has the layout {x.layout}, and the shard "
+            f"around takes means over {sorted(means) or 'no axis'}: that works for "
+            "leaves that this shard laid out, whole or split evenly over other axes"
         )
     return Layout(layout.unit_shape, layout.dtype, flat, layout.name)
 

@@ -164,7 +164,7 @@ def _of_own_rows(case: Case) -> str:
     if len(set(case.rows)) > 1:
         return (
             f"it is the mean of means of ranks with {str([*case.rows])[1:-1]} rows: "
-            "unequal parts are weighed alike; weigh each by its rows (ff.Weighted)"
+            "unequal parts have equal weights; weigh each by its rows (ff.Weighted)"
         )
     return (
         "it is the mean of what each rank makes of its own rows: something that is "

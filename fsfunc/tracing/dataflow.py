@@ -161,7 +161,7 @@ class Flow(OperatorMode):
                     f"{who} writes in place into a captured tensor of shape "
                     f"{tuple(x.shape)}, at {source_line()}: every stage of a pipeline "
                     "would do so, for every microbatch. Write into a clone, or return "
-                    "the new value beside the loss"
+                    "the new value with the loss"
                 )
 
     def _note_write(self, x: Tensor) -> None:
@@ -176,7 +176,7 @@ class Flow(OperatorMode):
             raise RuntimeError(
                 f"the loss writes in place, at {source_line()}, into memory that an "
                 f"output of unit {unit!r} shares with one of its inputs or "
-                "another output: on another stage they lie apart. Write into a clone"
+                "another output, and not on another stage. Write into a clone"
             )
         if owner is not None:
             self.mutated.add(owner)

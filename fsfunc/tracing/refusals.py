@@ -122,10 +122,10 @@ _TEXTS = {
         "has the leaf whole: ff.unit(fn, whole=True)"
     ),
     "shape": (
-        "{op} at {line} is asked of this rank's part of {first}, which shows its "
-        "elements as a row: ask the leaf, which knows its own shape, by tree.map(fn, "
-        "t, is_leaf=ff.is_sharded), or before the step; tensors alike are made by "
-        "zeros_like and others of that kind"
+        "{op} at {line} reads this rank's part of {first}, which is a row of its "
+        "elements: read the shape of the leaf, by tree.map(fn, t, "
+        "is_leaf=ff.is_sharded), or before the step; zeros_like and the like make "
+        "tensors of the same layout"
     ),
     "term": (
         "a sum over this rank's part alone, in {at}, is taken for the whole: a number "
@@ -159,12 +159,12 @@ _TEXTS = {
         "for sums, ff.unshard(tree) for whole tensors"
     ),
     "one value": (
-        'the gradient of one value, made by to="I", differs from rank to rank: let it '
-        'meet the ranks\' own values by ff.pcast(x, axis, to="V"), or leave out to='
+        'the gradient of one value, made by to="I", differs from rank to rank: combine '
+        'it with the ranks\' own values by ff.pcast(x, axis, to="V"), or leave out to='
     ),
     "unanswered": (
         "the backward of {op}, an autograd.Function around a collective, sends "
-        "nothing: what the other ranks' losses owe is lost. Let it return what the "
+        "nothing: the gradients of the other ranks' losses are lost. Return what the "
         "collective's own transpose gives: the psum of the cotangents for a psum, "
         "their pmean for a pmean, their psum_scatter for an all_gather"
     ),
@@ -181,22 +181,22 @@ _TEXTS = {
     ),
     "unaveraged": (
         "the gradient by {first}, one value on all ranks, is this rank's own: it is "
-        "read outside every unit, at a place where nobody takes the mean. An "
-        "ff.value_and_grad of the step itself does; else read it in a unit, or say "
-        'that it is one value, by ff.assume(x, axis, "I"), or let it enter by '
+        "read outside every unit, where no mean over the ranks is taken. An "
+        "ff.value_and_grad of the step itself takes it; else read it in a unit, or "
+        'declare that it is one value, by ff.assume(x, axis, "I"), or let it enter by '
         'ff.pcast(x, axis, to="V")'
     ),
     "made of one": (
-        "{first} is made of parameters, and differentiated where nobody takes the mean "
-        "over the ranks: its gradient, {second}, would be this rank's own. Say that it "
-        'is one value, by ff.assume(x, axis, "I") or in a unit; or that it is the '
-        'rank\'s own, by ff.pcast(x, axis, to="V")'
+        "{first} is made of parameters, and differentiated where no mean over the "
+        "ranks is taken: its gradient, {second}, would be this rank's own. Declare "
+        'that it is one value, by ff.assume(x, axis, "I") or in a unit; or that it is '
+        'the rank\'s own, by ff.pcast(x, axis, to="V")'
     ),
     "whose": (
-        "a tensor born in the step ({first}) is differentiated, and its gradient "
-        "differs from rank to rank: say whose it is. If it is each rank's own, make it "
-        'of the rank\'s data (zeros_like(x)) or ff.pcast(x, axis, to="V"); if it is a '
-        "parameter, pass it in the first argument"
+        "a tensor made in the step ({first}) is differentiated, and its gradient "
+        "differs from rank to rank: declare its type. If it is each rank's own, make "
+        'it from the rank\'s data (zeros_like(x)) or ff.pcast(x, axis, to="V"); if it '
+        "is a parameter, pass it in the first argument"
     ),
     "written": (
         "the step writes a value that differs from rank to rank ({first}) into a leaf "

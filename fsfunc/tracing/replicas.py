@@ -85,8 +85,8 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
         advice += f"; or shard over {names} too"
     if not because:
         advice += (
-            f", or replicate={where.axis[0]!r}; or, if they are to train apart, make "
-            "each a program of its own"
+            f", or replicate={where.axis[0]!r}; or, to train separately, make each a "
+            "program of its own"
         )
     compare([Section(title, [*found.lines, *others], advice)], where)
 
@@ -95,12 +95,12 @@ class Replicas:
     """Comparison of the batches and states of ranks that must have the same.
 
     They are compared in the first call and, along axes over which nothing is averaged,
-    in calls 2, 4, 8 and so on: ranks that part later are told in twice the time.
+    in calls 2, 4, 8 and so on: ranks that differ later are found in twice the time.
 
     Attributes:
-        updates: whether the function returns a state, where that is all it returns.
-        draws: whether the function draws of torch's default generators.
-        together: the axes whose ranks are given one batch, as they were laid out for.
+        updates: whether the function returns a state, if that is all it returns.
+        draws: whether the function draws from torch's default generators.
+        together: the axes whose ranks are given one batch, from the last layout.
         calls: the number of calls, by rank, since the state was laid out.
     """
 
@@ -113,7 +113,7 @@ class Replicas:
         self.calls.pop(rank, None)  # a new state is compared anew
 
     def begin(self, batch: Any, at: Here) -> int:
-        """Compares the batch of a call if it is due: gives its number then, else 0."""
+        """Compares the batch of a call if that is due: returns its number, else 0."""
         if not at.link.moves or at.link.level is not None or _torch.fake_active():
             return 0
         n = self.calls[at.rank] = self.calls.get(at.rank, 0) + 1
@@ -154,7 +154,7 @@ class Replicas:
 
 
 def _compare_generators(where: RankGroup) -> None:
-    """Raises where the default generators of ranks that compute one batch differ."""
+    """Raises if the default generators of ranks that compute one batch differ."""
     found = {g.device.type: state for g, state in generator_states()}
     values = whole_values([*found], [*found.values()], where.link.notes)
     names = " and ".join(map(repr, where.axis))
@@ -172,9 +172,9 @@ def _compare_generators(where: RankGroup) -> None:
 def _one_value(
     leaves: Sequence[Any], structure: Any, over: set[str], at: Here
 ) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """By the axes among ``over`` along which they are one value: leaves, by path.
+    """The leaves that must be equal, by path, for each set of axes among ``over``.
 
-    A leaf that is not laid out may differ, or is each rank's own.
+    Leaves without layouts may differ, and so may those of each rank's own.
     """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     axes = tuple(a for a in at.mesh.axes if a in over)
@@ -206,17 +206,17 @@ def _compare_state(
     """
     names = " and ".join(map(repr, axes))
     values = whole_values([*leaves], [*leaves.values()], where.link.notes)
-    what = f"the ranks along {names} come to unlike states"
+    what = f"the ranks along {names} return different states"
     if apart:
         title = (
-            f"{what}, and nothing in a step brings them together: no transform and no "
-            f"layout names {names}"
+            f"{what}, which nothing in a step makes equal: no transform and no layout "
+            f"names {names}"
         )
         advice = (
             f"Give the ranks along {names} one batch and one seed (torch.manual_seed), "
             "let nothing that trains depend on ff.axis_index of it; or shard over it "
-            f"too, or replicate={axes[0]!r}; or, if they are to train apart, make each "
-            "of them a program by itself"
+            f"too, or replicate={axes[0]!r}; or, to train separately, make each of "
+            "them a program by itself"
         )
     else:
         title = f"{what}, of leaves that are one value on all of them"

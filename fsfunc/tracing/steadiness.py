@@ -202,9 +202,9 @@ def check_steady(
                     f"once, and {b} when it is run again: Python state that the step "
                     "changes may be why (a counter, an attribute). It is run on "
                     "tensors without data before its first call, to be recorded and "
-                    "checked, and would be ahead by as many runs. Let what goes on "
-                    "from step to step be part of the state (state.step counts), or "
-                    "change it only where ff.recording() is False"
+                    "checked, and would be ahead by as many runs. Keep what lasts "
+                    "from step to step in the state (state.step counts), or change it "
+                    "only where ff.recording() is False"
                 )
 
 
@@ -282,8 +282,8 @@ def check_data(out: Any) -> None:
             raise Unsteady(
                 f"the step returns a tensor without data at {path!r}: it has kept one "
                 "in Python's own state (a list, an attribute) as it was recorded, "
-                "which runs it on such tensors. Let what goes on from step to step be "
-                "part of the state, or keep it only where ff.recording() is False"
+                "which runs it on such tensors. Keep what lasts from step to step in "
+                "the state, or keep it only where ff.recording() is False"
             )
 
 

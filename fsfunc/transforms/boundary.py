@@ -184,8 +184,9 @@ class _Exit(torch.autograd.Function):
 _FREED = (
     "unit {!r} is differentiated a second time, after a backward pass that freed what "
     "it saved. The backward of a sharded loss passes through every unit that the loss "
-    "called, so that all ranks reduce alike, also where the loss does not use what the "
-    "unit returned: make one unit of the hook and of the calls that it differentiates"
+    "called, so that all ranks do the same reductions, also where the loss does not "
+    "use what the unit returned: make one unit of the hook and of the calls that it "
+    "differentiates"
 )
 
 

@@ -223,7 +223,7 @@ _TOO_MANY = (
 _REFUSED = (
     "unit {!r} cannot be compiled, at {}: {}. Change that, or leave the unit as it is: "
     'jit(..., only=patterns of other names), such as "**/block"; fullgraph=False '
-    "compiles what lies between such lines"
+    "compiles what is between such lines"
 )
 _NAMED = (
     "unit {!r} is compiled by jit under a remat that keeps values by name: fused "

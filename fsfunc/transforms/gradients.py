@@ -236,7 +236,7 @@ def check_mapped(call: Call, taken: Sequence[Sharded]) -> None:
             raise LawError(
                 f"vmap maps over {leaf.name!r} ({leaf.layout}), outside unit "
                 f"{call.name!r}, which takes it: this rank's part of it is a row of "
-                "elements, and not of what lies along dim 0. Map in a unit that has it "
+                "elements, which have no dim 0 to map over. Map in a unit that has it "
                 "whole: ff.unit(lambda params, x: vmap(fn, (0, None))(params, x), "
                 "whole=True)"
             )

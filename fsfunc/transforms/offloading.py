@@ -188,7 +188,7 @@ class _Offload(Interpretation):
         if real and not _torch.fake_active():
             raise ValueError(
                 f"offload(params={str(self.stores.params)!r}) of a step whose "
-                "parameters lie on the device: make its state by ff.init_state(step, "
+                "parameters are on the device: make its state by ff.init_state(step, "
                 "...), or ff.place(step, params, ...), of the offloaded step, or load "
                 "a saved one into that"
             )

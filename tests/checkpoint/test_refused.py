@@ -88,7 +88,7 @@ def test_a_sharded_leaf_needs_its_mesh(tmp_path):
             lambda _: ff.save(tmp_path / "a", first),
             lambda _: ff.load(path, first),
         ):
-            with pytest.raises(ValueError, match="lies over 'data' of size 2"):
+            with pytest.raises(ValueError, match="laid out over 'data' of size 2"):
                 on(mesh, act)
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
 

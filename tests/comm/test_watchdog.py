@@ -245,7 +245,7 @@ def test_without_queues_ranks_know_what_gloo_tells(tmp_path, kind):
         watchdog.close()
         sys.excepthook = hook
     assert watchdog.mailbox is None
-    assert "To it, rank 1 closed its connection, or came to something" in str(error)
+    assert "To it, rank 1 closed its connection, or called another" in str(error)
 
 
 LATE = """

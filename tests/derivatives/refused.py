@@ -187,7 +187,7 @@ STEPS = {
     "per-sample sum": (per_sample_sum, "per-sample .*a sum over .* leaves.*whole=True"),
     "per-sample whole": (per_sample_whole, "per-sample .vmapped. .*'a'.*whole=True"),
     "hessian": (hessian_of_units, "for each element .jacrev, hessian.*whole"),
-    "born here": (born_here, "born in the step .*zeros_like.x.*first argument"),
+    "born here": (born_here, "made in the step .*zeros_like.x.*first argument"),
     "own rate": (own_rate, "mul .*part of the gradient by 'a'.*argument 1.*ff.pmean"),
     "another rate": (another_rate_by_rank, "mul .*part of 'a'.*a number .0.[12]"),
     "more on one rank": (gradient(more_on_one_rank), "only rank 1 computes add at .*"),
@@ -207,7 +207,7 @@ STEPS = {
 }
 # The same of a number that nobody placed, which is one value on all ranks.
 PLAIN = {
-    "unaveraged": (plain_by_torch, "nobody takes the mean.*ff.assume"),
+    "unaveraged": (plain_by_torch, "no mean over the ranks.*ff.assume"),
     "returned": (returned_apart, "place of .*the ranks' parameters would part"),
     "noise": (noise_of_the_rank, "place of .*randn_like.*parameters would part"),
 }

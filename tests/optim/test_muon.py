@@ -362,5 +362,5 @@ def test_a_state_of_another_mesh_is_refused():
         laid = ff.place(ff.shard(lambda s: 0.0, mesh, "data"), alone)
         return step(ff.TrainState(state.params, laid), state.params)
 
-    with pytest.raises(ValueError, match="lies as .*the matrix along .*ff.load"):
+    with pytest.raises(ValueError, match="is laid out as .*the matrix along .*ff.load"):
         ff.spmd(main, mesh)()

@@ -36,7 +36,7 @@ def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
         ff.place(g, TABLE, ff.local_batch(TOKENS, MESH, "data"))
 
     for sparse in (False, True):
-        with pytest.raises(LawError, match="by 'table'.*nobody takes the mean"):
+        with pytest.raises(LawError, match="by 'table'.*no mean over the ranks"):
             ff.spmd(main, MESH)(sparse)
 
 

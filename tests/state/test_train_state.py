@@ -336,7 +336,5 @@ def test_one_tensor_at_two_paths_is_refused(made, turned):
         params = init if made == "by a function" else init()
         ff.init_state(ff.shard(step, MESH, "data"), params, optimizer, torch.ones(2, 3))
 
-    with pytest.raises(
-        ValueError, match="one tensor stands at '.*a' and at '.*b'.*clone"
-    ):
+    with pytest.raises(ValueError, match="one tensor is at '.*a' and at '.*b'.*clone"):
         ff.spmd(main, MESH)()

@@ -169,7 +169,7 @@ BUGS = {
     "unequal batches": Bug(
         law(grad(loss), TWO, W, integers(5, 4), uneven=True, tolerance=1e-5),
         uneven(True), uneven(False),
-        "ranks with 3, 2 rows: unequal parts are weighed alike",
+        "ranks with 3, 2 rows: unequal parts have equal weights",
     ),
     "clip before reduce": Bug(
         law(lambda p, x: clipped(norm, p, x), TWO, W, X, tolerance=1e-5),

@@ -85,7 +85,7 @@ def test_a_state_that_is_all_a_step_returns_is_compared(calls):
         params = ff.tree.map(lambda x: x * apart, state.params)
         return state.replace(params=params)
 
-    with pytest.raises(RanksDiffer, match="along 'node' come to unlike states"):
+    with pytest.raises(RanksDiffer, match="along 'node' return different states"):
         trained(drifts, layers(), NODES, given)
 
 

@@ -135,7 +135,7 @@ def test_ranks_that_a_first_step_drives_apart_are_told(zero, why):
 
     if "seeds" in why:
         ff.spmd(main, MESH)(False)  # right as long as they are seeded alike
-    with pytest.raises(RanksDiffer, match="along 'node' come to unlike states"):
+    with pytest.raises(RanksDiffer, match="along 'node' return different states"):
         ff.spmd(main, MESH)("seeds" in why)
 
 

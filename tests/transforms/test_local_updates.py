@@ -411,7 +411,7 @@ REFUSED = {
         lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, beta=-1.0), ValueError, "beta"),
     "a rate of zero": (
         run(lambda: ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))),
-        ValueError, "above 0 where"),
+        ValueError, "above 0 at a slow step"),
     "a rank off the axis": (graph([[[(0, 2)]]]), ValueError, "indices of 0 to 1"),
     "a source twice": (graph([[[(0, 1), (0, 0)]]]), ValueError, "make two moves"),
     "no graph": (graph([]), ValueError, "list over time"),

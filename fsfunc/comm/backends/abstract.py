@@ -135,7 +135,7 @@ def _lowest(mesh: Mesh, asked: set[str]) -> list[int]:
     count = math.prod(axes.values())
     if count > _MOST:
         raise ValueError(
-            f"what runs asks for its coordinate on the axes {sorted(axes)}, so that "
+            f"the program reads its coordinates along the axes {sorted(axes)}, so that "
             f"{count} ranks of {mesh} may each run a program of their own, of which at "
             f"most {_MOST} are tried: cut batches by ff.local_batch, which needs no "
             "coordinate, or take a smaller mesh"

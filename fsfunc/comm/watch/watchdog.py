@@ -149,7 +149,7 @@ class Watchdog:
             f"{list(where.ranks)}. "
         )
         text += _cause(states, self.rank, other) or (
-            f"To it, {reason}, or came to something else: FSFUNC_CHECK=1 would tell"
+            f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)

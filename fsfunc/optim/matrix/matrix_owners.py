@@ -201,9 +201,9 @@ def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> 
     along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
     if len(at) < len(where) or along != dict(axes) or not mine.items() <= at.items():
         raise ValueError(
-            f"{what}: the state of {layout.subject} lies as {list(where)}, the matrix "
-            f"along {dict(axes)}: make it by optimizer.init of these parameters, or "
-            "load it (ff.load) into a state made so"
+            f"{what}: the state of {layout.subject} is laid out as {list(where)}, the "
+            f"matrix along {dict(axes)}: make it by optimizer.init of these "
+            "parameters, or load it (ff.load) into a state made so"
         )
     index = 0
     for axis, n in axes:

@@ -273,7 +273,7 @@ def consensus(state: LocalState) -> Any:
             pairs = zip(leaves, means, strict=True)
             rest = [None if mean is not None else local(x) for x, mean in pairs]
             said = whole_values(paths, rest, at.link.notes)
-            advice = "such values have no mean: the ranks' steps must make them alike"
+            advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
             compare([replace(said, title=title, advice=advice)], where)
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]

@@ -221,8 +221,8 @@ class LocalUpdates(Interpretation):
         taped = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         if _torch.functorch_active() or taped and torch.is_grad_enabled():
             raise ValueError(
-                f"{self.called} of a step that is differentiated: ranks meet "
-                "without a derivative; take it inside the step"
+                f"{self.called} of a step that is differentiated: the exchange of the "
+                "ranks has no derivative; differentiate inside the step"
             )
         if not isinstance(args[0], LocalState):
             return self.first_state(args[0])

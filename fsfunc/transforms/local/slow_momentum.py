@@ -159,7 +159,7 @@ class SlowMo(LocalUpdates):
         if not isinstance(lr, Tensor) and not lr > 0:
             raise ValueError(
                 f"slowmo: the rate at count {step - 1} is {lr}, by which the change of "
-                "the parameters is divided: it must be above 0 where the ranks meet"
+                "the parameters is divided: it must be above 0 at a slow step"
             )
         advance = partial(_advance, self.rates.beta, self.rates.alpha, lr)
         anchor, momentum = state.slow
