@@ -118,6 +118,11 @@ BENCHMARKS = {
         {"published": ["published.py"]},
         ["published.py", "--quick"],
     ),
+    "searching": Benchmark(
+        "searches of 70B over all meshes of 512 ranks, and of many small stacks",
+        {"searching": ["searching.py", "--json", "results/searching.json"]},
+        ["searching.py", "--quick"],
+    ),
     "faults": Benchmark(
         "300 random faults: who hears of them, and when",
         {"faults": ["faults.py"]},

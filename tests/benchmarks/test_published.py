@@ -51,6 +51,10 @@ def test_small_models_have_the_same_rows_and_the_zero_table_is_exact(tmp_path):
         # Two layers are padded to 64 parts, and hold a few scalars beside.
         found = rows[f"zero{zero}_plan"]["predicted"]
         assert found == pytest.approx(expected, rel=0.02), zero
+    kinds = [(row["gpus"], row["compiled"]) for row in record["reserved"]]
+    assert kinds == [(8, False), (8, True), (128, False), (128, True)]
+    for row in record["reserved"]:
+        assert 0 < row["held_gib"] <= row["reserved_gib"]
     for planned, formula in record["flops"].values():
         assert planned == pytest.approx(formula, rel=1e-12)
 
