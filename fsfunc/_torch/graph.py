@@ -130,7 +130,8 @@ def saved_tensors_hooked() -> bool:
 def saves_plainly() -> bool:
     """True if autograd saves values as they are here, and might be told otherwise."""
     graph: Any = torch._C._autograd  # type: ignore[attr-defined]
-    return graph._saved_tensors_hooks_is_enabled() and not saved_tensors_hooked()
+    on = graph._top_saved_tensors_default_hooks(True) is not None
+    return graph._saved_tensors_hooks_is_enabled() and not on
 
 
 class _Looking(threading.local):

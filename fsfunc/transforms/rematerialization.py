@@ -243,7 +243,7 @@ class _Recompute(torch.autograd.Function):
         ctx.pull_recomputed = _pull  # a pipeline's I and W put their own in its place
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
-        outs = [x.detach() for x in found]
+        outs = list(map(Tensor.detach, found))
         pairs = zip(outs, found, strict=True)
         ctx.mark_non_differentiable(*[y for y, x in pairs if not x.requires_grad])
         return (None if token is None else token.clone(), *outs)

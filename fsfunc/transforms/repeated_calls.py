@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -120,7 +121,7 @@ class RepeatedCall:
             missed.append(True)
             raise RuntimeError("this value was not saved")
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: None, miss)
+        hooks = torch.autograd.graph.saved_tensors_hooks(_FORGET, miss)
         try:
             with hooks, run_as(Running(thread, forgotten=True)):
                 found = self(tensors)
@@ -176,6 +177,8 @@ class RepeatedCall:
             return self(tensors)[0]
 
 
+_FORGET: Any = deque(maxlen=0).append  # gives None and keeps nothing, in C
+
 _MISSED = (
     "a unit under remat computes gradients itself, of units that it calls, and did not "
     "when it was first called with arguments of these shapes: make what differs a part "
@@ -196,7 +199,7 @@ class Output:
                     numbers[id(x)] = len(self.at)
                     self.at.append(i)
                 self.rest[i] = _Place(numbers[id(x)])
-        return [flat[i] for i in self.at]
+        return list(map(flat.__getitem__, self.at))
 
     def give(self, tensors: Sequence[Tensor]) -> Any:
         """The output, with ``tensors`` in their places."""
