@@ -71,8 +71,9 @@ def jit(
 
     Under ``remat`` a compiled backward computes again what it reads, in kernels of its
     own, and the unit's function runs once; ``remat(step, MinCut(share))`` keeps what
-    costs least to keep. (In ``remat(shard(step))``, in pipelines, under ``offload`` and
-    with other backends ``remat`` runs the compiled function a second time.)
+    costs least to keep. (In ``remat(shard(step))``, in pipelines, under ``offload``, with
+    other backends and with ``fullgraph=False`` ``remat`` runs the compiled function a
+    second time.)
 
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
     call. What a backward keeps is the compiler's choice: a plan, which runs the plain
@@ -117,7 +118,9 @@ class _Compiler:
         self._made = WeakKeyDictionary()
         given = options.get("options") or {}
         plain = options.get("backend", "inductor") == "inductor"
-        self.partitions = plain and "custom_partitioner_fn" not in given
+        # A unit of several graphs has more between them than its inputs.
+        whole = plain and options["fullgraph"]
+        self.partitions = whole and "custom_partitioner_fn" not in given
         self._lock = Lock()  # simulated ranks are threads
         self._names: dict[str, bool] = {}
         self._in_stages = self._warned = False

@@ -225,9 +225,9 @@ _SAME = Interpretation.unit
 
 
 _UNCOMPILED = (
-    "unit {!r} is under remat(..., MinCut()), and jit does not compile it by torch's "
-    "own compiler, which alone knows what costs least to keep: put jit around the step "
-    "(with the unit among its only=), or give remat another policy"
+    "unit {!r} is under remat(..., MinCut()), and jit does not compile it to one graph "
+    "by torch's own compiler, which alone knows what costs least to keep: put jit "
+    "around the step (with the unit among its only=), or give remat another policy"
 )
 
 
