@@ -112,7 +112,7 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _way(func: Any) -> str:
-    """How the results of an operator are found, of those of which it is known."""
+    """The rule for the results of an operator, or "" if it is not known here."""
     ways = {"view": _OF_ONE, "like": _LIKE_ONE, "answer": _ANSWERS, "new": _OF_NONE}
     found = next((way for way, known in ways.items() if func in known), "")
     if not found and func._schema.is_mutable and not func._schema.returns:
@@ -190,7 +190,7 @@ def _is_remembered(func: Any) -> bool:
 
 
 def _key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What decides how the results of a call look, or None if nobody knows."""
+    """A key of the shapes of a call's results, or None if that is unknown."""
     key: list[Any] = [func, torch.get_default_dtype()]
     if not _looks(mode, args, key):
         return None

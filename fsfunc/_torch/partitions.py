@@ -1,4 +1,4 @@
-"""Where torch's compiler parts a function's forward from its backward."""
+"""The partition of a compiled function into its forward and its backward."""
 
 from __future__ import annotations
 

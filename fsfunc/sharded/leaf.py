@@ -1,10 +1,9 @@
 """``Sharded``, a leaf that is one rank's part of a tensor; ``FlatShard``, its buffer.
 
-The leaves of one unit lie in one packed buffer, as FSDP2's do in a flat parameter. Each
-rank has one contiguous range of it, and its parts of the leaves are views of that. So
-gathers and reductions copy nothing in or out, and an optimizer updates one long tensor
-instead of many short ones. ``packing.repacked`` packs again what a user's ``tree_map``
-has made.
+The leaves of one unit lie in one packed buffer, of which each rank has one contiguous
+range; its parts of the leaves are views of that. So gathers and reductions copy nothing
+in or out, and an optimizer updates one long tensor instead of many short ones.
+``packing.repacked`` packs again what a user's ``tree_map`` has made.
 """
 
 from __future__ import annotations
@@ -246,11 +245,8 @@ class FlatShard:
         whole: the gathered buffer ``[size * chunk]``, if the rank keeps it (zero 1 and
             2); ``flat`` may be a view of it.
 
-    Attributes:
-        place: the `Flat` placement of the first leaf.
-        buffer: the name of the buffer.
-        is_shared: whether neighbouring small units share it; ``+`` joins their names.
-
+    ``place`` is the `Flat` placement of the first leaf, ``buffer`` the buffer's name;
+    ``is_shared``: whether small neighbouring units share it; ``+`` joins their names.
     ``whole`` is a cache of what ``flat`` held when ``keep`` was called; ``shows`` is
     False once ``flat`` has been written.
     """
@@ -311,10 +307,7 @@ class FlatShard:
         return self._version == self.flat._version
 
     def leaves(self) -> list[Sharded]:
-        """The leaves, whose parts are views of ``flat``, made when they are first read.
-
-        Most never are: gathers, reductions and optimizers use ``flat``.
-        """
+        """The leaves, whose parts, views of ``flat``, are made when first read."""
         flat, spans, leaves = self.flat, self.spans, []
         at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
         for layout in self.members:
@@ -332,8 +325,8 @@ class FlatShard:
     def renewed(self) -> FlatShard:
         """A new FlatShard over the same storage, for an in-place update.
 
-        As a new object, it invalidates cached gathers as an out-of-place update does:
-        so all ranks gather again, whether or not each could update in place.
+        A new object, so that all ranks gather again, also those that could not update
+        in place.
         """
         kept = self.whole, self._version, self.spans
         return FlatShard(self.members, self.flat, self.coordinates, *kept)

@@ -152,7 +152,7 @@ def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> Non
 def _problem(
     part: Placement, shape: Sequence[int], before: Sequence[Placement], last: bool
 ) -> str | None:
-    """What is wrong with a placement, as the end of an error message."""
+    """The fault of a placement, as the end of an error message, or None."""
     if isinstance(part, Split) and not 0 <= part.dim < len(shape):
         found = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
         ways = f"pass a dim from 0 to {len(shape) - 1}" if shape else "lay it flat"

@@ -86,10 +86,10 @@ class Reads(Outside):
         return out
 
     def _touched(self, values: Sequence[Any], library: bool) -> bool:
-        """Whether what a function makes of ``values`` may be a rank's own.
+        """True if the result of a function of ``values`` may be a rank's own.
 
-        Where it meets leaves or gradients, or a user calls it on them, there is
-        something about types to look at.
+        If these are combined with leaves or gradients, or a user's code does so, the
+        step needs a type check.
 
         Args:
             library: whether it is the library that calls it.

@@ -1,4 +1,4 @@
-"""Whether a plain tensor in a sharded call is replicated or rank-local; ``assume``.
+"""Replicated and rank-local plain tensors in a sharded call; ``assume``.
 
 The leaves of the first argument, the state, have layouts. Leaves of other arguments
 that have one keep it; other tensors there are the rank's own.

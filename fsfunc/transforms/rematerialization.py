@@ -148,7 +148,7 @@ class _Remat(Interpretation):
         return self.share(call) is not None
 
     def share(self, call: Call) -> float | None:
-        """What a compiled unit's own graph keeps; None where it is as without remat.
+        """The share that a compiled unit's own graph keeps; None: as without remat.
 
         Its backward computes the rest again, and the call runs once.
         """
