@@ -23,7 +23,7 @@ test_dedup_tensors.py
 test_file_system_checkpoint_cpu.py
   has     | views and tensors of any strides | checkpoint/test_resharding.py::test_a_view_is_saved_as_it_reads
   has     | loading in place, into a target's own memory | checkpoint/test_partial_loads.py::test_it_lies_where_the_target_lay
-  differs | a path that exists is overwritten, or not | it is never; latest and keep number folders | checkpoint/test_refused.py::test_a_path_that_exists_is_left_alone
+  differs | a path that exists is overwritten, or not | it is never; latest and keep number folders | checkpoint/test_users_files.py::test_nothing_is_written_over
   not     | compression of what is stored | a file of safetensors is read by anybody; compress folders outside
 test_hf_storage.py
   has     | safetensors, readable by others | checkpoint/test_other_readers.py::test_dcp_and_safetensors_read_any_layout

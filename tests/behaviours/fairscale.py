@@ -30,7 +30,7 @@ nn/data_parallel/test_fsdp_shared_weights.py
 nn/data_parallel/test_fsdp_multiple_forward.py
   has     | several forwards before a backward, with checkpoints too | tracing/test_recording.py::test_a_unit_called_twice_is_one_buffer_wanted_twice
 nn/data_parallel/test_fsdp_fwd_fwd_bwd_bwd.py
-  has     | two forwards, then two backwards | pipelining/test_pipeline_composition.py::test_with_other_transforms_it_trains_as_one_device
+  has     | two forwards, then two backwards | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
 nn/data_parallel/test_fsdp_input.py
   has     | inputs as lists and dicts | core/test_units.py::test_any_pytree_in_and_out
 nn/data_parallel/test_fsdp_grad_scaler.py

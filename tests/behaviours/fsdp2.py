@@ -27,7 +27,7 @@ test_fully_shard_training.py
   has     | activation checkpointing, inside and outside | core/test_units.py::test_every_body_is_right_under_every_interpretation
   has     | a weight that two wrappers share | tracing/test_recording.py::test_a_leaf_of_several_units_has_a_buffer_of_its_own
   has     | gradient accumulation, with and without reducing each | transforms/test_accumulate.py::test_with_shard_in_either_order_it_equals_one_device
-  has     | microbatches in 1F1B order, with sharded parameters | pipelining/test_pipeline_composition.py::test_with_other_transforms_it_trains_as_one_device
+  has     | microbatches in 1F1B order, with sharded parameters | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | tensor parallelism over a second axis | nn/test_four_axes.py::test_a_step_over_all_axes_is_that_of_one_device
   has     | HSDP: replicas of shards | transforms/test_hybrid_reductions.py::test_reducing_each_and_summing_once_is_one_device
   differs | register_fsdp_forward_method: other methods gather too | any function is a unit | core/test_units.py::test_any_pytree_in_and_out

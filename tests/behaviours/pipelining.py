@@ -7,9 +7,9 @@ test_schedule.py
   has     | zero-bubble schedules as torch's own | pipelining/test_schedules.py::test_equal_to_torch
   has     | a schedule by its name | examples/test_pipe.py::test_every_schedule_can_be_asked_for
   has     | stages that ranks do not divide are refused | pipelining/test_pipeline_bad_input.py::test_every_rank_says_what_is_wrong_and_sends_nothing
-  has     | actions as text, and back | pipelining/test_schedules.py::test_text_and_json_come_back
-  differs | schedules as CSV | as JSON | pipelining/test_schedules.py::test_text_and_json_come_back
-  has     | an action that is missing, twice, or too early is named | pipelining/test_verification.py::test_a_wrong_schedule_is_refused
+  has     | actions as text, and back | pipelining/test_schedules.py::test_text_comes_back
+  differs | schedules as CSV | as rows of text | pipelining/test_schedules.py::test_text_comes_back
+  has     | an action that is missing, twice, or too early is named | pipelining/test_refused.py::test_what_cannot_be_is_refused
   has     | sends and receives written into a schedule of computing | pipelining/test_schedules.py::test_named_schedules_run_with_edges_of_any_kind
   has     | a schedule that waits for itself is told | pipelining/test_verification.py::test_a_cycle_between_ranks_is_a_deadlock_with_a_table
   has     | I and W together are a whole backward | pipelining/test_stage_vjp.py::test_the_halves_are_the_whole
@@ -55,7 +55,7 @@ test_transformer.py
 test_unflatten.py
   differs | module structure is rebuilt from a graph | functions are cut, not graphs | tracing/test_program.py::test_a_program_reads_like_the_loss
 test_composability.py
-  has     | with FSDP inside | pipelining/test_pipeline_composition.py::test_with_other_transforms_it_trains_as_one_device
+  has     | with FSDP inside | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | with replicas and tensor parallelism | pipelining/test_pipeline_composition.py::test_over_three_axes_with_replicas
 test_dtensor_pp.py
   has     | layers that are split, in stages | transforms/test_split_leaves.py::test_training_is_that_of_one_device_as_planned

@@ -39,7 +39,7 @@ derivatives
   has     | vjp pulled back again | comm/test_collectives.py::test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice
   differs | gradients by what is closed over, not by arguments | what a unit captures and differentiates is refused, with the way out | core/test_purity.py::test_a_captured_differentiated_tensor_is_refused
   has     | a custom derivative within | core/test_units.py::test_every_body_is_right_under_every_interpretation
-  has     | a custom backward of a wrong type is told | comm/test_transposes.py::test_a_wrong_transpose_is_caught
+  has     | a custom backward of a wrong type is told | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
 vmap
   has     | vmap around collectives | comm/test_collectives.py::test_a_batch_is_one_collective_each_way
   has     | gradients per sample | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
@@ -62,5 +62,5 @@ drawn programs
   has     | functions, meshes and specs drawn, against a loop over ranks | derivatives/test_judge.py::test_programs_are_right_or_refused
   has     | their gradients | transforms/test_shard_programs.py::test_a_gradient_call_is_that_of_one_device
   has     | FSDP by hand: a gather, and its transpose | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
-  has     | ring attention's gradient | nn/test_context_parallel.py::test_it_is_torchs_attention
+  has     | ring attention's gradient | nn/test_attention_masks.py::test_it_is_torchs_attention
 """  # noqa: E501

@@ -355,15 +355,15 @@ def test_second_derivatives_are_whole():
     _, loss = loss_of(block)
 
     def twice(wrap):
-        p = {k: v.clone().requires_grad_() for k, v in P.items()}
-        value = wrap(loss)(p, X)
+        p = {k: v.double().requires_grad_() for k, v in P.items()}
+        value = wrap(loss)(p, X.double())
         grads = torch.autograd.grad(value, list(p.values()), create_graph=True)
         total = sum(g.sin().sum() for g in grads)
         return torch.autograd.grad(total, list(p.values()))
 
     want = twice(lambda f: f)
     for _ in range(2):
-        torch.testing.assert_close(twice(ff.remat), want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(twice(ff.remat), want, rtol=1e-9, atol=1e-9)
 
 
 def test_what_torch_tells_of_graphs():
