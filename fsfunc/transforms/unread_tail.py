@@ -111,6 +111,7 @@ class _Numbering(UnheardMode):
 _READERS = {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__),
     *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
+    Tensor.__cuda_array_interface__.__get__,  # type: ignore[attr-defined]
     *(Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__),
     *(Tensor.apply_, Tensor.map_, Tensor.map2_),
 }

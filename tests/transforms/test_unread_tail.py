@@ -276,6 +276,18 @@ def test_what_python_reads_past_the_operators_was_computed(how, turned):
         on[0] = True
 
 
+def test_memory_whose_address_a_gpu_s_library_asks_for_was_computed():
+    """A tensor of the host has none to tell, and raises once it was asked."""
+
+    def met(read):
+        notes = unread_tail.TailNotes()
+        with torch.enable_grad():
+            notes(lambda x: (y := x.relu(), read(y)), X.clone().requires_grad_())
+        return notes.start
+
+    assert met(lambda y: None) < met(lambda y: hasattr(y, "__cuda_array_interface__"))
+
+
 class Seen(ff.Interpretation):
     """Reads what units return; with ``reads_outputs`` False it says it does not."""
 
