@@ -386,15 +386,20 @@ def test_a_gate_that_nobody_averages_is_refused() -> None:
     """Where the experts' axis is none of the data's."""
     params, groups = drawn(4), draw(4, 5, D)
     mesh = simulated(data=2, expert=2)
-    loss = ff.unit(lambda p, x: loss_of("top 2")(p, x)[0])
+    loss = ff.unit(lambda p, x, by: loss_of("top 2")(p, x * by)[0])
 
-    def main(example=None):
-        step, x = ff.value_and_grad(loss), groups[ff.axis_index(("data", "expert"))]
+    def main(example, x, by=lambda: 1):
+        step = ff.value_and_grad(lambda p, x: loss(p, x, by()))
         step, rules = ff.shard(step, mesh, "data"), {"experts/*": ff.Split(0, "expert")}
-        example = x if example is None else example
         step(ff.place(step, params, example, layouts=rules), x)
 
-    with pytest.raises(RanksDiffer, match="along 'expert' are given unlike batches"):
-        ff.spmd(main, mesh)()
+    def of_its_own(laid_out=None):
+        x = groups[ff.axis_index(("data", "expert"))]
+        main(x if laid_out is None else laid_out, x)
+
+    for example in (None, groups[0]):  # alike, perhaps, when it was laid out
+        with pytest.raises(RanksDiffer, match="along 'expert' are given unlike"):
+            ff.spmd(of_its_own, mesh)(example)
     with pytest.raises(LawError, match="by 'gate' differs along \"expert\""):
-        ff.spmd(lambda: main(groups[0]), mesh)()  # alike when it was laid out
+        place = lambda: 1 + ff.axis_index("expert")  # noqa: E731
+        ff.spmd(main, mesh)(groups[0], groups[0], place)
