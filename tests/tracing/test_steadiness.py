@@ -97,6 +97,23 @@ def test_a_count_that_only_the_library_hears_of_later_is_refused():
         ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
 
 
+def test_a_count_that_the_library_hears_of_at_a_known_line_is_refused():
+    """The check calls once more what the record has called there."""
+    runs = []
+
+    def step(w, x):
+        runs.append(1)
+        g = ff.value_and_grad(unit)(w, x)[1]
+        w = ff.tree.map(torch.sub, w, g)
+        for factor in [0.5, 1 / len(runs)][: len(runs)]:
+            w = ff.tree_scale(w, factor)
+        return w
+
+    with pytest.raises(Unsteady, match="mul.* is given 0.3.* and 0.25"):
+        f = ff.shard(step, MESH, "data")
+        ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
+
+
 @KINDS
 def test_the_way_out_is_right(kind):
     t, w = kind(True), W
