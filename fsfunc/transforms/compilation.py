@@ -71,9 +71,9 @@ def jit(
 
     Under ``remat`` a compiled backward computes again what it reads, in kernels of its
     own, and the unit's function runs once; ``remat(step, MinCut(share))`` keeps what
-    costs least to keep. (In ``remat(shard(step))``, in pipelines, under ``offload``, with
-    other backends and with ``fullgraph=False`` ``remat`` runs the compiled function a
-    second time.)
+    costs least to keep. (In ``remat(shard(step))``, in pipelines, under ``offload``,
+    with other backends and with ``fullgraph=False`` ``remat`` runs the compiled
+    function a second time.)
 
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
     call. What a backward keeps is the compiler's choice: a plan, which runs the plain
