@@ -125,7 +125,8 @@ class _Reading(TorchFunctionMode):
         self.numbering = numbering
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _READERS:
+        # A compiler gives readers no place in a graph, and cannot look into this set.
+        if not torch.compiler.is_compiling() and func in _READERS:
             self.numbering.meet()
         return func(*args, **(kwargs or {}))
 
