@@ -104,7 +104,7 @@ OPS = {
     "in place": lambda p, x, h: (h * 1).add_(x),
     "gelu": lambda p, x, h: F.gelu(h),
     "exp": lambda p, x, h: (h / 8).exp(),
-    "view": lambda p, x, h: h.view(-1).view(h.shape),
+    "view": lambda p, x, h: h.reshape(-1).view(h.shape),
     "turned": lambda p, x, h: h.transpose(0, 1).contiguous().transpose(0, 1),
     "halves": lambda p, x, h: torch.cat(h.chunk(2, -1)[::-1], -1),
     "dropped": lambda p, x, h: F.dropout(h, 0.5),
