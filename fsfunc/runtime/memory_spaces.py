@@ -240,6 +240,7 @@ _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 def over_storage(
     storage: torch.UntypedStorage, count: int, dtype: torch.dtype
 ) -> Tensor:
+    """The first ``count`` elements of a storage, as a 1-D tensor of ``dtype``."""
     empty = torch.empty(0, dtype=dtype)
     return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
