@@ -56,7 +56,7 @@ class RepeatedCall:
         seeded = around.seed is not None
         self.states: States = [] if seeded else generator_states()
         self.tails = call.unit.tails if around.compiler is None else None
-        self.planned = around.tracer is not None
+        self.traced = around.tracer is not None
         for handler in around.handlers:
             if handler.reads_outputs:
                 self.tails = None
@@ -89,7 +89,7 @@ class RepeatedCall:
         tail = None if self.tails is None else self.tails.get(self.key)
         if tail is not None and not tail.inner and self.tape is None:
             # A plan is that of a first call too, when no tail is known yet.
-            if _torch.saves_plainly() and not self.planned:
+            if _torch.saves_plainly() and not self.traced:
                 found = self._unsaved(tensors, thread)
                 if found is not None:
                     return found

@@ -63,7 +63,9 @@ def shard(
     and those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one
     gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
     psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
-    bytes. Reductions overlap with the backward of the units that follow.
+    bytes. Reductions overlap with the backward of the units that follow. Ranks that
+    must have one batch or equal states compare them in calls 1, 2, 4, 8 and so on of a
+    state that was laid out: a gather of 16 bytes, in no ledger.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
