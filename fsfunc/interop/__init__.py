@@ -7,6 +7,6 @@ call_tensors.py attributes.py   changes to tensors and attributes
 compiled_units.py   units as functions that jit compiles
 layer_plans.py      plans of split layers
 split_shapes.py     shape rules of split features
-split_layers.py     torch's layers as they run split; casts and gathers
-split_values.py     split logits, sequences; experts spread over ranks
+split_layers.py     torch's layers as they run split
+split_experts.py    experts spread over ranks
 """

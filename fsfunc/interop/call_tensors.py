@@ -97,9 +97,9 @@ class CallTensors:
         self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
 
     def _flow(self, params: Mapping[str, Any]) -> SplitFlow:
-        plan, unit = self.part.plan, self.part.name
-        column = None if self.part.fetch else plan.columns.get(unit)
-        return SplitFlow(params, column, plan.meeting, unit in plan.sequences)
+        plan = self.part.plan
+        column = None if self.part.fetch else plan.columns.get(self.part.name)
+        return SplitFlow(params, column, plan.meeting)
 
     @property
     def given(self) -> CallTensors:

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.patterns import words_of
+from fsfunc.interop.split_experts import kind_of
 from fsfunc.interop.split_layers import KINDS, SplitModule
-from fsfunc.interop.split_values import kind_of
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 
@@ -28,7 +28,6 @@ class LayerPlan:
         around: the modules in which features are split: each has column layers, and row
             layers that take their outputs.
         columns: by a unit's name, the weight of a column layer in it.
-        sequences: the units of which each rank has positions of its own.
         meeting: the whole parameters that are combined with split values.
     """
 
@@ -38,11 +37,10 @@ class LayerPlan:
         layouts: Mapping[str, Split],
         around: Sequence[str],
         columns: Mapping[str, str],
-        sequences: frozenset[str],
         meeting: frozenset[str],
     ):
         self.words, self.layouts, self.around = words, layouts, around
-        self.columns, self.sequences, self.meeting = columns, sequences, meeting
+        self.columns, self.meeting = columns, meeting
 
     def install(self, template: nn.Module) -> None:
         """Makes the layers of a copy of the module run split, in calls on parts."""
@@ -94,13 +92,10 @@ def planned(
             options that no split one has; that is frozen, or computes its weight.
         ValueError: a word that is none; a pattern that matches no module, two that
             match one; a parameter that others have too and leave whole; a column layer
-            without a row layer in its unit; a sequence unit that is none, or may mix
-            positions.
+            without a row layer in its unit.
     """
     words, axes = words_of(module, plan, axis)
     names = _Names(module, units, words)
-    for unit in names.sequences:
-        words |= names.within_sequence(unit)
     layouts = _layouts(module, tensors, words, axes)
     own = {id(x): name for name, x in tensors.all.items()}
     around: dict[str, None] = {}
@@ -114,17 +109,12 @@ def planned(
         elif word == "whole":
             meeting.update(own[id(x)] for x in m.parameters(recurse=False))
     for layer, word in words.items():
-        if word != "whole" or names.unit_of(layer) in names.sequences:
-            continue
-        if not any(_is_in(layer, x) for x in around):
+        if word == "whole" and not any(_is_in(layer, x) for x in around):
             raise ValueError(
                 f'plan: {layer!r} is "whole", which is for modules that see split '
                 'features, and no module around it has a "column" layer: leave it out'
             )
-    sequences = frozenset(names.sequences)
-    return LayerPlan(
-        words, layouts, list(around), columns, sequences, frozenset(meeting)
-    )
+    return LayerPlan(words, layouts, list(around), columns, frozenset(meeting))
 
 
 def _layouts(
@@ -147,8 +137,8 @@ def _layouts(
             if other != use:
                 raise ValueError(
                     f"plan: {name!r} is tied, and {first!r} and {layer!r} must be split"
-                    ' alike: an embedding "vocab" and a head "column_gathered", or '
-                    '"vocab" for ff.nn.vocab_cross_entropy; or neither'
+                    ' alike: an embedding "vocab" and a head "column_gathered"; or '
+                    "neither"
                 )
             if isinstance(use, int):
                 layouts[name] = Split(use, axes[layer])
@@ -179,7 +169,6 @@ class _Names:
         self, module: nn.Module, units: Sequence[str], words: Mapping[str, str]
     ):
         self.module, self.units, self.words = module, units, words
-        self.sequences = [name for name, word in words.items() if word == "sequence"]
 
     def unit_of(self, name: str) -> str:
         return max((u for u in self.units if _is_in(name, u)), key=len)
@@ -195,68 +184,12 @@ class _Names:
         rows = [x for x in rows if self.unit_of(x) == unit]
         for above in _above(column):
             if any(_is_in(x, above) for x in rows):
-                break
-        else:
-            raise ValueError(
-                f'plan: {column!r} is "column", which leaves each rank its own '
-                f'features, and no "row" layer in its unit {unit!r} takes them: '
-                "plan one, with units= that have both in one; or say "
-                '"column_gathered"'
-            )
-        if above == unit and unit in self.sequences:
-            raise ValueError(
-                f'plan: {column!r} and its "row" layer are in {unit!r} itself, a '
-                '"sequence", and take all of its positions: put both into a module of '
-                "their own in it, which is given these, or leave the sequence out"
-            )
-        return above
-
-    def within_sequence(self, unit: str) -> dict[str, str]:
-        """The modules of a "sequence" unit that are "whole", and see split positions.
-
-        Raises:
-            ValueError: it is no unit, or has others; what may not take each position by
-                itself is not split.
-        """
-        inner = [u for u in self.units if u != unit and _is_in(u, unit)]
-        if unit not in self.units or not unit or inner:
-            but = f"has the unit {inner[0]!r} in it" if inner else "is none of them"
-            raise ValueError(
-                f'plan: {unit!r} is "sequence", as units are that are given hidden '
-                f"states first and return them, and {but}: give units= so"
-            )
-        if not any(w == "column" and _is_in(x, unit) for x, w in self.words.items()):
-            raise ValueError(
-                f'plan: {unit!r} is "sequence", and has no "column" and "row" layers: '
-                "plan those, or leave it out"
-            )
-        first = {id(m): name for name, m in self.module.named_modules()}
-        parts = self.module.get_submodule(unit).named_modules(remove_duplicate=False)
-        found = {first[id(m)]: m for _, m in parts}
-        return {x: "whole" for x, m in found.items() if self._is_vector(x, m, unit)}
-
-    def _is_vector(self, name: str, m: nn.Module, unit: str) -> bool:
-        """True if a module of a sequence unit has parameters of one dim alone."""
-        own, word = [*m.parameters(recurse=False)], self.words.get(name)
-        why = None
-        if isinstance(m, _OVER_POSITIONS):
-            why = f"has {name!r} in it, a {type(m).__name__}, which is of all positions"
-        elif own and self.unit_of(name) != unit:
-            why = f"shares {name!r} with another"
-        if why:
-            raise ValueError(
-                f'plan: {unit!r} is "sequence", and {why}: leave the sequence out'
-            )
-        if word in ("column", "row", "whole") or not own:
-            return False
-        if word not in (None, "sequence") or any(x.ndim > 1 for x in own):
-            raise ValueError(
-                f'plan: {name!r} is in {unit!r}, a "sequence", and would take a '
-                'rank\'s positions alone: split it as "column" or "row"; say '
-                '"whole" where it takes each position by itself; or leave the '
-                "sequence out"
-            )
-        return True
+                return above
+        raise ValueError(
+            f'plan: {column!r} is "column", which leaves each rank its own features, '
+            f'and no "row" layer in its unit {unit!r} takes them: plan one, with '
+            'units= that have both in one; or say "column_gathered"'
+        )
 
 
 def _is_in(name: str, above: str) -> bool:
@@ -267,9 +200,3 @@ def _above(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-_OVER_POSITIONS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm1d,
-    nn.InstanceNorm2d, nn.GroupNorm,
-)  # fmt: skip

@@ -57,14 +57,7 @@ def from_module(
             head_dim)``, not a number of heads. A run on shapes alone checks that. A
             module between them with parameters, such as a norm over a head, is
             ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
-            logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split:
-            ``F.cross_entropy`` of them, the module's own too, and
-            ``ff.nn.vocab_cross_entropy`` are those of whole ones. ``"sequence"`` is a
-            unit with such layers that takes hidden states [batch, sequence, ...] first
-            and returns them: between such units each rank has its positions alone, and
-            gathers and scatters take the place of all-reduces. In it all but the
-            innermost modules that hold column and row layers take each position by
-            itself.
+            logits. ``"vocab"`` is an Embedding.
             ``"expert"`` is a module of experts that are stacked along dim 0 of its
             parameters, as those of transformers (``"**.experts"``): they are spread
             over ``axis``, one of the data or not, or over that of ``("expert",
@@ -88,10 +81,8 @@ def from_module(
         ValueError: units that match nothing; parameters without a shape yet, or tied by
             their memory; a plan's pattern that matches no module, or one that another
             matches; a word that is none; a column layer without a row layer in its
-            unit; "auto" of a model without a plan; a sequence that is no unit, or has
-            weights that no word splits. Of ``apply``: missing, further or mis-shaped
-            tensors; positions that the axis does not divide; parameters that lie
-            otherwise than planned.
+            unit; "auto" of a model without a plan. Of ``apply``: missing, further or
+            mis-shaped tensors; parameters that lie otherwise than planned.
         TypeError: a plan without an axis, or of what is no Linear, Embedding or stack
             of experts; a module that is wrapped (DataParallel, fully_shard, compile,
             script), or whose structure cannot be copied; functions in it, such as a
@@ -104,9 +95,8 @@ def from_module(
             on a unit from outside; a parameter is changed, or a list that a unit is
             given; split features of a plan meet others of theirs, a number of all
             heads, whole parameters, or random numbers; heads that the axis does not
-            divide; what is done to split logits, or to sequences between units, that a
-            part alone does not tell; a torch.utils.checkpoint within, whose backward
-            comes after the call.
+            divide; a torch.utils.checkpoint within, whose backward comes after the
+            call.
 
     Cost: a copy of the structure, without tensors, for every call that runs at once
     (for every call, where attributes hold what cannot be put back, such as a random
@@ -115,15 +105,12 @@ def from_module(
     forward writes them. A parameter that a forward reads outside every unit is a unit
     call of its own. With a plan, as ``ff.nn.column_linear`` and ``row_linear``: layers
     that follow each other on one input share its sum, so that a decoder layer sends
-    four all-reduces of an activation; where sequences are split, four gathers and four
-    scatters, of the same bytes, and an all-reduce of each parameter that meets
-    positions (the first layer and the last send a gather more between them).
+    four all-reduces of an activation.
     Experts: four all-to-alls of their tokens, as ``ff.nn.expert_layer`` without a
     capacity; where the ranks' tokens are the same, each sends its share of them, and
     the results are gathered.
 
-    Source: of plans, Shoeybi et al., Megatron-LM, 2019; of sequences, Korthikanti et
-    al., 2022.
+    Source: of plans, Shoeybi et al., Megatron-LM, 2019.
 
     >>> import torch, fsfunc as ff
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

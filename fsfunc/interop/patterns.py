@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fsfunc import _torch
+from fsfunc.interop.split_experts import check_experts
 from fsfunc.interop.split_layers import KINDS
-from fsfunc.interop.split_values import check_experts
 from fsfunc.tree.structure import matches
 
 Units = Any  # a class, a name, a pattern, a size, a predicate; or several
@@ -290,7 +290,7 @@ def words_of(
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "expert", "sequence", "whole"})
+    known = sorted({*(known for known, _ in KINDS), "expert", "whole"})
     if word not in known:
         raise ValueError(
             f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
@@ -303,7 +303,7 @@ def _check_layer(name: str, m: nn.Module, word: str) -> None:
             f'plan: {name!r} is "whole", and has no parameter of its own: name the '
             "modules in it that have"
         )
-    elif word not in ("sequence", "whole"):
+    elif word != "whole":
         _check_kind(name, m, word)
 
 

@@ -28,7 +28,6 @@ def run_shapes(
     words: Mapping[str, str],
     given: Signature,
     ranks: int,
-    typed: bool,
 ) -> list[bool]:
     """Runs a module around split layers on shapes alone, and checks what it does.
 
@@ -37,7 +36,6 @@ def run_shapes(
         words: how its layers are split, by their names within it.
         given: the signature of (args, keywords).
         ranks: the size of the axis that splits it.
-        typed: whether what is not split is one value on all ranks.
 
     Returns:
         for each leaf of its output, whether it is made of split features.
@@ -55,7 +53,7 @@ def run_shapes(
         if word in ("column", "row"):
             m.forward = partial(_column if word == "column" else _row, m, path)
     try:
-        with torch.enable_grad(), _SplitDim(names, ranks, typed):
+        with torch.enable_grad(), _SplitDim(names, ranks):
             out = module.forward(*args, **keywords)
     except _NotSplit:
         raise
@@ -140,12 +138,12 @@ class _SplitDim(TorchFunctionMode):
 
     Args:
         names: parameters, by id: their name, and whether the plan has them "whole".
-        ranks, typed: as for `run_shapes`.
+        ranks: as for `run_shapes`.
     """
 
-    def __init__(self, names: dict[int, tuple[str, bool]], ranks: int, typed: bool):
+    def __init__(self, names: dict[int, tuple[str, bool]], ranks: int):
         super().__init__()
-        self.names, self.ranks, self.typed = names, ranks, typed
+        self.names, self.ranks = names, ranks
         self.kept: list[Any] = []  # so that no id is another's
 
     def __torch_function__(
@@ -162,10 +160,9 @@ class _SplitDim(TorchFunctionMode):
             self._refuse(name, split[0])
         if not found or name.startswith("new_") or name in _LIKE:
             return out
-        if self.typed:
-            self._check_types(given, found)
+        self._check_types(given, found)
         if split:
-            if self.typed and _draws(name, args, kwargs):
+            if _draws(name, args, kwargs):
                 raise _NotSplit(_drawn(name))
             self._check_along(name, split[0], args, kwargs)
             for y in found:

@@ -42,7 +42,6 @@ from fsfunc.interop.stubs import (
     taken,
     without_caches,
 )
-from fsfunc.nn.numerics import own_draws
 from fsfunc.sharded.leaf import is_sharded
 
 
@@ -236,13 +235,10 @@ class _Part:
         own = free.pop() if free else self._copy(asked.fills)
         own.tensors.begin(params, buffers, asked.mutable)
         try:
-            flow = own.tensors.flow
-            args, keywords = flow.taken(args, keywords)
             seen = shown_by(own.module, asked.shows)
-            with own_draws(flow.sequence if own.module.training else None):
-                out = own.module(*args, **keywords)
+            out = own.module(*args, **keywords)
             changed = own.tensors.changed()
-            out = flow.returned(out, seen)
+            own.tensors.flow.check_returned()
         finally:
             own.tensors.end()
             left = own.attributes.restored(asked.mutable and not self.name)

@@ -8,10 +8,8 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.interop.split_values import SplitTensor
 from tests.checks import close, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
@@ -59,8 +57,6 @@ MODELS = {
     "mixtral over both": (mixtral, {"num_local_experts": 4,
         "experts_implementation": "batched_mm"}, ATTENTION | dict.fromkeys(EXPERTS,
         ("expert", "data"))),
-    "sequence": (llama, {"attention_bias": True},
-        PLAN | {"model.layers.*": "sequence"}),
 }  # fmt: skip
 
 
@@ -109,7 +105,7 @@ TRANSFORMS = {
     "pipeline": (lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
         {"pipe": 2, "model": 2}),
 }  # fmt: skip
-CASES = [("llama", "no shard"), ("llama", "zero=3 remat"), ("sequence", "pipeline")]
+CASES = [("llama", "no shard"), ("llama", "zero=3 remat"), ("biases", "pipeline")]
 CASES += [(name, "zero=3") for name in MODELS if name != "tied"]  # as logits are
 
 
@@ -119,29 +115,18 @@ def test_a_split_model_has_the_gradients_of_one_device(name, how):
         close(found, alone(name), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "data"), [("llama", 1), ("llama", 2), ("sequence", 2)]
-)
-def test_a_layer_sends_four_sums_of_an_activation(name, data):
-    """And the embedding and the head one each, and the head gathers its logits.
-
-    Where sequences are split a sum is a gather and a scatter, and beside them go half a
-    sum into the first layer (backward) and out of the last, and gradients of norms and
-    row biases.
-    """
-    found = on_ranks(name, "zero=3", data)
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_layer_sends_four_sums_of_an_activation(data):
+    """And the embedding and the head one each, and the head gathers its logits."""
+    found = on_ranks("llama", "zero=3", data)
     n, tokens = 2, ROWS // data * LENGTH
     reduced = 2 * (n - 1) * tokens * WIDTH * ITEM // n
     logits = (n - 1) * tokens * WORDS // n * ITEM
-    split = name == "sequence"
-    vectors = split * LAYERS * 3 * 2 * (n - 1) * WIDTH * ITEM // n
     for _, log in found:
         sums = 4 * LAYERS + 2
-        assert log.bytes("model") == (sums + split) * reduced + logits + vectors
+        assert log.bytes("model") == sums * reduced + logits
         ops = ("psum", "all_gather", "psum_scatter")
-        assert [log.count(op, axis="model") for op in ops] == (
-            [2 + 3 * LAYERS, 4 * LAYERS + 3, 4 * LAYERS] if split else [sums, 1, 0]
-        )
+        assert [log.count(op, axis="model") for op in ops] == [sums, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -180,106 +165,6 @@ def test_experts_send_their_tokens_there_and_back(axis, kind, dtype, record):
         assert log.count("all_to_all", axis=axis) == 4 * LAYERS
         sent = 4 * rows * (n - 1) * WIDTH * dtype.itemsize
         assert log.bytes(axis, "all_to_all") == sent
-
-
-def knowing(apply, buffers, batch):
-    logits = apply(*buffers, **batch).logits[:, :-1] * 2 - torch.ones(())
-    return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:])
-
-
-def plain(apply, buffers, batch):
-    return language_loss(apply(*buffers, **batch).logits, batch)
-
-
-def its_own(apply, buffers, batch):
-    return apply(*buffers, **batch, labels=batch["input_ids"]).loss
-
-
-@pytest.mark.parametrize(
-    ("loss", "axes", "bound"),
-    [
-        (knowing, {"model": 2}, 1e-10),
-        (plain, {"data": 2, "model": 2}, 1e-10),
-        (its_own, {"model": 2}, 1e-5),
-    ],
-)
-def test_logits_may_stay_split_and_the_loss_is_that_of_whole_ones(loss, axes, bound):
-    """Also where every target is among each rank's classes, by their count."""
-    apply, params, _, batch = made("tied", lm_head="vocab")
-    module = hugging_face(llama, vocab_size=WORDS, num_hidden_layers=LAYERS)
-    _, _, buffers = ff.from_module(module)
-    batch["input_ids"] %= WORDS // 2
-    own = ff.value_and_grad(lambda p, batch: loss(apply, (p, buffers), batch))
-    how = {"mesh": simulated(**axes), "layouts": apply.layouts}
-    expected = own(params, batch)
-    for found, log in with_ledger(over_data(own), params, batch, **how):
-        close(found, expected, bound)
-        assert log.count("all_gather", axis="model") == 0
-
-
-def on_parts(do, dim):
-    """What is done to a tensor that is split, joined again; and to the whole."""
-    whole = torch.arange(48.0).view(2, 4, 6)
-
-    def main():
-        part = whole.chunk(2, dim)[ff.axis_index("model")]
-        y = do(SplitTensor(part, "model", dim))
-        return (y.shape, ff.all_gather(y.local, "model", dim=dim)) if dim else y
-
-    return ff.spmd(main, simulated(model=2))()[0], do(whole)
-
-
-@pytest.mark.parametrize(
-    "do",
-    [
-        lambda x: 1 - x / 2,
-        lambda x: torch.tanh(x).to(torch.float64) + x.float(),
-        lambda x: x * torch.ones(4, 1) + torch.ones(()),
-        lambda x: torch.ones(()) * x,
-        lambda x: x[:, -1, None],
-        lambda x: x[..., 1:3, :],
-        lambda x: x[torch.tensor([[True, False, True, True]] * 2)],
-        lambda x: x[None, 0, [1, 2]],
-        lambda x: x.view(-1, x.size(-1)),
-        lambda x: x.reshape(x.shape[0] * 4, -1),
-        lambda x: x.flatten(0, 1).contiguous(),
-    ],
-)
-def test_what_is_done_to_split_logits_is_done_to_the_whole(do):
-    (shape, found), expected = on_parts(do, -1)
-    assert shape == expected.shape
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dim", [-1, -2])
-@pytest.mark.parametrize(
-    "do",
-    [
-        lambda x: x.argmax(-1),
-        lambda x: torch.softmax(x, -1),
-        lambda x: x.mean(),
-        lambda x: x == x,
-        lambda x: x + torch.ones(4, 6),
-        lambda x: x + torch.ones(3, 3),
-        lambda x: torch.ones(4, 6).add_(x),
-        lambda x: x[..., 0],
-        lambda x: x[:, :2, :3],
-        lambda x: x[..., None],
-        lambda x: x.view(2, -1),
-        lambda x: x.flatten(),
-        lambda x: x.transpose(0, 1),
-        lambda x: list(x),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 6, dtype=torch.long)),
-        lambda x: F.cross_entropy(
-            x[0], torch.zeros(4, dtype=torch.long), weight=torch.ones(6)
-        ),
-        lambda x: ff.nn.vocab_cross_entropy(x, torch.zeros(2, 4).long(), "data"),
-    ],
-)
-def test_what_a_part_cannot_know_is_refused(do, dim):
-    way = "column_gathered" if dim == -1 else "belongs into a unit"
-    with pytest.raises(RuntimeError, match=f"{way}|.local is"):
-        on_parts(do, dim)
 
 
 ROUTED = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}

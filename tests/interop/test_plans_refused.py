@@ -46,49 +46,8 @@ class Experts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights): ...
 
 
-class Part(nn.Module):
-    """[B, L, 4] -> [B, L, 4], by two layers in a module of their own."""
-
-    def __init__(self, what="", p=0.0):
-        super().__init__()
-        self.what, self.pair, self.drop = what, Between(""), nn.Dropout(p)
-        self.weight = nn.Parameter(torch.ones(4))
-        if what == "mixer":
-            self.mix = nn.Conv1d(4, 4, 1)
-        if what == "statistics":
-            self.norm = nn.BatchNorm1d(4, affine=False)
-
-    def forward(self, x):
-        y = self.pair(x.flatten(0, 1) if self.what == "flat" else x)
-        y = self.drop(x * self.weight) + y
-        return (y, y) if self.what == "two" else y
-
-
-class Parts(nn.Module):
-    """Two of them, and a norm."""
-
-    def __init__(self, what=""):
-        super().__init__()
-        self.blocks = nn.ModuleList(Part(what) for _ in range(2))
-        self.what, self.norm = what, nn.LayerNorm(4)
-        if what == "shared":
-            self.blocks[1].pair.norm = self.blocks[0].pair.norm
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x=x) if self.what == "keyword" else block(x)
-            x = x.cumsum(1) if self.what == "glue" else x
-        return self.norm(x)
-
-
 PAIR = {"up": "column", "down": "row"}
-PARTS = {
-    "blocks.*": "sequence",
-    "blocks.*.pair.up": "column",
-    "blocks.*.pair.down": "row",
-}
 X = torch.ones(2, 4)
-LONG = torch.ones(2, 4, 4)
 
 
 def taking(module, plan, units="", axis="model"):
@@ -111,14 +70,6 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
         with_ledger(over_data(grad), params, x, mesh=mesh, layouts=table)
 
     return call
-
-
-def parts(plan=None, units="blocks.*", what=""):
-    return taking(Parts(what), PARTS if plan is None else plan, units=units)
-
-
-def split(what, x=LONG):
-    return running(Parts(what), PARTS, "blocks.*", x=x)
 
 
 @refusals({
@@ -159,25 +110,6 @@ def split(what, x=LONG):
         'no module around it has a "column" layer: leave it out'),
     "whole of nothing": (taking(Block(), {**PAIR, "drop": "whole"}), ValueError,
         "'drop' is \"whole\", and has no parameter of its own"),
-    "a sequence without units": (parts({"blocks.*.pair": "sequence"}), ValueError,
-        "'blocks.0.pair' is \"sequence\", .*, and is none of them: give units= so"),
-    "a sequence with units": (parts(units=["blocks.*", "**.pair"]), ValueError,
-        "has the unit 'blocks.0.pair' in it: give units= so"),
-    "what may mix positions": (parts(what="mixer"), ValueError, "'blocks.0.mix' is in"),
-    "what is of all positions": (parts(what="statistics"), ValueError,
-        "has 'blocks.0.norm' in it, a BatchNorm1d"),
-    "layers in the sequence itself": (taking(Stack(), {"blocks.*": "sequence",
-        "**.up": "column", "**.down": "row"}, units="blocks.*"), ValueError,
-        "are in 'blocks.0' itself, .* into a module of their"),
-    "a sequence of nothing": (taking(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"},
-        units="0"), ValueError, 'has no "column" layer|no "column" and'),
-    "a shared norm": (parts(what="shared"), ValueError, "shares 'blocks.0.pair.norm'"),
-    "positions": (split("", LONG[:, :3]), ValueError, "of 3 positions .* pad it to 4"),
-    "one position": (split("", LONG[:, :2]), ValueError, "multiple of 2 from 4: pad"),
-    "a sequence by keyword": (split("keyword"), TypeError, "not by keyword; got None"),
-    "between sequences": (split("glue"), RuntimeError, "cumsum of SplitTensor"),
-    "two sequences": (split("two"), TypeError, "is to return one tensor, of 2 positi"),
-    "rows alone": (split("flat"), RuntimeError, "neither the sequence, of 2 positions"),
     "features": (running(Block(), model=3), ValueError,
         "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9"),
     "other layouts": (running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
@@ -201,17 +133,3 @@ def test_a_whole_module_between_has_the_gradient_of_one_device():
     plan, module = {**PAIR, "gain": "whole"}, Between("gain").double()
     mean = lambda y, _: y.square().mean()  # noqa: E731
     splits_as_one_device(module, {"x": x}, mean, "", plan)
-
-
-def test_ranks_drop_positions_of_their_own():
-    module = nn.Sequential(Part(p=0.5))
-    for p in module[0].pair.down.parameters():
-        p.data.zero_()
-    plan = {"0": "sequence", "0.pair.up": "column", "0.pair.down": "row"}
-    apply, params, buffers = ff.from_module(module, "0", plan=plan, axis="model")
-    local = lambda p, x: apply(p, buffers, x).local  # noqa: E731
-    how = {"mesh": simulated(model=2), "layouts": apply.layouts}
-    found = with_ledger(lambda mesh: local, params, torch.ones(8, 4, 4), **how)
-    (one, _), (other, _) = found
-    assert {*one.unique().tolist(), *other.unique().tolist()} == {0.0, 2.0}
-    assert not torch.equal(one, other)
