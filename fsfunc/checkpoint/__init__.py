@@ -10,8 +10,8 @@ compares checksums. ``latest`` is in `finding`.
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written
-agreement.py        reports of ranks; errors raised on all; the way out
-folders.py save_lock.py   folders that appear atomically; their locks
+agreement.py        reports of ranks; errors raised on all
+folders.py          folders that appear atomically
 stored.py parsing.py   metadata of a checkpoint; parsing and validation
 manifest.py headers.py   fsfunc.json; headers of files
 loading.py matching.py   load; matching of leaves

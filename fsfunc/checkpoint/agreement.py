@@ -1,4 +1,4 @@
-"""Reports of ranks in one save; errors of one rank raised on all; the way out.
+"""Reports of ranks in one save; errors of one rank raised on all.
 
 Reports use no collectives, which could be matched with those of training: a rank writes
 the list of its files to a file in the common folder.
@@ -6,13 +6,11 @@ the list of its files to a file in the common folder.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -40,7 +38,7 @@ def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     try:
         result = action()
     except Exception as failure:
-        error = advised(failure)
+        error = failure
     raise_everywhere(at, error)
     return cast("_T", result)
 
@@ -117,49 +115,6 @@ def _first(messages: list[str]) -> Exception:
     kinds = {kind.__name__: kind for kind in _PLAIN}
     kind = kinds.get(name, CheckpointError)
     return kind(f"rank {rank} could not go on: {text}")
-
-
-_FULL = (
-    "make room, or name a folder on another disk; of this nothing is left, and earlier "
-    "checkpoints are whole"
-)
-_RIGHTS = "name another folder, or ask for the rights to this one"
-_BROKEN = "the disk or the network to it failed: look at it, and try again"
-_ADVICE = {
-    errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: _FULL,
-    errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.EROFS: _RIGHTS,
-    errno.EIO: _BROKEN, errno.ESTALE: _BROKEN, errno.ETIMEDOUT: _BROKEN,
-    errno.EMFILE: "too many files are open: close some, or raise `ulimit -n`",
-    errno.ENFILE: "too many files are open on this machine: close some",
-    errno.ENAMETOOLONG: "name a shorter path",
-    errno.ENOTDIR: "a file lies where a folder should: name another path",
-    errno.ELOOP: "links lead in a circle: name the folder itself",
-}  # fmt: skip
-
-
-def advised(error: BaseException) -> BaseException:
-    """``error``; one of the system's with what to do about it.
-
-    >>> str(advised(OSError(errno.ENAMETOOLONG, "File name too long", "xxx")))
-    "[Errno 36] File name too long (name a shorter path): 'xxx'"
-    """
-    advice = _ADVICE.get(getattr(error, "errno", None) or 0)
-    if not isinstance(error, OSError) or advice is None or advice in str(error):
-        return error
-    said = f"{error.strerror} ({advice})"
-    better = OSError(error.errno, said, error.filename, None, error.filename2)
-    return better.with_traceback(error.__traceback__)
-
-
-@contextmanager
-def way_out() -> Iterator[None]:
-    """Errors of the system that come from here say what to do."""
-    try:
-        yield
-    except OSError as error:
-        if (better := advised(error)) is error:
-            raise
-        raise better from error
 
 
 _PATIENCE = 5.0  # seconds without a report, after which a rank is asked for its state

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 
-from fsfunc.checkpoint.agreement import way_out
 from fsfunc.checkpoint.folders import (
     age,
     alike,
     delete,
     entries,
-    family_of,
     is_unfinished,
 )
 from fsfunc.checkpoint.headers import Header, check_files, header_at
@@ -59,8 +57,7 @@ def metadata(path: str | os.PathLike) -> Stored:
     >>> stored.metadata, stored.leaves
     ({'run': 7}, {'w': ((2,), torch.float32)})
     """
-    with way_out():
-        return _found(Path(path))
+    return _found(Path(path))
 
 
 def _found(path: Path) -> Stored:
@@ -196,20 +193,19 @@ def latest(
     ...     ff.latest(folder).name
     'step-10'
     """
-    with way_out():
-        found = [p for p in entries(Path(folder)) if p.match(pattern) and _is_one(p)]
-        faults: list[CheckpointError] = []
-        for path in sorted(found, key=age, reverse=True):
-            fault = _fault(path, proven)
-            if fault is None:
-                return path
-            faults.append(fault)
-            warnings.warn(
-                f"{visible(str(path))} cannot be loaded, and the one before it is "
-                f"taken: {fault}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    found = [p for p in entries(Path(folder)) if p.match(pattern) and _is_one(p)]
+    faults: list[CheckpointError] = []
+    for path in sorted(found, key=age, reverse=True):
+        fault = _fault(path, proven)
+        if fault is None:
+            return path
+        faults.append(fault)
+        warnings.warn(
+            f"{visible(str(path))} cannot be loaded, and the one before it is "
+            f"taken: {fault}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if faults:
         raise CheckpointError(
             f"none of the {len(faults)} checkpoints in {folder} can be loaded; of the "
@@ -222,47 +218,16 @@ def keep_newest(path: Path, keep: int) -> None:
     """Deletes all checkpoints named as ``path`` is but itself and the newest others.
 
     ``keep`` stay in all, of those that can be loaded. Names are alike that differ in
-    their last number alone. What cannot be loaded, and what another job has put there
-    since this one began, is left alone. So is, with a warning, what cannot be deleted:
-    the one that was saved is complete.
+    their last number alone. What cannot be loaded is left alone. So is, with a warning,
+    what cannot be deleted: the one that was saved is complete.
     """
-    others = [p for p in _family(path) if p != path and p.name in _known(path)]
-    others = [p for p in others if _fault(p) is None]
+    others = [p for p in _family(path) if p != path and _fault(p) is None]
     for old in sorted(others, key=age)[: len(others) - (keep - 1)]:
         try:
             delete(old)
         except OSError as error:
             warnings.warn(
                 f"{old} is to make room, and cannot be deleted: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-# What of a folder this process found there when it first saved, or saved itself: all
-# else is another job's, on whatever machine.
-_KNOWN: dict[tuple[int, Path, tuple[str, bool, str]], set[str]] = {}
-
-
-def _known(path: Path) -> set[str]:
-    key = os.getpid(), path.parent, family_of(path.name)
-    if key not in _KNOWN:
-        _KNOWN[key] = {p.name for p in _family(path)}
-    return _KNOWN[key]
-
-
-def remember(path: Path) -> None:
-    """``path`` is this job's."""
-    _known(path).add(path.name)
-
-
-def tell_of_others(path: Path) -> None:
-    """Warns where another job saves beside ``path``, under names that are alike."""
-    for other in _family(path):
-        if other.name not in _known(path):
-            warnings.warn(
-                f"{other} was saved by another job while this one saves here too: each "
-                "would go on from the other's; give each a folder of its own",
                 RuntimeWarning,
                 stacklevel=2,
             )

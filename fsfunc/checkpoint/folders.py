@@ -1,41 +1,43 @@
 """Folders that appear and are deleted atomically.
 
-A checkpoint is written in ``.<name>.saving`` and renamed when it is complete. Before it
-is deleted it is renamed to ``.<name>.deleting-...``. So a folder with a checkpoint's
-name and a manifest is complete, whenever a process was killed. Other folders have a
-mark, and the next save removes them. Only files that saves write are ever removed, by
-name, and no link is followed.
+A save writes into a folder of its own, ``.<name>.saving-<process>``, which nobody else
+has, and renames it to ``<name>`` when it is complete; before a checkpoint is deleted it
+is renamed to ``.<name>.deleting-<process>``. So a folder with a checkpoint's name and a
+manifest is complete, whenever a process was killed, and of two jobs that save one path
+the second raises. The next save removes what killed processes left. Only files that
+saves write are ever removed, by name, and no link is followed.
 """
 
 from __future__ import annotations
 
 import errno
-import fnmatch
 import os
 import re
+import secrets
+import socket
+import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
 from fsfunc.checkpoint.manifest import MANIFEST
-from fsfunc.checkpoint.save_lock import (
-    MARK,
-    describe_job,
-    has_gone,
-    is_alive,
-    is_fresh,
-    is_marked,
-    job_of,
-    mark,
-    own_name,
-)
 
-_SAVING, _DELETING = ".saving", ".deleting"
 _UNFINISHED = re.compile(r"\.(.+)\.(saving|deleting)(?:-[0-9a-f]+)?", re.S)
+_OWN = re.compile(r"\.(.+)\.(saving|deleting)-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 _WRITTEN = re.compile(
-    r"shard-\d{5}.*\.safetensors|rank-\d{5,}\.json(?:\.part)?|failed-\d{5,}(?:\.part)?|"
-    + re.escape(MANIFEST)
+    r"shard-\d{5}.*\.safetensors|rank-\d{5,}\.json(?:\.part)?|" + re.escape(MANIFEST)
 )  # by saves
-_OWN = re.compile(r".*-([0-9a-f]{32})", re.S)  # the name before the mark is there
+_LONG = 86_400.0  # seconds without a change, after which whatever wrote it has ended
+_IN_USE: set[str] = set()  # names that this process writes under
+
+
+def own_name() -> str:
+    """32 hexadecimal digits, unique: from host, process and a random number."""
+    return f"{_host():08x}{os.getpid():08x}{secrets.token_hex(8)}"
+
+
+def _host() -> int:
+    return zlib.crc32(socket.gethostname().encode())
 
 
 def check_absent(path: Path) -> None:
@@ -51,141 +53,91 @@ def check_absent(path: Path) -> None:
         )
 
 
-def begin_folder(path: Path) -> int:
-    """Makes a folder to write into before it becomes ``path``; returns its lock.
+def saving_path(path: Path, own: str) -> Path:
+    """Where the holder of an `own_name` writes ``path`` until it is complete."""
+    return path.with_name(f".{path.name}.saving-{own}")
 
-    Its mark is written first; while the lock (a file descriptor) is open it is in use.
-    Folders that killed processes left, of this name or a similar one, have a mark that
-    is not locked, and are removed; a folder without a mark is the user's.
 
-    Raises:
-        FileExistsError: another process is saving ``path``, or a folder of the user is
-            where it would be written.
-        OSError: the parent folder cannot be made or written.
+def begin_saving(path: Path, own: str) -> Path:
+    """The `saving_path` of ``path``, in use by now.
+
+    What killed processes left beside it, of names that are like it but for their last
+    number, is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Marked and locked before it has the name by which others find it.
-    folder = saving_folder(path)
-    new = folder.with_name(f"{folder.name}-{own_name()}")
-    new.mkdir()
-    lock = None
-    try:
-        lock = mark(new)
-        now = os.fstat(lock).st_mtime
-        for remains in entries(path.parent):
-            if remains != new and _remains_of(remains, path):
-                _remove_dead(remains, now)
-        _check_free(folder, path)
-        os.rename(new, folder)
-    except BaseException as error:
-        if lock is not None:
-            os.close(lock)
-        discard(new)
-        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"another process is saving {path}") from error
-        raise
-    return lock
-
-
-def begin_file(path: Path) -> Path:
-    """The name of a file to write before it becomes ``path``, which nothing has.
-
-    What killed processes of this host left under such names is removed.
-    """
-    begin = f".{path.name}{_SAVING}-"
+    part = saving_path(path, own)
+    _IN_USE.add(part.name)
     for remains in entries(path.parent):
-        own = _OWN.fullmatch(remains.name)
-        if own and remains.name == begin + own[1] and has_gone(own[1]):
-            with suppress(OSError):
-                remains.unlink()
-    return path.with_name(begin + own_name())
-
-
-def _check_free(folder: Path, path: Path) -> None:
-    if is_marked(folder):
-        raise FileExistsError(
-            f"another process is saving {path}: {describe_job(job_of(folder))}; give "
-            f"each job a folder of its own, or remove {folder} where that job is dead"
-        )
-    if os.path.lexists(folder):
-        raise FileExistsError(
-            f"{folder} is where {path} would be written, and no save made it: move it "
-            "away"
-        )
-
-
-def _remove_dead(remains: Path, now: float) -> None:
-    """Removes a folder that no living process writes into."""
-    own = _OWN.fullmatch(remains.name)
-    gone = own is not None and has_gone(own[1])
-    if is_marked(remains):  # or killed before the mark said whose it is
-        if not is_alive(remains, now) or gone and not job_of(remains):
-            if remains.name.endswith(_SAVING):  # a name that a save may want
-                other = remains.with_name(f"{remains.name}-{own_name()}")
-                with suppress(OSError):
-                    remains = remains.rename(other)
+        of = _OWN.fullmatch(remains.name)
+        if of and alike(of[1], path.name) and _is_dead(remains, of[3], of[4]):
             discard(remains)
-    elif own and (gone or not is_fresh(remains, now)):
-        with suppress(OSError):  # killed after its mark went, or before it was marked
-            remains.rmdir()
+    return part
 
 
-def saving_folder(path: Path) -> Path:
-    """The folder in which the checkpoint ``path`` is written."""
-    return path.parent / f".{path.name}{_SAVING}"
+def _is_dead(remains: Path, host: str, process: str) -> bool:
+    """True if no process can be writing under a name of `own_name`."""
+    if remains.name in _IN_USE:
+        return False
+    if int(host, 16) == _host():
+        number = int(process, 16)
+        if number == os.getpid() or not _runs(number):
+            return True
+    with suppress(OSError):
+        times = [os.lstat(path).st_mtime for path in (remains, *entries(remains))]
+        return time.time() - max(times) > _LONG
+    return False
 
 
-def appear(folder: Path, path: Path) -> None:
-    """Renames the folder to its name, when all of it is on the disk.
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def appear(part: Path, path: Path) -> None:
+    """Renames what was written to its name, when all of it is on the disk.
 
     Raises:
         FileExistsError: ``path`` exists by now.
     """
-    sync(folder)
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} was made by somebody else while it was saved")
-    os.rename(folder, path)
-    with suppress(FileNotFoundError):  # the mark of what is being saved
-        (path / MARK).unlink()
+    sync(part)
+    try:
+        check_absent(path)  # an empty folder would be replaced
+        os.rename(part, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(f"{path} exists by now") from error
+        raise
+    _IN_USE.discard(part.name)
     sync(path.parent)
 
 
-def empty(folder: Path, files: str) -> None:
-    """Removes files that were written for nothing, and leaves what ranks say there."""
-    for name in fnmatch.filter(names(folder), files):
-        with suppress(OSError):
-            (folder / name).unlink()
+def discard(part: Path) -> None:
+    """Removes what saves wrote, and the folder if it is empty; it is in use no more.
 
-
-def names(folder: Path) -> list[str]:
-    """The names in a folder; none if it does not exist, or is removed meanwhile.
-
-    Another rank may rename or remove it at any time, in which case `Path.glob` raises.
+    Other files are the user's: they stay, and a folder that was a checkpoint gets its
+    name back.
     """
+    _IN_USE.discard(part.name)
+    if not part.is_dir() or part.is_symlink():
+        with suppress(OSError):
+            part.unlink()
+        return
+    for path in entries(part):
+        if _WRITTEN.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
     try:
-        return sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return []
-
-
-def discard(folder: Path) -> None:
-    """Removes the files that saves wrote into a folder, and the folder if it is empty.
-
-    The mark goes last, in case this is killed. Other files are the user's: they stay,
-    and a folder that was a checkpoint gets its name back.
-    """
-    marks = [MARK] if is_marked(folder) else []
-    for name in [*filter(_WRITTEN.fullmatch, names(folder)), *marks]:
-        with suppress(OSError):
-            (folder / name).unlink()
-    with suppress(FileNotFoundError):
-        try:
-            folder.rmdir()
-        except OSError:
-            found = _UNFINISHED.fullmatch(folder.name)
-            if found is not None and found[2] == _DELETING[1:]:
-                with suppress(OSError):
-                    folder.rename(folder.with_name(found[1]))
+        part.rmdir()
+    except OSError:
+        own = _OWN.fullmatch(part.name)
+        if own is not None and own[2] == "deleting":
+            with suppress(OSError):
+                part.rename(part.with_name(own[1]))
 
 
 def delete(path: Path) -> None:
@@ -196,16 +148,14 @@ def delete(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    gone = path.with_name(f".{path.name}{_DELETING}-{own_name()}")
-    with suppress(FileExistsError):
-        os.close(mark(path))
+    gone = path.with_name(f".{path.name}.deleting-{own_name()}")
     os.rename(path, gone)
     discard(gone)
 
 
-def sync(folder: Path) -> None:
-    """Waits until the disk has a folder's entries."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Waits until the disk has a folder's entries, or a file."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -213,8 +163,11 @@ def sync(folder: Path) -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """The paths in a folder; none of what is no folder."""
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    """The paths in a folder; none of what is no folder, or is removed meanwhile."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def is_unfinished(path: Path) -> bool:
@@ -222,21 +175,9 @@ def is_unfinished(path: Path) -> bool:
     return _UNFINISHED.fullmatch(path.name) is not None
 
 
-def _remains_of(path: Path, other: Path) -> bool:
-    """True for the remains of a killed save of a checkpoint like ``other``."""
-    found = _UNFINISHED.fullmatch(path.name)
-    return bool(found) and path.is_dir() and alike(found[1], other.name)
-
-
 def alike(a: str, b: str) -> bool:
     """True if two names differ in their last number alone, as two steps of a run do."""
-    return family_of(a) == family_of(b)
-
-
-def family_of(name: str) -> tuple[str, bool, str]:
-    """A name without its last number, as a key."""
-    before, number, after = _parts(name)
-    return before, bool(number), after
+    return _parts(a)[::2] == _parts(b)[::2] and bool(_parts(a)[1]) == bool(_parts(b)[1])
 
 
 def age(path: Path) -> tuple[int, str]:

@@ -19,9 +19,14 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.agreement import way_out
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.folders import begin_file, check_absent, sync
+from fsfunc.checkpoint.folders import (
+    appear,
+    begin_saving,
+    check_absent,
+    discard,
+    own_name,
+)
 from fsfunc.checkpoint.headers import (
     PART_OF,
     Entry,
@@ -179,8 +184,7 @@ def consolidate(
     ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
     {'w': tensor([1., 1.])}
     """
-    with way_out():
-        return _joined(metadata(path).below(at), Path(file))
+    return _joined(metadata(path).below(at), Path(file))
 
 
 def _joined(stored: Stored, file: Path) -> Path:
@@ -198,15 +202,13 @@ def _joined(stored: Stored, file: Path) -> Path:
         ours["own"] = own
     nbytes = sum(e.nbytes for e in entries)
     head, _ = header_of(entries, seal(ours, nbytes))
-    part = begin_file(file)
+    part = begin_saving(file, own_name())
     try:
         write_file(part, head, entries, lambda sums: with_sums(head, sums))
-        check_absent(file)  # it took a while
-        os.rename(part, file)
+        appear(part, file)
     except BaseException:
-        part.unlink(missing_ok=True)
+        discard(part)
         raise
-    sync(file.parent)
     return file
 
 

@@ -42,6 +42,7 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.spent import refuse_spent
 
+_TITLE = "the ranks save to different paths, or trees that differ"
 _ADVICE = (
     "Every rank saves the same paths, shapes, dtypes and values. A number that is each "
     "rank's own can be saved as a tensor, torch.tensor(x): of those each rank's is kept"
@@ -78,43 +79,42 @@ def copies_of(found: Contents, at: Here | None) -> Copies:
     return Copies(copied, {p: n >> 2 for p, n in zip(copied, sums, strict=True)})
 
 
-def compared(found: Contents, mine: Copies, at: Here | None, path: Path) -> Contents:
+def compared(
+    found: Contents, mine: Copies, at: Here | None, path: Path
+) -> tuple[Contents, str]:
     """``found``, where leaves whose copies differ are the stacks of all ranks' own.
 
+    And a name of the first rank's, by which all know the folder that it makes.
+
     Raises (on every rank):
-        ValueError: ranks that save to different paths.
-        RanksDiffer: other paths in the tree, shapes, dtypes, axes, or other numbers,
-            strings and bools; names the leaves and what each rank has.
+        RanksDiffer: ranks save to different paths; other paths in the tree, shapes,
+            dtypes, axes, or other numbers, strings and bools; names the leaves and what
+            each rank has.
 
     Cost: one gather of 32 bytes, and 16 for each axis. Where copies differ, two pmax of
     16 and 8 bytes for each leaf of which there are copies along that axis.
     """
+    own = folders.own_name()
     if at is None or at.mesh.size == 1:
-        return found
+        return found, own
     axes = {axis: size for axis, size in at.mesh.axes.items() if size > 1}
-    said = [_digest(str(path)), Section("", found.lines).digest]
+    section = Section(_TITLE, [("the path", str(path)), *found.lines], _ADVICE)
+    said = [bytes.fromhex(own), section.digest]
     said += [_digest(mine.along(axis)) for axis in axes]
     every = gathered(at, b"".join(said))
-    paths, trees, *sums = [[row[i : i + 16] for row in every] for i in _steps(every)]
-    if len(set(paths)) > 1:
-        raise ValueError(
-            "the ranks save to different paths, and every rank must name the same one: "
-            f"rank {at.rank} says {path}"
-        )
+    names, trees, *sums = [[row[i : i + 16] for row in every] for i in _steps(every)]
     if len(set(trees)) > 1:
-        title = "the ranks save trees that differ"
-        where = group(tuple(at.mesh.axes), at)
-        raise difference(Section(title, found.lines, _ADVICE), where)
-    own: dict[str, dict[str, int]] = {}
+        raise difference(section, group(tuple(at.mesh.axes), at))
+    stacks: dict[str, dict[str, int]] = {}
     for (axis, size), rows in zip(axes.items(), sums, strict=True):
         firsts = [rows[at.mesh.members(axis, rank)[0]] for rank in range(at.mesh.size)]
         if rows != firsts:
             for name in _differing(mine.along(axis), axis, at):
-                own.setdefault(name, {})[axis] = size
+                stacks.setdefault(name, {})[axis] = size
     coordinates, tensors = coordinates_here(at), dict(found.tensors)
-    for name, sizes in own.items():
+    for name, sizes in stacks.items():
         tensors[name] = tensors[name].stacked(sizes, coordinates)
-    return replace(found, tensors=tensors)
+    return replace(found, tensors=tensors), names[0].hex()
 
 
 def _digest(said: Any) -> bytes:
@@ -232,8 +232,8 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
 
     # Until all ranks are here, one may still wait for an earlier save.
     where, found, copies, said = everywhere(at, checked)
-    found = compared(found, copies, at, where)
-    task = SaveTask(where, at, found, said, keep)
+    found, own = compared(found, copies, at, where)
+    task = SaveTask(where, own, at, found, said, keep)
     try:
         everywhere(at, task.make_folder)
         everywhere(at, task.find_folder)

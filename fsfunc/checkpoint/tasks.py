@@ -8,17 +8,17 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from fsfunc.checkpoint import agreement, finding, folders
-from fsfunc.checkpoint.agreement import Others, RankStatus, advised, attempt, everywhere
+from fsfunc.checkpoint.agreement import Others, RankStatus, attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
+from fsfunc.checkpoint.headers import check_files
 from fsfunc.checkpoint.manifest import VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
-from fsfunc.checkpoint.save_lock import unlock
 from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
@@ -39,24 +39,24 @@ class SaveTask:
     """
 
     path: Path
+    own: str  # by which all ranks know the folder that the first one makes
     at: Here | None
     contents: Contents
     metadata: dict[str, Any]
     keep: int | None
     thread: Thread | None = None
     error: BaseException | None = None
-    lock: int | None = None
     others: Others | None = None  # who save it too
     _finished: bool = False
     _versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         held = self.contents.tensors.values()
-        self.folder = folders.saving_folder(self.path)
         self.rank, self.size = (
             (0, 1) if self.at is None else (self.at.rank, self.at.mesh.size)
         )
         self.first = self.rank == 0
+        self.folder = folders.saving_path(self.path, self.own)
         self.release = hold(h.part for h in held)
         self._versions = [version(h.part) for h in held]
 
@@ -65,9 +65,7 @@ class SaveTask:
     def make_folder(self) -> None:
         """The first rank's: what others will write into."""
         if self.first:
-            if self.keep is not None:
-                finding.tell_of_others(self.path)
-            self.lock = folders.begin_folder(self.path)
+            folders.begin_saving(self.path, self.own).mkdir()
 
     def find_folder(self) -> None:
         """Raises where this rank does not see the folder."""
@@ -101,8 +99,8 @@ class SaveTask:
         ranks = [agreement.take_status(self.folder, rank) for rank in range(self.size)]
         stored = self._stored(ranks)
         write_manifest(stored, self.folder)
+        check_files(replace(stored, path=self.folder), stored.files)
         folders.appear(self.folder, self.path)
-        finding.remember(self.path)
         if self.keep is not None:
             finding.keep_newest(self.path, self.keep)
 
@@ -115,21 +113,13 @@ class SaveTask:
             self.abandon()
             raise
         self.release()
-        self.unlock()
         self._finished = True
 
     def abandon(self) -> None:
         """Nothing comes of it: what was written is removed, what was held let go."""
         self.release()
-        if self.lock is not None:
+        if self.first:
             folders.discard(self.folder)
-        self.unlock()
-
-    def unlock(self) -> None:
-        """Marks the folder as not being written."""
-        lock, self.lock = self.lock, None
-        if lock is not None:
-            unlock(lock)
 
     # In the background
 
@@ -181,21 +171,15 @@ class SaveTask:
                 others.wait()
             self.complete()
         except BaseException as error:
-            error = self.error = advised(error)
-            self._clear("*" if self.first else None)
+            if self.first or others is None or not others.blamed:
+                self.error = error
             said = f"rank {self.rank} could not go on: {type(error).__name__}: {error}"
         if others is not None:
-            if others.blamed and not self.first:
-                self._clear()  # what the first rank did not find there
             others.tell(said)
+        if said if self.first else others is not None and others.blamed:
+            folders.discard(self.folder)
         self.release()
-        self.unlock()
         self.contents, self._versions = Contents(), []  # it may be kept for long
-
-    def _clear(self, files: str | None = None) -> None:
-        """Removes this rank's files, or all."""
-        mine = files or f"shard-{self.rank + 1:05}-*"
-        folders.empty(self.folder, f"{mine}.safetensors")
 
     # What the first rank makes of all reports
 
@@ -261,12 +245,4 @@ class _Failing:
             raise CheckpointError("a save in the background failed: exit status 120")
 
 
-def _in_a_fork() -> None:
-    """Leaves what is in flight to the parent; no lock lasts longer than it lives."""
-    for task in _IN_FLIGHT.values():
-        if task.lock is not None:
-            os.close(task.lock)
-    _IN_FLIGHT.clear()
-
-
-os.register_at_fork(after_in_child=_in_a_fork)
+os.register_at_fork(after_in_child=_IN_FLIGHT.clear)  # the parent's

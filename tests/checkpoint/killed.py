@@ -130,7 +130,7 @@ def main():
             step = ff.load(p, 0, at="step")
             check(ff.TrainState(found, step=step), int(p.name[5:]))
         for p in folder.iterdir():
-            ending = p.name.rpartition(".")[2]
+            ending = p.name.rpartition(".")[2].partition("-")[0]
             remains[ending] = remains.get(ending, 0) + (ending in remains)
     remains = {k: remains[k] for k in ("saving", "deleting")}
     ff.save(folder / f"step-{newest + 1:06}", {"w": torch.ones(1)}, keep=KEEP)

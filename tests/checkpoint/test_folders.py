@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.save_lock import mark
+from fsfunc.checkpoint.folders import own_name
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
 
@@ -88,29 +88,59 @@ def test_keep_deletes_nothing_where_saving_fails(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-1"]
 
 
+def left_by(process, host=None, number=0):
+    """A name that a process took."""
+    return f"{host or own_name()[:8]}{process:08x}{number:016x}"
+
+
+DEAD = 1 << 22  # no process has such a number
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    for name in (".step-3.saving", ".step-1.deleting", ".other.saving", ".step-x"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shard-00001.safetensors").write_text("half")
-        os.close(mark(tmp_path / name))
-    (tmp_path / ".step-8.saving").mkdir()  # of no save's making
-    (tmp_path / ".step-8.saving" / "notes.txt").write_text("mine")
+    dead = left_by(DEAD)
+    for name in (".step-3.saving", ".step-1.deleting", ".other.saving"):
+        (tmp_path / f"{name}-{dead}").mkdir()
+        (tmp_path / f"{name}-{dead}" / "shard-00001.safetensors").write_text("half")
+    (tmp_path / f".step-8.saving-{dead}").mkdir()
+    (tmp_path / f".step-8.saving-{dead}" / "notes.txt").write_text("mine")
+    (tmp_path / ".step-9.saving").mkdir()  # of no save's making
     (tmp_path / ".step-9.saving.txt").write_text("mine")
     ff.save(tmp_path / "step-3", W)
     left = [
-        ".other.saving",
-        ".step-8.saving",
+        f".other.saving-{dead}",
+        f".step-8.saving-{dead}",
+        ".step-9.saving",
         ".step-9.saving.txt",
-        ".step-x",
         "step-3",
     ]
     assert names(tmp_path) == left
     ff.save(tmp_path / "step-4", W, keep=1)
     assert names(tmp_path) == [*left[:-1], "step-4"]
-    with pytest.raises(FileExistsError, match="no save made it: move it away"):
-        ff.save(tmp_path / "step-8", W)
-    assert (tmp_path / ".step-8.saving" / "notes.txt").read_text() == "mine"
-    assert names(tmp_path) == [*left[:-1], "step-4"]
+    assert (tmp_path / left[1] / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "host, process, age, stays",
+    [
+        (None, DEAD, 0, False),
+        (None, os.getppid(), 0, True),  # which lives
+        (None, os.getppid(), 90_000, False),  # its number is another's by now
+        (None, os.getpid(), 0, False),  # this process saves nothing there
+        ("00000000", DEAD, 0, True),  # of another host
+        ("00000000", DEAD, 90_000, False),
+    ],
+)
+def test_what_a_living_process_may_write_is_left_alone(
+    tmp_path, host, process, age, stays
+):
+    folder = tmp_path / f".step-1.saving-{left_by(process, host)}"
+    folder.mkdir()
+    (folder / "shard-00001-half.safetensors").write_text("half")
+    for path in (folder / "shard-00001-half.safetensors", folder):
+        os.utime(path, (time.time() - age,) * 2)
+    ff.save(tmp_path / "step-1", W)
+    assert folder.exists() == stays
+    same(ff.load(tmp_path / "step-1", W), W)
 
 
 def test_metadata_needs_no_mesh(tmp_path):
@@ -172,7 +202,7 @@ def rank():
 
 @pytest.mark.parametrize("save", [ff.save, ff.save_async])
 def test_ranks_that_name_different_paths_are_told(tmp_path, save):
-    with pytest.raises(ValueError, match="the ranks save to different paths"):
+    with pytest.raises(ValueError, match="(?s)different paths, or trees.*at-1"):
         ff.spmd(lambda: save(tmp_path / f"at-{rank()}", STATE), THREE)()
     assert list(tmp_path.iterdir()) == []
 
@@ -191,36 +221,45 @@ def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
         ff.spmd(lambda: ff.load(tmp_path / name(), STATE), THREE)()
 
 
-def test_what_another_process_writes_is_left_alone(tmp_path):
-    """It holds the lock of its folder; what a killed one left is locked no more."""
-    alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
-    for folder in (dead, alive):
-        folder.mkdir()
-        (folder / "shard-00001-half.safetensors").write_text("half")
-    os.close(mark(dead))
-    lock = mark(alive)
-    try:
-        ff.save(tmp_path / "seed-0", STATE)
-        assert alive.exists() and not dead.exists()
-        with pytest.raises(FileExistsError, match="another process is saving"):
-            ff.save(tmp_path / "seed-1", STATE)
-    finally:
-        os.close(lock)
-    ff.save(tmp_path / "seed-1", STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["seed-0", "seed-1"]
+def test_of_two_that_save_one_path_the_second_raises(tmp_path, monkeypatch):
+    """Each writes into a folder of its own."""
+    appear, other = folders.appear, {"w": STATE["w"] + 1}
+
+    def late(folder, path):
+        monkeypatch.setattr(folders, "appear", appear)
+        ff.save(path, other)
+        appear(folder, path)
+
+    monkeypatch.setattr(folders, "appear", late)
+    with pytest.raises(FileExistsError, match="step-1 exists"):
+        ff.save(tmp_path / "step-1", STATE)
+    assert names(tmp_path) == ["step-1"]
+    same(ff.load(tmp_path / "step-1", STATE), other)
 
 
-def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
-    seen = []
+def test_a_checkpoint_of_which_a_file_went_missing_gets_no_name(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def removing(file):
+        sync(file)
+        for path in tmp_path.rglob("shard-*"):
+            path.unlink()
+
+    monkeypatch.setattr("os.fsync", removing)
+    with pytest.raises(ff.CheckpointError, match="is missing"):
+        ff.save(tmp_path / "step-1", STATE)
+    assert names(tmp_path) == []
+
+
+def test_what_is_being_saved_is_not_taken_for_remains(tmp_path, monkeypatch):
     appear = folders.appear
 
     def look(folder, path):
-        seen.append(folder.name)
-        folders._remove_dead(folder, time.time())
+        monkeypatch.setattr(folders, "appear", appear)
+        ff.save(tmp_path / "step-2", STATE)
         assert folder.exists()
         appear(folder, path)
 
     monkeypatch.setattr(folders, "appear", look)
     ff.save(tmp_path / "step-1", STATE)
-    ff.save_async(tmp_path / "step-2", STATE).wait()
-    assert seen == [".step-1.saving", ".step-2.saving"]
+    assert names(tmp_path) == ["step-1", "step-2"]

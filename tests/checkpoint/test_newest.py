@@ -1,16 +1,11 @@
-"""The newest that can be loaded; what stays; whose a folder is; what to do about it."""
+"""The newest that can be loaded, and what stays."""
 
-import errno
-import json
 import os
-import time
 
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import finding, save_lock
-from fsfunc.checkpoint.save_lock import MARK, is_alive, mark
 from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -98,20 +93,6 @@ def test_keep_counts_what_can_be_loaded(tmp_path):
     assert names(tmp_path) == ["step-3", "step-4", "step-6"]
 
 
-def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monkeypatch):
-    """What lies there when a job begins is its own: it goes on from that."""
-    steps(tmp_path, 1, 2)
-    monkeypatch.setattr(finding, "_KNOWN", {})  # as in another process
-    steps(tmp_path, 3, keep=2)
-    assert names(tmp_path) == ["step-2", "step-3"]
-    with monkeypatch.context() as patch:
-        patch.setattr(finding, "_KNOWN", {})
-        steps(tmp_path, 4)
-    with pytest.warns(RuntimeWarning, match="step-4 was saved by another job"):
-        steps(tmp_path, 5, keep=1)
-    assert names(tmp_path) == ["step-4", "step-5"]
-
-
 def test_a_first_checkpoint_of_this_format_is_loaded(tmp_path):
     """It had one rank's generators alone."""
     from tests.checkpoint.forging import body_of, text_of
@@ -126,79 +107,9 @@ def test_a_first_checkpoint_of_this_format_is_loaded(tmp_path):
     assert torch.equal(torch.rand(2), expected)
 
 
-# Who is alive
-
-
-@pytest.fixture
-def left(tmp_path, monkeypatch):
-    """What a killed job left, an hour ago; and how to say who it was."""
-    folder = tmp_path / ".step-1.saving"
-    folder.mkdir()
-    os.close(mark(folder))
-
-    def by(age=3600.0, **said):
-        me = save_lock.this_job()
-        (folder / MARK).write_text(json.dumps(me | said))
-        for path in (folder / MARK, folder):
-            os.utime(path, (time.time() - age,) * 2)
-        return folder
-
-    return by
-
-
-def without_locks(monkeypatch):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(save_lock.fcntl, "flock", none)
-
-
-DEAD = 1 << 22  # no process has such a number
-
-
-def test_a_job_is_alive_where_its_lock_its_process_or_its_files_say_so(
-    left, monkeypatch
-):
-    now = time.time()
-    assert not is_alive(left(), now)  # on this host, and not locked
-    assert not is_alive(left(age=0), now)
-    assert not is_alive(left(host="n2"), now)
-    assert is_alive(left(host="n2", age=5), now)  # no lock is seen from here, perhaps
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert not is_alive(left(host="n2", age=5), now)  # this job, begun again
-    assert is_alive(left(host="n2", age=5, job="41"), now)
-    without_locks(monkeypatch)
-    assert is_alive(left(), now) and not is_alive(left(process=str(DEAD)), now)
-    assert is_alive(left(host="n2", age=5, job="41"), now)
-    assert not is_alive(left(host="n2", job="41"), now)
-
-
-def test_two_jobs_that_save_one_path_are_told(tmp_path, left):
-    left(host="n2", process="7", job="41", age=5)
-    with pytest.raises(FileExistsError, match="step-1: process 7 on n2, job 41"):
-        ff.save(tmp_path / "step-1", W)
-    assert names(tmp_path) == [".step-1.saving"]
-    left(host="n2", process="7", job="41")
-    ff.save(tmp_path / "step-1", W)
-    assert names(tmp_path) == ["step-1"]
-
-
-def test_what_was_killed_before_it_was_marked_is_empty(tmp_path):
-    """It goes once it is old: nobody is about to mark it. What is not empty stays."""
-    for i, (old, full) in enumerate([(True, False), (True, True), (False, False)]):
-        folder = tmp_path / f".step-1.saving-{i:032x}"
-        folder.mkdir()
-        if full:
-            (folder / "notes.txt").write_text("mine")
-        os.utime(folder, (time.time() - 3600 * old,) * 2)
-    ff.save(tmp_path / "step-1", W)
-    assert [name[-1] for name in names(tmp_path)] == ["1", "2", "1"]
-    assert names(tmp_path)[-1] == "step-1"
-
-
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", range(2))
 def test_what_is_deleted_may_be_killed_at_any_moment(tmp_path, monkeypatch, at):
-    """Its mark goes last: the next save removes the rest."""
+    """The next save removes the rest."""
     unlink, left = os.unlink, []
 
     def killed(path, *args, **options):
@@ -214,43 +125,5 @@ def test_what_is_deleted_may_be_killed_at_any_moment(tmp_path, monkeypatch, at):
         steps(tmp_path, 2, keep=1)
     gone, found = names(tmp_path)
     assert gone.startswith(".step-1.deleting-") and found == "step-2"
-    assert (tmp_path / gone / MARK).exists()
     steps(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step-3"]
-
-
-# What the system says
-
-
-def failing(code):
-    def act(*_):
-        raise OSError(code, os.strerror(code))
-
-    return act
-
-
-@pytest.mark.parametrize(
-    "code, advice",
-    [(errno.ENOSPC, "make room"), (errno.EACCES, "ask for the rights"),
-     (errno.EIO, "look at it, and try again"), (errno.EMFILE, "ulimit -n")],
-)  # fmt: skip
-def test_errors_of_the_system_say_what_to_do(tmp_path, monkeypatch, code, advice):
-    save = [ff.save, lambda *a: ff.save_async(*a).wait()][code % 2]
-
-    def main(mesh):
-        with pytest.raises((OSError, CheckpointError), match=advice) as raised:
-            save(tmp_path / "a", W)
-        return type(raised.value)
-
-    monkeypatch.setattr("os.fsync", failing(code))
-    kinds = on(PAIR, main)
-    assert kinds[0] is type(OSError(code, ""))
-
-
-def test_errors_of_a_load_say_what_to_do(tmp_path, monkeypatch):
-    steps(tmp_path, 1)
-    monkeypatch.setattr("os.preadv", failing(errno.EIO))
-    with pytest.raises(OSError, match="look at it, and try again"):
-        ff.load(tmp_path / "step-1", W)
-    with pytest.raises(OSError, match="name a shorter path"):
-        ff.metadata(tmp_path / ("n" * 300))
