@@ -121,24 +121,29 @@ class Unit:
         if untracked or key in self._seen or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
         else:
-            out = self._check_captures(_tensors(given), params, inputs, keywords, fn)
+            told = functools.partial(self._changed, params, inputs, keywords)
+            with _Writes(watched, told):
+                out = self._check_captures(
+                    _tensors(given), params, inputs, keywords, fn
+                )
             self._seen.add(key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
-                self._changed(x, params, inputs, keywords)
+                self._changed(params, inputs, keywords, x)
         return out
 
-    def _changed(self, x: Tensor, params: Any, inputs: Any, keywords: Any) -> None:
+    def _changed(self, params: Any, inputs: Any, keywords: Any, x: Tensor) -> None:
+        """Raises, and names the argument that ``x`` lies in."""
         names = ("params", *[f"input {i}" for i in range(len(inputs))], *keywords)
         values = (params, *inputs, *keywords.values())
         for name, value in zip(names, values, strict=True):
             paths, leaves, _ = tree.flatten_with_paths(value)
             for path, leaf in zip(paths, leaves, strict=True):
-                if leaf is x:
+                if _lies_in(x, leaf):
                     name = f"{name} at {path!r}" if path else name
                     raise RuntimeError(
                         f"unit {self.__name__!r} changed its {name} of shape "
-                        f"{tuple(x.shape)} in place: a unit may be run again, so it "
+                        f"{tuple(leaf.shape)} in place: a unit may be run again, so it "
                         "must leave its inputs as they are; work on a copy"
                     )
 
@@ -197,6 +202,38 @@ class Unit:
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
             "where the unit is recomputed or sharded; pass it as an argument"
         )
+
+
+class _Writes(_torch.UnheardMode):
+    """Tells of writes into the memory of tensors, by ``.data`` too, before them.
+
+    Args:
+        watched: the tensors; ``told``: called with one that is to be written.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: list[Tensor], told: Callable[[Tensor], None]):
+        super().__init__()
+        self.watched, self.told = set(map(_torch.storage_key, watched)), told
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for x in tree.leaves(_torch.written(func, args, kwargs)):
+            if isinstance(x, Tensor) and _torch.storage_key(x) in self.watched:
+                self.told(x)
+        return func(*args, **kwargs)
+
+
+def _lies_in(x: Any, leaf: Any) -> bool:
+    """True if ``x`` shares memory with a leaf, as far as where it begins shows."""
+    if not (isinstance(x, Tensor) and isinstance(leaf, Tensor)):
+        return False
+    x, leaf = _torch.unwrapped(x), _torch.unwrapped(leaf)
+    if _torch.storage_key(x) != _torch.storage_key(leaf):
+        return False
+    start, reach = leaf.storage_offset(), leaf.numel()
+    return x.element_size() == 1 or start <= x.storage_offset() < start + reach
 
 
 @dataclass(frozen=True)

@@ -125,3 +125,17 @@ def test_a_captured_tensor_is_refused_under_shard() -> None:
 
     with pytest.raises(RuntimeError, match="closure"):
         sharded(ff.value_and_grad(f), W, X)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, ff.remat], ids=["plain", "remat"])
+@pytest.mark.parametrize("zero", [None, 0, 3])
+def test_writes_that_autograd_does_not_see_are_refused(zero, around) -> None:
+    @ff.unit
+    def unit(p, x):
+        p["a"][0].data.mul_(0.9)
+        return (x @ p["a"][0]).sum()
+
+    step, p = around(ff.value_and_grad(unit)), {"a": [W.clone()]}
+    with pytest.raises(RuntimeError, match="changed its params at 'a/0' .*in place"):
+        step(p, X) if zero is None else sharded(step, p, X, zero=zero)
+    assert torch.equal(p["a"][0], W)
