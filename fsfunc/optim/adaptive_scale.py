@@ -12,10 +12,12 @@ from torch.linalg import vector_norm
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
+from fsfunc.core.reduction_hooks import UNSEEN
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.observing import observe_gradients
+from fsfunc.optim.observing import observing
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 
@@ -98,7 +100,7 @@ class _AdaScale:
 
     Args:
         seen: what one step's samples gave: the sum of the squares of all, how many, and
-            the square of their mean, before what stands around clips or adds to it.
+            the square of their mean, before anything clips it or adds to it.
     """
 
     optimizer: Optimizer
@@ -115,13 +117,19 @@ class _AdaScale:
 
     def take(self, run: Run, state: AdaScaleState) -> tuple[Any, Tree, Optimizer]:
         found: list[Any] = []
+        means: list[Tensor] = []
+
+        def mean(grads: Tree) -> None:
+            means.append(global_norm(grads) ** 2)
 
         def observed() -> tuple[Any, Tree]:
-            out, *found[:] = observe_gradients(run, _square)()
+            out, *found[:] = observing(run, _square, mean)()
             return out
 
         value, grads, inner = self.optimizer.gradients(observed, state.inner)
         squares, n = found
+        if len(means) != 1:
+            raise LawError(UNSEEN.format("a transform replaces the gradients"))
         if axes := averaged_axes():
             squares, n = psum(squares, axes), n * group(axes).size
         if frame().tracer is not None:
@@ -131,7 +139,7 @@ class _AdaScale:
                 "adascale compares the samples of a step, and this step has one: shard "
                 "it over two ranks or more, or accumulate(step, 2)"
             )
-        seen = squares, n, global_norm(grads) ** 2
+        seen = squares, n, means[0]
         return value, grads, Optimizer.of(replace(self, optimizer=inner, seen=seen))
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
+from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame, inside
@@ -67,12 +68,23 @@ def observe_gradients(
     >>> g, total, n
     (tensor(2.), tensor(10.), 2)
     """
-
     check_function(grad_fn, "observe_gradients")
+    return observing(grad_fn, measure)
+
+
+def observing(
+    grad_fn: Callable[..., Any],
+    measure: Callable[[Tensor], Tensor],
+    mean: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:
+    """:func:`observe_gradients`; ``mean`` is called with the gradient call's mean.
+
+    That is before ``grad_fn`` changes it, if it does.
+    """
 
     @functools.wraps(grad_fn)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
-        seen, f = _Measure(measure), frame()
+        seen, f = _Measure(measure, mean), frame()
         with inside(replace(f, handlers=(*f.handlers, seen))):
             out = grad_fn(*args, **keywords)
         return out, seen.total(), seen.samples
@@ -85,8 +97,9 @@ class _Measure(GradientObserver):
 
     called = "observe_gradients"
 
-    def __init__(self, measure: Callable[[Tensor], Tensor]):
+    def __init__(self, measure: Callable[[Tensor], Tensor], mean: Any):
         self.measure, self.samples, self.scale = measure, 0, 1.0
+        self.mean = mean
         self.found: dict[tuple[str, ...], Tensor] = {}
         self.begun: set[Any] = set()  # the microbatches
         # Where leaves are on ranks of a pipeline: its axes, and a zero of their sum.
@@ -99,9 +112,15 @@ class _Measure(GradientObserver):
                 return run(call)
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
-            return run(call)
+            outcome = run(call)
+            return outcome if self.mean is None else replace(outcome, shown=self._ended)
 
         return seen
+
+    def _ended(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        with internal(), ignoring_axes(), torch.no_grad():
+            self.mean(grads)
+        return grads
 
     def begins(self, call: GradientCall) -> None:
         micro = frame().micro

@@ -109,6 +109,31 @@ def test_what_clips_around_it_changes_no_gain():
     assert [run.seen for run in found] == [run.seen for run in within]
 
 
+@pytest.mark.parametrize("stack", ["alone", "shard", "accumulate(shard)"])
+def test_what_changes_gradients_within_changes_no_gain(stack):
+    def halved(p, x):
+        value, g = ff.value_and_grad(loss)(p, x)
+        return value, ff.tree.map(lambda g: g.mul_(0.5), g)
+
+    size, around = STACKS[stack]
+
+    def gains(grad_fn, optimizer):
+        step, mesh = optimizer(grad_fn), simulated(size)
+
+        def main():
+            f = around(step, mesh, 4 // size)
+            x = batch(0, 4).abs()
+            x = ff.local_batch(x, mesh, "data") if size > 1 else x
+            state = ff.init_state(f, PARAMS, optimizer, x)
+            return [f(state, x)[0].opt_state.gain.item()]
+
+        return ff.spmd(main, mesh)()
+
+    ada = ff.adascale(ff.sgd(0.5), smoothing=0.0)
+    assert 1 < gains(ff.value_and_grad(loss), ada)[0][0] < 4
+    assert gains(halved, ada) == gains(ff.value_and_grad(loss), ada)
+
+
 def test_it_sends_two_numbers_more():
     plain, scaled = (ran(o, 2, "shard", steps=1)[0] for o in (SGD, ff.adascale(SGD)))
     # |g_i|^2 of all, and |mean|^2 of its parts
