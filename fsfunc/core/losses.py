@@ -2,7 +2,8 @@
 
 Losses are averaged, or :class:`Weighted`. Of auxiliary outputs, floating scalars are
 averaged and :class:`Summed` ones are added; other tensors are concatenated along dim 0
-over microbatches, and are each rank's own; of the rest the last one is returned.
+over microbatches, and are each rank's own; of the rest the last one is returned, and
+integers and Python numbers must be the same in all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
+from fsfunc.core.frames import frame
 
 
 class Weighted(NamedTuple):
@@ -148,7 +150,9 @@ def added(a: Any, b: Any) -> Any:
 
     Raises:
         TreeMismatch: the two differ in structure.
-        ValueError: the shapes of a sum differ.
+        ValueError: the shapes of a sum differ, or integers or Python numbers.
+
+    Cost: integers on a device are read on the host.
     """
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
@@ -174,11 +178,25 @@ def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _both(x: Any, y: Any) -> Any:
     if is_summed(x):
         return tree.map(_sum, x, y)
-    if not isinstance(x, Tensor):
-        return y
     if averaged(x):
         return x + y
-    return y if x.ndim == 0 else torch.cat([x, y])
+    if isinstance(x, Tensor) and x.ndim:
+        return torch.cat([x, y])
+    if frame().tracer is None and _are_numbers(x, y) and x == x and x != y:
+        raise ValueError(
+            f"the loss returns {x} beside its value in one microbatch, and {y} in "
+            "another: of integers and Python numbers neither a mean nor a sum is "
+            "taken. Return ff.Summed(tensor) of a count, a floating tensor to be "
+            "averaged, or x[None] for one of each microbatch"
+        )
+    return y
+
+
+def _are_numbers(*values: Any) -> bool:
+    if all(isinstance(x, int | float) for x in values):
+        return True
+    real = all(isinstance(x, Tensor) and not x.is_meta for x in values)
+    return real and not (_torch.fake_active() or _torch.functorch_active())
 
 
 def _sum(x: Any, y: Any) -> Any:

@@ -17,7 +17,7 @@ from fsfunc.core.frames import frame
 from fsfunc.core.reduction_hooks import UNSEEN
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.observing import observing
+from fsfunc.optim.observing import observe_means
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 
@@ -123,7 +123,7 @@ class _AdaScale:
             means.append(global_norm(grads) ** 2)
 
         def observed() -> tuple[Any, Tree]:
-            out, *found[:] = observing(run, _square, mean)()
+            out, *found[:] = observe_means(run, _square, mean)()
             return out
 
         value, grads, inner = self.optimizer.gradients(observed, state.inner)

@@ -69,10 +69,10 @@ def observe_gradients(
     (tensor(2.), tensor(10.), 2)
     """
     check_function(grad_fn, "observe_gradients")
-    return observing(grad_fn, measure)
+    return observe_means(grad_fn, measure)
 
 
-def observing(
+def observe_means(
     grad_fn: Callable[..., Any],
     measure: Callable[[Tensor], Tensor],
     mean: Callable[[Any], None] | None = None,

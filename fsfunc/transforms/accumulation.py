@@ -33,7 +33,8 @@ def accumulate(
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary
     outputs of a loss, floating scalars are averaged, ``Summed(tree)`` is summed, other
-    tensors are concatenated along dim 0, and of the rest the last one is returned.
+    tensors are concatenated along dim 0, and of the rest the last one is returned;
+    integers and Python numbers must be the same in all.
 
     The batch is cut along dim 0: in ``f(params, batch)`` the tensors of the second
     argument, with more arguments those that ``batch_argnums`` names; scalars and
@@ -53,7 +54,8 @@ def accumulate(
 
     Raises:
         ValueError: ``n`` does not divide dim 0 of the batch; batch leaves that differ
-            in it; several arguments that may be the batch.
+            in it; several arguments that may be the batch; a loss that returns other
+            integers, beside its value, in each microbatch.
 
     >>> import torch, fsfunc as ff
     >>> grad = ff.accumulate(ff.value_and_grad(lambda w, x: (w * x).mean()), 2)

@@ -175,3 +175,30 @@ def test_microbatches_that_differ_are_refused() -> None:
         of(lambda x: Summed({"a": W} if x[0] > 0 else {"a": W, "b": W}))
     with pytest.raises(TreeMismatch):
         of(lambda x: W if x[0] > 0 else Summed(W))
+
+
+COUNTS = {
+    "tensor": lambda y: (y > 3).sum(),
+    "number": lambda y: int((y > 3).sum()),
+    "boolean": lambda y: (y > 3).any(),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_integers_that_differ_between_microbatches_are_refused(count) -> None:
+    grad = ff.value_and_grad(
+        lambda w, x: (w * x.mean(), COUNTS[count](x)), has_aux=True
+    )
+    for step in (grad, ff.accumulate(grad, 1)):
+        assert step(W, X)[0][1] == COUNTS[count](X)
+    with pytest.raises(ValueError, match=r"neither a mean.*ff\.Summed"):
+        ff.accumulate(grad, 4)(W, X)
+    assert ff.accumulate(grad, 2)(W, X * 0)[0][1] == 0  # equal in both
+
+
+@pytest.mark.parametrize("inner", [ff.accumulate, None])
+def test_integers_that_differ_are_refused_under_shard(inner) -> None:
+    grad = ff.value_and_grad(lambda w, x: (scaled(w, x).mean(), (x > 3).sum()), 0, True)
+    step = sharded(A(grad, 2), 3) if inner else A(sharded(grad, 0), 2)
+    with pytest.raises(Exception, match=r"neither a mean.*ff\.Summed"):
+        on_ranks(step, W, X, mesh=MESH)
