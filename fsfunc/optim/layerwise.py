@@ -32,7 +32,6 @@ from fsfunc.optim.optimizer import (
 from fsfunc.optim.reductions import into_parts
 from fsfunc.optim.schedules import (
     Schedule,
-    check_not_negative,
     check_params_given,
     rate_at,
 )
@@ -61,7 +60,7 @@ def scale_by_trust_ratio(
         mask: ``mask(path, leaf)`` says which leaves are scaled; all are without it.
 
     Raises:
-        ValueError: a negative number, or an update without ``params``.
+        ValueError: an update without ``params``.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
     each leaf there; one fresh copy of the updates.
@@ -90,11 +89,6 @@ class Trust:
     coefficient: float = 1.0
     eps: float = 0.0
     mask: Mask | None = None
-
-    def __post_init__(self) -> None:
-        check_not_negative(
-            min_norm=self.min_norm, trust_coefficient=self.coefficient, eps=self.eps
-        )
 
     def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
         """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
@@ -198,8 +192,7 @@ def lamb(
         the optimizer; its state is an `AdamState`.
 
     Raises:
-        ValueError: a negative number; a beta outside [0, 1); an update without
-            ``params``.
+        ValueError: an update without ``params``.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
@@ -216,7 +209,6 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    check_not_negative(learning_rate=learning_rate)
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
     adam = with_moments(rule, moment_dtype, b2)
     trust = Trust()
@@ -310,8 +302,7 @@ def lars(
         the optimizer; its state is an `SgdState`.
 
     Raises:
-        ValueError: a negative number; nesterov without momentum; an update without
-            ``params``.
+        ValueError: an update without ``params``.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
@@ -327,7 +318,6 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    check_not_negative(learning_rate=learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)

@@ -1,15 +1,11 @@
-"""States of torch's elementwise optimizers, and one step of them.
-
-A table tells it of torch's own classes. Of another class, which its caller calls
-elementwise, one step on two numbers shows the names and the first values.
-"""
+"""States of torch's elementwise optimizers, from a table, and one step of them."""
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +17,6 @@ Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Options = Mapping[str, Any]
 Numbers = dict[str, Any]
 
-_PARAMETER = object()  # a moment that starts as the parameter does
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -31,27 +25,21 @@ class Kept:
     Args:
         numbers: by name, what is one number for all elements, before the first step.
         moments: by name, what every element of a moment is before the first step.
-        tensors: the numbers that are kept in a tensor: its dtype and device.
-        unlike: the moments in another dtype than the parameter.
+        dtype, device: of the tensors that the numbers are kept in.
         afresh: whether the class makes its first state itself, in its first step.
         writes_gradients: whether a step may write into the gradients.
     """
 
     numbers: Numbers
-    moments: Mapping[str, Any]
-    tensors: Mapping[str, tuple[torch.dtype, torch.device]] = field(
-        default_factory=dict
-    )
-    unlike: Mapping[str, torch.dtype] = field(default_factory=dict)
-    afresh: bool = False
-    writes_gradients: bool = False
+    moments: Mapping[str, float]
+    dtype: torch.dtype
+    device: torch.device
+    afresh: bool
+    writes_gradients: bool
 
     def start(self, name: str, p: Tensor) -> Tensor:
         """A moment of ``p`` before the first step."""
-        value = self.moments[name]
-        if value is _PARAMETER:
-            return p.detach().clone()
-        return torch.full_like(p, value)
+        return torch.full_like(p, self.moments[name])
 
 
 # torch's own: numbers and moments before the first step, by the options
@@ -116,88 +104,11 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     return Kept(
         {k: torch.tensor(v, dtype=dtype).item() for k, v in numbers.items()},
         moments,
-        dict.fromkeys(numbers, (dtype, device if there else torch.device("cpu"))),
+        dtype,
+        device if there else torch.device("cpu"),
         afresh=bool(o.get("dampening")),  # SGD: its first momentum is the gradient
         writes_gradients=foreach and bool(o.get("nesterov")),  # SGD adds the momentum
     )
-
-
-# Another class, observed in one step
-
-
-class _Notes(UserDict):
-    """A parameter's state that remembers what was first stored under each name."""
-
-    def __init__(self, given: Mapping[str, Any]):
-        self.first: dict[str, Any] = {}
-        super().__init__(given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        copy = value.clone() if isinstance(value, Tensor) else value
-        self.first.setdefault(name, copy)
-        super().__setitem__(name, value)
-
-
-def observed(make: Make, name: str, dtype: torch.dtype, device: torch.device) -> Kept:
-    """The state of a class that treats each element by itself, from one step.
-
-    Raises:
-        ValueError: it keeps something else than numbers and values for each element,
-            or keeps them elsewhere.
-    """
-    with at_rest(), torch.random.fork_rng(devices=[]):
-        start = torch.tensor([0.5, -1.0], dtype=dtype, device=device)
-        p = start.clone()
-        p.grad = torch.tensor([0.25, 0.5], dtype=dtype, device=device)
-        optimizer = make([p])
-        given = dict(optimizer.state[p])  # by a class that fills it when it is made
-        optimizer.state[p] = notes = _Notes(given)
-        before = _carried(optimizer)
-        optimizer.step()
-    carried = [k for k, v in _carried(optimizer).items() if before.get(k) != v]
-    if carried or len(optimizer.state) > 1:
-        raise ValueError(
-            f"{name} carries {', '.join(carried) or 'state of its own'} from step to "
-            "step, which is more than it keeps in state[parameter]; only that is kept"
-        )
-    numbers: Numbers = {}
-    moments, tensors, unlike = {}, {}, {}
-    for key, value in notes.items():
-        if isinstance(value, (bool, int, float)):
-            numbers[key] = notes.first[key] if given else type(value)()
-        elif isinstance(value, Tensor) and not value.ndim:
-            first = notes.first[key] if given else torch.zeros_like(value)
-            numbers[key] = first.item()
-            tensors[key] = value.dtype, value.device
-        elif isinstance(value, Tensor) and value.shape == p.shape:
-            if value.dtype != dtype:
-                unlike[key] = value.dtype
-            moments[key] = _value(notes.first[key], start)
-        elif value is not None:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else None
-            what = f"a tensor of shape {shape}" if shape else type(value).__name__
-            raise ValueError(
-                f"{name} is not elementwise: of a parameter of shape (2,) it keeps "
-                f"{key!r}, {what}, which is neither one number nor one for each element"
-            )
-    return Kept(
-        numbers, moments, tensors, unlike, afresh=not given, writes_gradients=True
-    )
-
-
-def _carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The plain values that an optimizer holds outside of its parameter's state."""
-    group = optimizer.param_groups[0]
-    held = {**vars(optimizer), **{f"param_groups[0][{k!r}]": group[k] for k in group}}
-    plain = (bool, int, float, str)
-    return {k: v for k, v in held.items() if isinstance(v, plain) and k[0] != "_"}
-
-
-def _value(first: Tensor, p: Tensor) -> Any:
-    """The first value of every element of a moment; 0 where they differ."""
-    if torch.equal(first, p):
-        return _PARAMETER
-    return first[0].item() if first[0] == first[1] else 0.0
 
 
 # One step
@@ -241,20 +152,13 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 1 else x.view(-1)
 
 
-def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Any]]:
+def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Tensor]]:
     """``count`` times each number as torch keeps it, to be written one by one.
 
     They are filled in, not copied: no device is waited for.
     """
-    made: dict[str, Sequence[Any]] = {}
-    for name, value in numbers.items():
-        if name in kept.tensors:
-            dtype, device = kept.tensors[name]
-            full = torch.full((count,), value, dtype=dtype, device=device)
-            made[name] = full.unbind()
-        else:
-            made[name] = [value] * count
-    return made
+    how: dict[str, Any] = {"dtype": kept.dtype, "device": kept.device}
+    return {k: torch.full((count,), x, **how).unbind() for k, x in numbers.items()}
 
 
 def as_numbers(found: dict[str, Any]) -> Numbers:

@@ -15,14 +15,13 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, update_of
-from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
+from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,
     as_numbers,
     at_rest,
     is_elementwise,
     kept_by_torch,
-    observed,
     run_step,
 )
 
@@ -38,6 +37,7 @@ _NOT_ELEMENTWISE: dict[type, tuple[str, str]] = {
     torch.optim.Muon: ("it orthogonalises a matrix", "ff.muon"),
     torch.optim.SparseAdam: ("it takes sparse gradients", "ff.sharded_adam"),
 }
+_HOST = torch.device("cpu")
 _REFUSED = {
     "capturable": "steps are counted on the host, where nothing waits for them",
     "differentiable": "take ff.sharded_adam or ff.sgd, whose update differentiates",
@@ -61,20 +61,13 @@ def from_torch(
     kind: type[torch.optim.Optimizer],
     *,
     lr: float | Schedule | None = None,
-    elementwise: bool = False,
     **options: Any,
 ) -> Optimizer:
-    """Any elementwise optimizer of torch's kind, over whole or sharded leaves.
+    """One of torch's own elementwise optimizers, over whole or sharded leaves.
 
     Args:
-        kind: the class: one of torch's own, such as ``torch.optim.RMSprop``, or, with
-            ``elementwise``, any other.
+        kind: the class, such as ``torch.optim.RMSprop``.
         lr: a number, or ``schedule(count)`` giving one; the class's own without it.
-        elementwise: your word that a class which is not torch's treats each element by
-            itself, whatever the shape of the parameter, draws no random numbers, and
-            carries from step to step only what it keeps in ``state[parameter]``:
-            numbers, and values for each element. Nothing checks it; names and first
-            values are taken from one step on two numbers.
         options: passed on to the class. Parameter groups: see `partition`, `masked`.
 
     Returns:
@@ -86,10 +79,9 @@ def from_torch(
         what a first step does otherwise (as ``SGD``, which does not dampen it).
 
     Raises:
-        ValueError: a class of torch's that is not elementwise, or another one without
-            ``elementwise``; one that keeps other things; ``capturable`` and
-            ``differentiable``; a state of another class; an update without ``params``,
-            or one that is differentiated.
+        ValueError: a class of torch's that is not elementwise, or another one;
+            ``capturable`` and ``differentiable``; a state of another class; an update
+            without ``params``, or one that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One call of the class's own step for each device and dtype,
@@ -103,24 +95,19 @@ def from_torch(
     >>> w, state.moments["square_avg"], state.numbers
     (tensor([0.8000, 0.8000]), tensor([0.2500, 0.2500]), {'step': 1.0})
     """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"from_torch takes a torch.optim class, not {kind!r}")
     name = kind.__name__
     if kind in _NOT_ELEMENTWISE:
         why, instead = _NOT_ELEMENTWISE[kind]
         raise ValueError(f"{name} cannot run on shards: {why}; take {instead}")
-    if not (is_elementwise(kind) or elementwise):
+    if not is_elementwise(kind):
         raise ValueError(
             f"{name} is not in the table of torch's elementwise optimizers, and only "
-            "those run on shards. If it treats each element by itself, whatever the "
-            f"shape of a parameter, say from_torch({name}, elementwise=True, ...); if "
+            "those run on shards: write its equation as ff.Optimizer(init, update); if "
             "it takes norms of leaves, see ff.lamb, ff.lars and ff.leaf_norms"
         )
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
-    if lr is not None:
-        check_not_negative(lr=lr)
 
     functions = _TorchFunctions(kind, lr, options)
     made = Optimizer.of(functions, elementwise=True)
@@ -137,7 +124,7 @@ class _TorchFunctions:
     kind: type[torch.optim.Optimizer]
     lr: float | Schedule | None
     options: dict[str, Any]
-    known: dict[Any, Kept] = field(default_factory=dict)  # by dtype and device
+    known: dict[torch.device, Kept] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -153,36 +140,20 @@ class _TorchFunctions:
         lr = {} if self.lr is None else {"lr": rate_at(self.lr, count)}
         return lambda params: self.kind(params, **{**lr, **self.options, **other})
 
-    def kept(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Kept:
+    def kept(self, device: torch.device = _HOST) -> Kept:
         """The state of a parameter."""
-        key = dtype, torch.device(device)
-        if key not in self.known:
-            if is_elementwise(self.kind):
-                self.known[key] = kept_by_torch(self.kind, self.defaults, key[1])
-            else:
-                self.known[key] = observed(self.at(0), self.name, *key)
-        return self.known[key]
+        if device not in self.known:
+            self.known[device] = kept_by_torch(self.kind, self.defaults, device)
+        return self.known[device]
 
     def init(self, params: Tree) -> TorchState:
         kept = self.kept()
 
         def started(k: str) -> Callable[[list[Tensor]], list[Tensor]]:
-            return lambda ts: [self._started(k, t) for t in ts]
+            return lambda ts: [kept.start(k, t) for t in ts]
 
         moments = {k: map_flat(started(k), params, rest=None) for k in kept.moments}
         return TorchState(0, dict(kept.numbers), moments)
-
-    def _started(self, k: str, p: Tensor) -> Tensor:
-        kept = self._kept_for(p)
-        if dtype := kept.unlike.get(k):
-            raise ValueError(
-                f"{self.name} keeps {k!r} in {dtype}, whatever the parameters, and "
-                f"these are {p.dtype}: make them {dtype}"
-            )
-        return kept.start(k, p)
-
-    def _kept_for(self, p: Tensor) -> Kept:
-        return self.kept(p.dtype, _torch.device_of(p))
 
     def _matched(self, grads: Tree, state: TorchState, params: Tree) -> Matched:
         kept, name = self.kept(), self.name
@@ -211,7 +182,7 @@ class _TorchFunctions:
             try:
                 numbers = run_step(
                     make,
-                    self._kept_for(ps[0]),
+                    self.kept(_torch.device_of(ps[0])),
                     ps,
                     gs,
                     dict(zip(kept.moments, ms, strict=True)),

@@ -20,7 +20,7 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.schedules import Schedule as Rates
-from fsfunc.optim.schedules import check_not_negative, rate_at
+from fsfunc.optim.schedules import rate_at
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -224,7 +224,7 @@ def momentum_prediction(
         ``sharded_adam`` is found in it, also in that of a ``chain``.
 
     Raises:
-        ValueError: a negative number; later, a state without momentum, or with several.
+        ValueError: later, a state without momentum, or with several.
 
     Cost: one pass over the rank's parameters, and a copy of them, for each microbatch.
 
@@ -237,9 +237,6 @@ def momentum_prediction(
     >>> w, ff.momentum_prediction(0.1)(w, state, 2)
     (tensor([0.9000, 0.9000]), tensor([0.7000, 0.7000]))
     """
-    check_not_negative(b1=b1, b2=b2, eps=eps)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
 
     def predict(params: Tree, opt_state: Any, updates: int) -> Tree:
         state = _moments(opt_state)
