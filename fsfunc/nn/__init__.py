@@ -4,7 +4,7 @@ tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
 tiled_cross_entropy.py   the last layer and its loss, tile by tile
 routing.py          capacity, dropped choices, padding; the all-to-alls to experts
-gating.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
+gating.py           top-1, top-2, top-k gates
 experts.py   experts spread over ranks, and the all-to-alls to them
 context_parallel.py attention_checks.py   attention over a split sequence
 ring.py ring_schedule.py   the ring; what goes where, and which blocks are computed
@@ -19,7 +19,7 @@ from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.experts import combine, dispatch, expert_layer
 from fsfunc.nn.gating import top_1_gating, top_2_gating, top_k_gating
-from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
+from fsfunc.nn.normalization import layer_norm, rms_norm
 from fsfunc.nn.numerics import dropout, own_draws
 from fsfunc.nn.routing import Routing, route
 from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
 from fsfunc.nn.numerics import wide, without_autocast
@@ -72,17 +71,9 @@ def vocab_cross_entropy(
     >>> [round(x, 4) for x in ff.spmd(main, mesh)()]
     [4.0, 4.0]
     """
-    if has_torch_function((logits,)):  # split logits know their axis
-        given: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        given |= {"ignore_index": ignore_index, "reduction": reduction}
-        return handle_torch_function(
-            vocab_cross_entropy, (logits,), logits, targets, axis, **given
-        )
     what = "vocab_cross_entropy"
-    if not logits.is_floating_point():
-        raise TypeError(f"{what} needs floating logits, got {logits.dtype}")
     loss = TokenLoss.checked(
-        what, logits.shape[-1:], axis, label_smoothing, z_loss, reduction
+        what, logits.shape[-1], axis, label_smoothing, z_loss, reduction
     )
     own = Targets.checked(what, targets, logits.shape[:-1], loss, ignore_index)
     if is_transformed():

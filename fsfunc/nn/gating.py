@@ -153,8 +153,6 @@ def _checked(
     what: str, logits: Tensor, k: int, used: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The logits as [T, E], in fp32 at least, and which are of tokens [T]."""
-    if not logits.is_floating_point():
-        raise TypeError(f"{what} needs floating logits, got {logits.dtype}")
     if not logits.ndim or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
             f"{what}: {k} choices by logits of shape {tuple(logits.shape)}: the last "

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.groups import axis_size, group
+from fsfunc.comm.groups import axis_size
 from fsfunc.nn.numerics import wide
 from fsfunc.nn.tensor_parallel import Leaf, part_of
 
@@ -88,7 +88,6 @@ def layer_norm(
         eps: added to the variance, in units of ``x`` squared.
 
     Raises:
-        TypeError: ``x`` of integers.
         ValueError: a leaf split along another dim or over another axis; one of another
             size than this rank's features.
 
@@ -101,7 +100,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=1e-9).tolist()
     [[-1.0, 1.0]]
     """
-    w, b, axis = _parts("layer_norm", x, -1, weight, bias, axis)
+    w, b, axis = _parts("layer_norm", x, weight, bias, axis)
     if axis is None:
         return F.layer_norm(x, x.shape[-1:], w, b, eps)
     off, shift, total, squares = shifted_sums(x, [-1])
@@ -135,7 +134,7 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 3.0]])).round().tolist()
     [[1.0, 1.0]]
     """
-    w, _, axis = _parts("rms_norm", x, -1, weight, None, axis)
+    w, _, axis = _parts("rms_norm", x, weight, None, axis)
     if axis is None:
         return F.rms_norm(x, x.shape[-1:], w, eps)
     y = x.to(wide(x))
@@ -144,70 +143,11 @@ def rms_norm(
     return (y if w is None else y * w).to(x.dtype)
 
 
-def group_norm(
-    x: Tensor,
-    groups: int,
-    weight: Leaf | None = None,
-    bias: Leaf | None = None,
-    *,
-    axis: str | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``x`` normalised group by group of its channels, which may be split over an axis.
-
-    Args:
-        x: [N, C / n, *], floating, this rank's channels.
-        groups: into how many all C channels are parted, in their order.
-        weight, bias: [C], leaves that are split along dim 0; or this rank's part
-            [C / n] as a tensor of its own.
-        axis: as for :func:`layer_norm`.
-        eps: added to the variance, in units of ``x`` squared.
-
-    Raises:
-        TypeError, ValueError: those of :func:`layer_norm`; no channels; groups of
-            unequal size, or of which a rank has neither whole ones nor a part of one.
-
-    Cost: nothing where each rank has whole groups; else one all-reduce of two numbers
-    of 8 bytes for each sample and group, and one backward, and one copy of ``x``, in
-    fp32 at least, is kept for it.
-
-    Source: Wu and He, 2018.
-
-    >>> import torch
-    >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=1e-9).tolist()
-    [[-1.0, 1.0]]
-    """
-    w, b, axis = _parts("group_norm", x, 1, weight, bias, axis)
-    n = 1 if axis is None else axis_size(axis)
-    _check_groups(x, groups, n)
-    if axis is None or groups % n == 0:
-        return F.group_norm(x, groups // n, w, b, eps)
-    where = group(axis)
-    off, shift, total, squares = shifted_sums(x, list(range(1, x.ndim)))
-    # The sums of all groups go round, and this rank adds to those of its own.
-    own = torch.arange(groups, device=x.device) == where.position // (n // groups)
-    sums = torch.stack([total.flatten(), squares.flatten()]).unsqueeze(-1) * own
-    sums = (summed(sums, (axis,)) * own).sum(-1)
-    count = math.prod(x.shape[1:]) * (n // groups)
-    mean, square = (v.view_as(shift) / count for v in sums.unbind())
-    factor, move = normalizer(shift, mean, square, eps)
-    channels = [-1, *[1] * (x.ndim - 2)]
-    if w is not None:
-        factor, move = (v * w.double().view(channels) for v in (factor, move))
-    if b is not None:
-        move = move + b.double().view(channels)
-    return normalized(off, factor, move, x)
-
-
 def _parts(
-    what: str, x: Tensor, dim: int, weight: Any, bias: Any, axis: str | None
+    what: str, x: Tensor, weight: Any, bias: Any, axis: str | None
 ) -> tuple[Any, Any, str | None]:
     """This rank's parts of weight and bias; the axis, None where one rank has all."""
-    if not x.is_floating_point():
-        raise TypeError(f"{what} needs a floating tensor, got {x.dtype}")
-    if not x.ndim or x.ndim <= dim:
-        raise ValueError(f"{what}: no features in shape {tuple(x.shape)}")
-    parts, features = [], x.shape[dim]
+    parts, features = [], x.shape[-1]
     for name, leaf in (("weight", weight), ("bias", bias)):
         if leaf is None:
             parts.append(None)
@@ -223,19 +163,3 @@ def _parts(
     if axis is not None and axis_size(axis) == 1:
         axis = None
     return *parts, axis
-
-
-def _check_groups(x: Tensor, groups: int, n: int) -> None:
-    """Raises if groups are unequal, or span two ranks."""
-    channels = x.shape[1] * n
-    able = [g for g in range(1, channels + 1) if not channels % g]
-    able = [g for g in able if not g % n or not n % g]
-    if groups not in able:
-        below = [g for g in able if g < groups][-1:]
-        near = below + [g for g in able if g > groups][:1]
-        ranks = f" over {n} ranks" if n > 1 else ""
-        raise ValueError(
-            f"group_norm: {channels} channels{ranks} cannot be parted into {groups} "
-            f"groups that are whole on a rank, or of which a rank has a part; nearest: "
-            f"{' and '.join(map(str, near))}"
-        )

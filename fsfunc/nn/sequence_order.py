@@ -146,9 +146,7 @@ def _order(axis_size: int) -> list[int]:
 
 
 def _picked(x: Tensor, axis_size: int, dim: int, order: list[int]) -> Tensor:
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim={dim}: the tensor has shape {tuple(x.shape)}")
-    dim %= x.ndim
+    dim = range(x.ndim)[dim]
     half = _half(x.shape[dim], axis_size)
     blocks = x.unflatten(dim, (2 * axis_size, half))
     picked = blocks.index_select(dim, torch.tensor(order, device=x.device))
@@ -157,8 +155,6 @@ def _picked(x: Tensor, axis_size: int, dim: int, order: list[int]) -> Tensor:
 
 def _half(length: int, axis_size: int) -> int:
     """The length of a half-block."""
-    if axis_size < 1:
-        raise ValueError(f"axis_size={axis_size}: it is a number of ranks")
     n = 2 * axis_size
     if length % n:
         below = length // n * n

@@ -14,6 +14,7 @@ says how a piece is summed. What the variance loses in fp64 is (mean / deviation
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,9 +103,8 @@ def batch_norm(
         ``y`` like ``x``, and ``Summed(Moments)``, or None where ``running`` is given.
 
     Raises:
-        ValueError: ``x`` without a channel dim; fewer than two values a channel to take
-            statistics of; a weight, bias or running statistics of another shape.
-        TypeError: ``x`` of integers.
+        ValueError: fewer than two values a channel to take statistics of; a weight,
+            bias or running statistics of another shape.
 
     Cost: that of torch's batch norm and, for the statistics, three more reads of ``x``
     and one copy that lives until they are made; 16 C + 8 bytes of them.
@@ -144,32 +144,18 @@ def stock_norm(
 
 
 def check_norm(
-    params: Mapping[str, Tensor] | None,
-    x: Tensor,
-    running: RunningStatistics | None,
-    alone: bool = True,
+    params: Mapping[str, Tensor] | None, x: Tensor, running: RunningStatistics | None
 ) -> None:
-    """Raises where a batch norm cannot be, by ``x`` itself where it is ``alone``."""
-    if not x.is_floating_point():
-        raise TypeError(f"batch_norm needs a floating tensor, got {x.dtype}")
-    if x.ndim < 2:
-        raise ValueError(f"batch_norm takes [N, C, *], got shape {tuple(x.shape)}")
-    channels = x.shape[1]
+    """Raises where a weight, bias or statistic is not one number a channel."""
     given = dict(params or {})
     if running is not None:
         given |= {"running mean": running.mean, "running var": running.var}
     for name, value in given.items():
-        if value.shape != (channels,):
+        if value.shape != x.shape[1:2]:
             raise ValueError(
-                f"batch_norm: {name} has shape {tuple(value.shape)}, but x of shape "
-                f"{tuple(x.shape)} has {channels} channels (dim 1)"
+                f"batch_norm: {name} has shape {tuple(value.shape)}, and x has shape "
+                f"{tuple(x.shape)}, with its channels in dim 1"
             )
-    if alone and running is None and x.numel() < 2 * channels:
-        raise ValueError(
-            "batch_norm takes the statistics of two values a channel at least, got "
-            f"shape {tuple(x.shape)}: cut the batch into fewer microbatches, or give "
-            "running= to normalise by"
-        )
 
 
 def commit_statistics(running: Any, stats: Any, momentum: float | None = 0.1) -> Any:
@@ -189,8 +175,7 @@ def commit_statistics(running: Any, stats: Any, momentum: float | None = 0.1) ->
         ``running``'s form and dtypes; on every rank the same bits.
 
     Raises:
-        TypeError: something else in place of either.
-        ValueError: another number of channels, or a momentum outside [0, 1].
+        ValueError: another number of channels.
         TreeMismatch: the trees differ in form.
 
     Cost: a few operations on [C].
@@ -202,13 +187,8 @@ def commit_statistics(running: Any, stats: Any, momentum: float | None = 0.1) ->
     >>> commit_statistics(init_statistics(1), stats, momentum=None)
     RunningStatistics(mean=tensor([2.]), var=tensor([2.]), count=tensor(1))
     """
-    if momentum is not None and not 0 <= momentum <= 1:
-        raise ValueError(f"momentum={momentum!r}: it is within [0, 1], or None")
-
-    def commit(path: str, old: Any, new: Any) -> RunningStatistics:
-        return _committed(path, old, new, momentum)
-
-    return tree.map_with_path(commit, running, stats, is_leaf=_is_running)
+    commit = partial(_committed, momentum=momentum)
+    return tree.map(commit, running, stats, is_leaf=_is_running)
 
 
 def _is_running(x: Any) -> bool:
@@ -216,24 +196,13 @@ def _is_running(x: Any) -> bool:
 
 
 def _committed(
-    path: str, running: Any, stats: Any, momentum: float | None
+    running: RunningStatistics, stats: Summed, momentum: float | None
 ) -> RunningStatistics:
-    at = f" at {path!r}" if path else ""
-    if not _is_running(running):
-        raise TypeError(
-            f"commit_statistics: expected RunningStatistics{at}, got {running!r}; "
-            "init_statistics(channels) makes them"
-        )
-    if not isinstance(stats, Summed) or not isinstance(stats.tree, Moments):
-        raise TypeError(
-            f"commit_statistics: expected the Summed that batch_norm returned{at}, got "
-            f"{stats!r}"
-        )
     total, squares, n = stats.tree
     if total.shape != running.mean.shape:
         raise ValueError(
             f"commit_statistics: statistics of {total.shape[0]} channels for running "
-            f"ones of {running.mean.shape[0]}{at}"
+            f"ones of {running.mean.shape[0]}"
         )
     mean = total / n
     var = (squares - total * mean).clamp(min=0) / (n - 1)
@@ -297,7 +266,7 @@ def sync_batch_norm(
     """
     if axis is None or axis_size(axis) == 1:
         return batch_norm(params, x, eps=eps, running=running)
-    check_norm(params, x, running, alone=False)
+    check_norm(params, x, running)
     names = here().mesh.check(axis)
     means = tuple(name for name in names if group(name).mean)
     others = tuple(name for name in names if name not in means)

@@ -71,11 +71,6 @@ def column_linear(
     weights: Sequence[Any] = tuple(weight) if several else (weight,)
     biases: Any = (bias,) if not several else bias
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    if not weights or len(biases) != len(weights):
-        raise ValueError(
-            f"column_linear: {len(weights)} weights and {len(biases)} biases: give one "
-            "at least, and each its bias or None"
-        )
     parts, axis, added = [], None, []
     for w, b in zip(weights, biases, strict=True):
         part, axis = part_of("column_linear", w, range(w.ndim - 1), like=weights[0])

@@ -254,9 +254,9 @@ def linear_cross_entropy(
     Raises:
         IndexError: a target outside the vocabulary, on every rank (of tensors that are
             not on the CPU: torch's own assertion on the device).
-        ValueError: shapes that do not match; a vocabulary that the axis does not
+        ValueError: targets of another shape; a vocabulary that the axis does not
             divide; a leaf that is laid out otherwise; a margin without a scale.
-        TypeError: targets that are not integers, two dtypes.
+        TypeError: targets that are not integers.
         RuntimeError: where the gradient of a mean or a sum is differentiated again by
             autograd alone.
 
@@ -279,10 +279,11 @@ def linear_cross_entropy(
     shift = 0.0
     if scale is None:
         x, part = autocast(x, part)
-    _check(x, part, tile, scale, margin)
-    loss = TokenLoss.checked(
-        _NAME, part.shape[:1], axis, label_smoothing, z_loss, reduction
-    )
+    if scale is None and margin:
+        raise ValueError(
+            f"{_NAME}: margin={margin!r} is one between cosines: give scale= too"
+        )
+    loss = TokenLoss.checked(_NAME, len(part), axis, label_smoothing, z_loss, reduction)
     shape = list(x.shape[:-1])
     if axis is not None and sequence_dim is not None:
         shape[token_dim(_NAME, x, sequence_dim)] *= axis_size(axis)
@@ -310,28 +311,6 @@ def linear_cross_entropy(
     each = [loss.of(loss.joined([y[i] for y in sums])) for i in tiles.cuts(x)]
     found = loss.reduced(torch.cat(each), own.kept)
     return found.reshape(targets.shape) if reduction == "none" else found
-
-
-def _check(
-    x: Tensor, part: Tensor, tile: int | None, scale: float | None, margin: float
-) -> None:
-    floating = x.is_floating_point() and part.is_floating_point()
-    if not floating or scale is None and x.dtype != part.dtype:
-        raise TypeError(
-            f"{_NAME} needs x and a weight of one floating dtype, got {x.dtype} and "
-            f"{part.dtype}: cast one, x.to(weight.dtype)"
-        )
-    if part.ndim != 2 or x.ndim < 1 or x.shape[-1] != part.shape[1]:
-        raise ValueError(
-            f"{_NAME}: x of shape {tuple(x.shape)} and a weight of shape "
-            f"{tuple(part.shape)}: they are [..., D] and [V, D]"
-        )
-    if tile is not None and tile < 1:
-        raise ValueError(f"{_NAME}: tile={tile!r} tokens at a time: give 1 or more")
-    if scale is None and margin:
-        raise ValueError(
-            f"{_NAME}: margin={margin!r} is one between cosines: give scale= too"
-        )
 
 
 def _is_made_forward(x: Tensor, part: Tensor) -> bool:

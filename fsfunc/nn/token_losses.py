@@ -41,30 +41,20 @@ class TokenLoss:
     @staticmethod
     def checked(
         what: str,
-        own: Sequence[int],
+        own: int,
         axis: str | None,
         label_smoothing: float,
         z_loss: float,
         reduction: str,
     ) -> TokenLoss:
-        """``own``: the shape of this rank's part of the vocabulary, of one dim."""
+        """``own``: the size of this rank's part of the vocabulary."""
         refuse_mean(what, axis)
-        if not own or not own[0]:
-            raise ValueError(f"{what}: a vocabulary of no class: give one at least")
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(
-                f"{what}: label_smoothing={label_smoothing!r}: it is within [0, 1]"
-            )
-        if not z_loss >= 0:
-            raise ValueError(f"{what}: z_loss={z_loss!r}: it is a weight, 0 or more")
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(
                 f"{what}: reduction={reduction!r}: it is 'mean', 'sum' or 'none'"
             )
         size = 1 if axis is None else axis_size(axis)
-        return TokenLoss(
-            axis, own[0], own[0] * size, label_smoothing, z_loss, reduction
-        )
+        return TokenLoss(axis, own, own * size, label_smoothing, z_loss, reduction)
 
     @property
     def smooth(self) -> bool:

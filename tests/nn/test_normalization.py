@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.nn import (
     column_linear,
-    group_norm,
     layer_norm,
     rms_norm,
     row_linear,
@@ -36,7 +35,6 @@ class Kind(NamedTuple):
     numbers: int
     ours: Callable[..., Any]  # (x, weight, bias, axis)
     torchs: Callable[..., Any]
-    groups: int = 0
 
     def __repr__(self):
         return self.name
@@ -45,12 +43,6 @@ class Kind(NamedTuple):
 def of_batch(x, w, b, axis):
     params = {} if w is None else {"weight": w, "bias": b}
     return sync_batch_norm(params, x, axis, eps=1e-4)[0]
-
-
-def of_groups(n):
-    return Kind(f"{n} groups", 1, (3, FEATURES, 2, 2), 2 * 3 * n,
-        lambda x, w, b, axis: group_norm(x, n, w, b, axis=axis, eps=1e-4),
-        lambda x, w, b: F.group_norm(x, n, w, b, 1e-4), n)  # fmt: skip
 
 
 LAYER = Kind("layer", -1, (3, 2, FEATURES), 2 * 3 * 2,
@@ -62,7 +54,7 @@ ROOT = Kind("root", -1, (3, 2, FEATURES), 3 * 2,  # a bias has no part in it
 BATCH = Kind("batch", 0, (8, FEATURES, 2), 2 * FEATURES + 1, of_batch,  # rows are split
     lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True, eps=1e-4),
 )  # fmt: skip
-KINDS = [LAYER, ROOT, *map(of_groups, (1, 2, 4, 8)), BATCH]
+KINDS = [LAYER, ROOT, BATCH]
 W, B = wide(FEATURES, seed=1), wide(FEATURES, seed=2)
 
 
@@ -176,12 +168,11 @@ def test_one_sum_forward_and_one_backward(kind, n=4) -> None:
             (y * part(t, kind.dim)).sum().backward()
         return [r.bytes for r in log.of()]
 
-    whole = kind.groups and kind.groups % n == 0
     sent = 2 * (n - 1) * kind.numbers * 8 / n
-    assert ff.spmd(main, simulated(model=n))()[0] == ([] if whole else [sent, sent])
+    assert ff.spmd(main, simulated(model=n))()[0] == [sent, sent]
 
 
-@pytest.mark.parametrize("kind", [LAYER, of_groups(1), BATCH], ids=repr)
+@pytest.mark.parametrize("kind", [LAYER, BATCH], ids=repr)
 def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio=1e4) -> None:
     x, t = floats(*kind.shape, seed=3) + ratio, floats(*kind.shape, seed=5)
 
@@ -201,7 +192,7 @@ def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio=1e4) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", [LAYER, ROOT, of_groups(2), BATCH], ids=repr)
+@pytest.mark.parametrize("kind", [LAYER, ROOT, BATCH], ids=repr)
 def test_dtypes(kind, dtype) -> None:
     x, w, b = (v.to(dtype) for v in (wide(*kind.shape, seed=3), W, B))
     expected = kind.torchs(x.double(), w.double(), b.double()).to(dtype)
@@ -254,19 +245,6 @@ def ranks(call, n=2):
         ValueError, "is no leaf for it: split it .*, over axis .other."),
     "an unknown axis": (ranks(lambda: layer_norm(X, axis="column")), ValueError,
         'unknown axis "column"'),
-    "integers": (ranks(lambda: rms_norm(X.int(), axis="model")), TypeError,
-        "rms_norm needs a floating tensor, got torch.int32"),
-    "no features": (lambda: layer_norm(torch.tensor(1.0)), ValueError,
-        r"layer_norm: no features in shape \(\)"),
-    "no channels": (lambda: group_norm(torch.ones(3), 1), ValueError,
-        r"group_norm: no features in shape \(3,\)"),
-    "groups across ranks": (ranks(lambda: group_norm(torch.ones(2, 3), 3, axis="model"),
-        n=4), ValueError,
-        "12 channels over 4 ranks cannot be parted into 3 groups.*nearest: 2 and 4"),
-    "unequal groups": (lambda: group_norm(torch.ones(2, 6), 4), ValueError,
-        "6 channels cannot be parted into 4 groups .*nearest: 3 and 6"),
-    "no groups": (lambda: group_norm(torch.ones(2, 6), 0), ValueError,
-        "into 0 groups.*nearest: 1$"),
 })  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.core.losses import Summed, added
+from fsfunc.core.losses import added
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import close, refusals, refused, same, simulated
 from tests.probes import LiveBytes
@@ -189,24 +189,12 @@ def test_statistics_hold_one_copy_for_a_moment() -> None:
 
 
 BAD = {
-    "1-D": (lambda: ff.batch_norm(None, draw(4)), ValueError, r"\[N, C, \*\].*\(4,\)"),
-    "integers": (lambda: ff.batch_norm(None, torch.ones(4, 2).long()), TypeError,
-        "int64"),
     "one value": (lambda: ff.batch_norm(None, draw(1, C)), ValueError,
-        r"two values a channel.*\(1, 3\): cut the batch into fewer"),
-    "no value": (lambda: ff.batch_norm(None, draw(0, C)), ValueError, "two values"),
+        "more than 1 value per channel"),
     "a weight": (lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)), ValueError,
-        r"weight has shape \(4,\).*3 channels"),
+        r"weight has shape \(4,\).*\(4, 3\)"),
     "running": (lambda: ff.batch_norm(None, draw(4, C), running=ff.init_statistics(2)),
         ValueError, r"running mean has shape \(2,\)"),
-    "momentum": (lambda: ff.commit_statistics(FRESH, [], 1.5), ValueError,
-        r"momentum=1.5: it is within \[0, 1\]"),
-    "no statistics": (lambda: ff.commit_statistics([ff.init_statistics(C)], [draw(C)]),
-        TypeError, "expected the Summed that batch_norm returned at '0'"),
-    "sums of another kind": (lambda: ff.commit_statistics(ff.init_statistics(C),
-        Summed({"total": draw(C)})), TypeError, "expected the Summed"),
-    "no running": (lambda: ff.commit_statistics({"a": draw(C)}, {"a": draw(C)}),
-        TypeError, "expected RunningStatistics at 'a'.*init_statistics"),
     "layers": (lambda: ff.commit_statistics(FRESH, [ff.batch_norm(None, draw(4,
         C))[1]]), TreeMismatch, "does not match the first"),
     "channels": (lambda: ff.commit_statistics(ff.init_statistics(2), ff.batch_norm(None,
