@@ -102,7 +102,14 @@ class Outcome:
         their leaves raise when they are read.
         """
         found = self.settled()
-        return found.total, found.grads
+        grads = found.grads
+        if grads is self.own:  # others will write there
+            buffers = split_buffers(grads)
+            copies = [
+                x.clone() if isinstance(x, Tensor) else x for x in buffers.tensors
+            ]
+            grads = buffers.rebuild(copies)
+        return found.total, grads
 
     def with_grads(self, grads: tuple[Any, ...]) -> Outcome:
         """The outcome with other gradients, in the memory of the old ones or in new."""

@@ -108,13 +108,12 @@ class Rounds:
     def _mark(self, each: Sequence[Sequence[Tensor]], how: Hashable) -> _Mark:
         book, carried = self.observer.book, [x for tensors in each for x in tensors]
         at = tuple(book.held.get(x) for x in carried)
-        size = [None if n is None else (book.sizes[n], book.kinds.get(n)) for n in at]
         looks = [
             (x.dtype, x.shape, x.stride(), x.storage_offset(), x.requires_grad)
             for x in carried
         ]
         return _Mark(
-            (how, *map(len, each), *size, *looks),
+            (how, *map(len, each), *looks),
             at,
             frozenset(book.held.facts.values()) - set(at),
             len(book.events),

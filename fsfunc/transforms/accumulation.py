@@ -20,6 +20,7 @@ from fsfunc.core.outcomes import (
     batch_arguments,
 )
 from fsfunc.core.tracers import Tracer
+from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike, split_buffers
 from fsfunc.transforms.microbatches import Microbatches
@@ -152,7 +153,9 @@ class _Sums:
         self.grads = self._added(outcome.grads)
         aux = added(a.aux, b.aux)
         total, count = a.total + b.total, a.count + b.count
-        self.first = replace(a, total=total, weight=weight, aux=aux, count=count)
+        # Without its gradients: they would be held until the last microbatch.
+        sums = replace(a, grads=None, own=None)
+        self.first = replace(sums, total=total, weight=weight, aux=aux, count=count)
 
     def _added(self, grads: Any) -> Any:
         ours, theirs = split_alike(self.grads, grads)
@@ -173,6 +176,7 @@ class _Sums:
                 sums = [_sum(x, y) for x, y in zip(xs, ys, strict=True)]
             else:
                 sums = torch._foreach_add(xs, ys)  # pyright: ignore
+            count_as("gradients", sums)
             self.ours = True
         for i, x in zip(at, sums, strict=True):
             out[i] = x

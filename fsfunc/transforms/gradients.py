@@ -88,6 +88,12 @@ class Gradients:
         every = enumerate(self.leaves)
         return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
 
+    @property
+    def are_sums(self) -> bool:
+        """True if the runtime sums all of them, in memory that it has made."""
+        tensors = [x for x in self.leaves if is_sharded(x) or isinstance(x, Tensor)]
+        return len(self._kept()) == len(tensors)
+
     def take_parts(self) -> None:
         """Adds gradients of parts that were read outside units to the tree."""
         for i in self._kept() if self.runtime.parts else ():

@@ -306,7 +306,8 @@ class Sharding(Interpretation):
             found.take_sums()
             grads = found.trees()
         total = None if f.tracer is None else outcome.total
-        outcome = outcome.with_grads(grads)
+        own = grads if found.are_sums else None
+        outcome = replace(outcome, grads=grads, own=own)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
             by = tuple(chosen)

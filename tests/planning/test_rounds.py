@@ -97,6 +97,19 @@ def test_a_microbatch_that_is_not_run_is_noted_as_it_would_be(name, loss, monkey
     assert run < every or name == "nested"
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sums_of_a_sharded_step_are_all_that_a_microbatch_leaves(zero):
+    """Its own gradients become the sums, and no copy of them is held besides."""
+
+    def peak(n):
+        step, batch = outside(zero, n)(trained(chain(layer))), torch.zeros(2 * n, WIDTH)
+        init = lambda: layers(LAYERS, WIDTH, make=floats)  # noqa: E731
+        return ff.plan(ff.donate(step), init, SHARDED, batch, mesh=MESH).peak_bytes
+
+    rows = 2 * WIDTH * 4  # of the batch
+    assert peak(6) - peak(2) <= 4 * rows
+
+
 def test_what_a_microbatch_leaves_behind_has_every_one_run(monkeypatch):
     """Memory that grows, as of gradients by the batch, is no equal round."""
 

@@ -184,6 +184,35 @@ def test_under_torch_func_and_differentiated_again():
     close(maps(torch.stack([w, 2 * w]))[1], g(2 * w))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_transform_reads_of_a_microbatch_stays_as_it_was(ranks):
+    """Though sums of later ones are added in the memory of the first's gradients."""
+    mesh, kept = ff.make_mesh({"data": ranks}), {}
+
+    class Keeping(ff.Interpretation):
+        def gradient(self, run):
+            def keep(call):
+                outcome = run(call)
+                kept.setdefault(ff.axis_index("data"), []).append(outcome.mean()[1])
+                return outcome
+
+            return keep
+
+    sharded = ff.shard(vag(total), mesh, "data")
+    step = ff.accumulate(ff.transformed(sharded, Keeping()), 2)
+
+    def main():
+        rows = ff.local_batch(BATCH, mesh, "data")
+        params = ff.place(step, P, rows)
+        step(params, rows)
+        mine = kept[ff.axis_index("data")][-2:]
+        parts = [{k: v.chunk(2)[i] for k, v in rows.items()} for i in range(2)]
+        for found, part in zip(mine, parts, strict=True):
+            same(ff.unshard(found)[0], ff.unshard(sharded(params, part)[1]))
+
+    ff.spmd(main, mesh)()
+
+
 def test_it_holds_three_gradients_at_most_and_one_microbatch():
     w, x = torch.ones(64, 64), torch.ones(4 * 512, 64)
     grad = vag(lambda w, x: torch.sin(torch.sin(x @ w)).sum())
