@@ -30,6 +30,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: lambda x: getattr(x, "fake_device", x.device),
     _aten.is_same_size.default: lambda x, y: x.shape == y.shape,
     _aten._has_same_storage_numel.default: lambda x, y: _numel(x) == _numel(y),
+    _aten.promote_types.default: lambda a, b: _promoted(a, b),
 }
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -37,6 +38,10 @@ _LIKE_ONE = {
 }  # fmt: skip
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
+}  # fmt: skip
+_DRAWN = {
+    _aten.randn.default, _aten.randn.generator, _aten.rand.default,
+    _aten.rand.generator,
 }  # fmt: skip
 
 
@@ -106,6 +111,9 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if way != "view":
         kwargs["device"] = "meta"
+    if func in _DRAWN:
+        kwargs.pop("generator", None)
+        func = _aten.empty.memory_format
     with torch._C._DisableTorchDispatch():
         return _over(mode, func(*args, **kwargs))
 
@@ -113,7 +121,8 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache
 def _way(func: Any) -> str:
     """The rule for the results of an operator, or "" if it is not known here."""
-    ways = {"view": _OF_ONE, "like": _LIKE_ONE, "answer": _ANSWERS, "new": _OF_NONE}
+    ways = {"view": _OF_ONE, "like": _LIKE_ONE, "answer": _ANSWERS}
+    ways["new"] = _OF_NONE | _DRAWN
     found = next((way for way, known in ways.items() if func in known), "")
     if not found and func._schema.is_mutable and not func._schema.returns:
         return "none"
@@ -129,6 +138,12 @@ def _constants(values: Iterable[Any]) -> bool:
         elif isinstance(x, (list, tuple)) and _constants(x):
             return True
     return False
+
+
+@functools.cache
+def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    with torch._C._DisableTorchDispatch():
+        return torch.promote_types(a, b)
 
 
 def _numel(x: Tensor) -> int:

@@ -30,7 +30,7 @@ from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.operators import OperatorMode, flat
+from fsfunc.tracing.operators import OperatorMode
 
 
 class Book:
@@ -125,17 +125,22 @@ class Observer(Tracer, OperatorMode):
     # Operators
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        read = _tensors((*args, *kwargs.values()) if kwargs else args)
         if not (self.strangers or self.paused or func is _CONSTANT):
-            self._close_over((*args, *kwargs.values()))
+            for x in read:
+                if type(x) is not _torch.FakeTensor:
+                    self._close_over(x)
         out = fake_modes.result_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
             if self.strangers or not _torch.is_view(func, args):
-                self._note(func, args, kwargs, out)
+                self._note(func, args, kwargs, out, read)
         return out
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        read, made = _tensors([args, kwargs]), _tensors(out)
-        if not self.strangers:
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor]
+    ) -> None:
+        made = _tensors((out,))
+        if self._closed.facts:
             read = [x if (fake := self._closed.get(x)) is None else fake for x in read]
         known = set(map(_torch.storage_key, read))
         fresh = [x for x in made if _torch.storage_key(x) not in known]
@@ -190,16 +195,13 @@ class Observer(Tracer, OperatorMode):
         found = [(held.get(x), size_of(x)) for x in tensors]
         return {number: size for number, size in found if number is not None}
 
-    def _close_over(self, values: Iterable[Any]) -> None:
-        """Counts tensors with data, which the step closes over, by their fake ones."""
-        for x in values:
-            if isinstance(x, (list, tuple)):
-                self._close_over(x)
-            elif isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
-                mode = _torch.fake_mode()
-                if mode is not None and self._closed.get(x) is None:
-                    self._closed[x] = fake = fake_modes.fake_of(mode, x)
-                    self.book.take(fake, "", "", "")
+    def _close_over(self, x: Tensor) -> None:
+        """Counts a tensor with data, which the step closes over, by its fake one."""
+        if not isinstance(x, _torch.FakeTensor):
+            mode = _torch.fake_mode()
+            if mode is not None and self._closed.get(x) is None:
+                self._closed[x] = fake = fake_modes.fake_of(mode, x)
+                self.book.take(fake, "", "", "")
 
     # Bodies of units
 
@@ -318,6 +320,12 @@ class Observer(Tracer, OperatorMode):
                     self.book.kinds[number] = kind
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors in an operator's arguments, or results."""
-    return [x for x in flat(values) if isinstance(x, Tensor)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in lists of them."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += _tensors(x)
+    return found
