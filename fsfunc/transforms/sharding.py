@@ -64,8 +64,16 @@ def shard(
     gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
     psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
     bytes. Reductions overlap with the backward of the units that follow. Ranks that
-    must have one batch or equal states compare them in calls 1, 2, 4, 8 and so on of a
+    must have one batch or equal leaves compare them in calls 1, 2, 4, 8 and so on of a
     state that was laid out: a gather of 16 bytes, in no ledger.
+
+    What is checked: the first call of each structure of arguments and each set of True
+    and False among them, and of each shapes if the step computes with leaves or
+    gradients outside units, is run without data before it, and refused where it has no
+    meaning. A branch of Python that first runs in a later call, as a counter or a clock
+    chooses it, is not: to see it would cost a Python function for every operator of
+    every call. It shows where it makes replicated leaves differ; give the step a bool
+    argument that chooses it, and it is checked.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 

@@ -125,3 +125,26 @@ def test_ranks_of_split_parameters_that_draw_are_seeded_alike(drops):
             run("model")
     else:
         run("model")
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_branch_that_is_first_taken_later_is_told_where_leaves_part(zero):
+    count = [0]
+
+    def late(g, batch):
+        return ff.tree.map(lambda g: g * batch.mean(), g) if count[0] > 2 else g
+
+    def step(params, batch):
+        g = ff.value_and_grad(lambda p, x: (chain()(p["layers"], x) * p["s"]).mean())
+        return ff.tree.map(torch.sub, params, late(g(params, batch)[1], batch))
+
+    def main():
+        f, batch = ff.shard(step, NODES, ("node", "data"), zero=zero), floats(4, 4)
+        batch = ff.local_batch(batch, NODES, ("node", "data"))
+        params = ff.place(f, {"layers": layers(), "s": torch.ones(())}, batch)
+        for i in range(1, 5):
+            count[0] = i
+            params = f(params, batch)
+
+    with pytest.raises(RanksDiffer, match="return different states.*one value"):
+        ff.spmd(main, NODES)()
