@@ -52,6 +52,7 @@ from fsfunc._torch.functorch import (
     mapped_at,
     mapped_dim,
     mapping_levels,
+    outside_transforms,
     plainly,
     set_forward_ad_state,
     shared_forward_ad,

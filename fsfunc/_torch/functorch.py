@@ -20,6 +20,7 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def functorch_active() -> bool:
@@ -43,6 +44,13 @@ def beneath_functorch() -> Iterator[None]:
         yield
     finally:
         del guard
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Inside, no ``torch.func`` transform is running; give it `unwrapped` tensors."""
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def forward_ad_active() -> bool:

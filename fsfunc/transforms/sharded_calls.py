@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import group
@@ -29,16 +31,8 @@ from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
 from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
 from fsfunc.sharded.spent import refuse_spent
-from fsfunc.transforms.gradients import (
-    Gradients,
-    averaged,
-    kept_here,
-    shown,
-)
-from fsfunc.transforms.ownership import (
-    Ownership,
-    enter_tracked,
-)
+from fsfunc.transforms.gradients import Gradients, averaged, kept_here, shown
+from fsfunc.transforms.ownership import Ownership, enter_tracked
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.unit_calls import call_unit
@@ -147,12 +141,8 @@ class Sharding(Interpretation):
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
         """Type checks a call with arguments of new shapes, before it runs."""
         if at.link.moves:
-            refuse(
-                "array meta",
-                "a sharded function",
-                args[1:],
-                *arguments(len(args) - 1, 1),
-            )
+            names = arguments(len(args) - 1, 1)
+            refuse("array meta", "a sharded function", args[1:], *names)
         if self.mesh.backend == "vmap":
             return
         try:
@@ -164,19 +154,20 @@ class Sharding(Interpretation):
         if (tracer := frame().tracer) is not None:
             tracer.called(key, args, keywords, (*at.mean, *self.axes))
             return
-        if _torch.functorch_active() or _torch.fake_active():
+        if _torch.fake_active() or self.first_calls.knows(at.rank, key):
             return
-        if not self.first_calls.knows(at.rank, key):
-            refuse(
-                "array meta sparse",
-                "a sharded function",
-                args[:1],
-                *arguments(1),
-            )
+        if _torch.mapping_levels():
+            return  # of a row the shapes are others
+        if _torch.functorch_active():  # what is transformed must have a meaning itself
+            args, keywords = tree.map(_plain, (args, keywords), is_leaf=is_sharded)
+            with _torch.outside_transforms():
+                self._check(f, args, keywords, at)
+        else:
+            refuse("array meta sparse", "a sharded function", args[:1], *arguments(1))
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             axes = (*at.mean, *self.axes)
             self.first_calls.check(call, args, keywords, at, axes)
-            self.first_calls.learn(at.rank, [key])
+        self.first_calls.learn(at.rank, [key])
 
     def _runtime(
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
@@ -335,6 +326,13 @@ class Sharding(Interpretation):
         if f.micro or len(within) > 1:
             raise ValueError(_AROUND)
         return found[-1].for_call(keeps, parts)
+
+
+def _plain(x: Any) -> Any:
+    """A leaf without what ``torch.func`` wraps it in."""
+    if is_sharded(x):
+        return x.with_local(_torch.unwrapped(x.local))
+    return _torch.unwrapped(x) if isinstance(x, Tensor) else x
 
 
 _LATE = (

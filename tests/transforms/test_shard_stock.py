@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, held, on_ranks, same, simulated
 from tests.models import chain, floats, layer, layers
@@ -289,3 +290,29 @@ def test_training_goes_on_from_an_evaluation_in_inference_mode(zero, updated):
         expected = tree.map(lambda p, g: p - 0.5 * g, expected, grads)
     for params in ff.spmd(main, MESH)():
         close(params, expected, 1e-12)
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "jvp": lambda f: lambda p, *xs: torch.func.jvp(lambda p: f(p, *xs), (p,), (p,)),
+    "vmap within": lambda f: torch.func.jacrev(f),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_a_function_that_is_first_called_under_a_transform_is_checked(how):
+    def scaled(params, x):  # parts by what differs from rank to rank
+        return loss_fn(tree.map(lambda w: w * x.mean(), params), x)
+
+    def use(f):
+        def main():
+            mine = ff.local_batch(X, MESH, "data")
+            placed = ff.place(ff.shard(loss_fn, MESH, "data"), params_of(), mine)
+            return TRANSFORMS[how](ff.shard(f, MESH, "data"))(placed, mine)
+
+        return ff.spmd(main, MESH)()
+
+    use(loss_fn)
+    with pytest.raises(LawError, match="puts together this rank's part"):
+        use(scaled)
