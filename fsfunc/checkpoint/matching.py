@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from fsfunc import _torch, tree
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
-from fsfunc.tree.structure import TreeMismatch, matches
+from fsfunc.tree.structure import TreeMismatch, matches, nearest
 
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -35,33 +34,32 @@ def matched(
     Args: as `load` has them.
 
     Raises:
-        TreeMismatch: leaves are there on one side alone; names the smallest subtree.
+        TreeMismatch: leaves are there on one side alone.
         ValueError: a leaf differs in kind, shape or dtype; two take the same one; an
             option names nothing.
     """
     paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=is_sharded)
     here = dict(zip(paths, leaves, strict=True))
     there = {**stored.tensors, **stored.values}
-    if len(here) < len(paths):
-        seen: set[str] = set()
-        twice = next(p for p in paths if p in seen or seen.add(p))
-        raise ValueError(f"two leaves of the target have the path {twice!r}")
     sources = _renamed(_chosen(paths, only), rename)
-    _check_once(sources)
+    _check_once(paths, "two leaves of the target have the path {!r}")
+    _check_once(sources.values(), "two leaves of the target would both take {!r}")
     missing = [path for path, name in sources.items() if name not in there]
     extra = there.keys() - set(sources.values()) if only is None else set()
-    if strict and (missing or extra):
-        if only is None and rename is None:
-            tree.check_same_structure(
-                _nested(here),
-                _nested(there),
-                what=f"the state saved at {stored.path}",
-                against="the target",
-            )
-        raise _mismatch(stored, sources, missing, extra)
     found = {p: _as(here[p], there[n]) for p, n in sources.items() if n in there}
-    if sources and not found:
-        raise TreeMismatch(f"{_missing(stored, sources, missing)}; nothing else is")
+    if missing and (strict or not found):
+        path, name = missing[0], sources[missing[0]]
+        as_ = "" if name == path else f", which is to be {name!r} there"
+        raise TreeMismatch(
+            f"{stored.path} has no {path!r}{as_} (and {len(missing) - 1} others): near "
+            f"are {nearest(name, there)}"
+        )
+    if strict and extra:
+        raise TreeMismatch(
+            f"{stored.path} holds {min(extra)!r} (and {len(extra) - 1} others), which "
+            "no leaf of the target takes: name what to read by only=, or give "
+            "strict=False"
+        )
     _check_kinds(stored, here, found, sources, cast)
     for path, leaf in here.items():
         if path not in found and _has_no_value(leaf):
@@ -76,17 +74,18 @@ def _chosen(paths: list[str], only: Only | None) -> list[str]:
     if only is None:
         return paths
     if callable(only):
-        fits = only
+        found = [path for path in paths if only(path)]
     else:
-        patterns = [only] if isinstance(only, str) else list(only)
-        for pattern in patterns:
-            if not any(matches(f"{pattern}/**", path) for path in paths):
-                raise ValueError(
-                    f"only={pattern!r} fits no path of the target: near are "
-                    f"{_near(pattern, paths)}"
-                )
-        fits = lambda path: any(matches(f"{p}/**", path) for p in patterns)  # noqa: E731
-    found = [path for path in paths if fits(path)]
+        patterns = [f"{p}/**" for p in ([only] if isinstance(only, str) else only)]
+        each = {p: [path for path in paths if matches(p, path)] for p in patterns}
+        idle = [p[:-3] for p, some in each.items() if not some]
+        if idle:
+            raise ValueError(
+                f"only={idle[0]!r} fits no path of the target: near are "
+                f"{nearest(idle[0], paths)}"
+            )
+        chosen = {path for some in each.values() for path in some}
+        found = [path for path in paths if path in chosen]
     if not found:
         raise ValueError(f"only= chooses none of the target's {len(paths)} leaves")
     return found
@@ -94,10 +93,8 @@ def _chosen(paths: list[str], only: Only | None) -> list[str]:
 
 def _renamed(paths: list[str], rename: Rename | None) -> dict[str, str]:
     """By path in the target, the path in the checkpoint."""
-    if rename is None:
-        return {path: path for path in paths}
-    if callable(rename):
-        return {path: rename(path) for path in paths}
+    if rename is None or callable(rename):
+        return {path: rename(path) if rename else path for path in paths}
     found: dict[str, str] = {}
     used: set[str] = set()
     for path in paths:
@@ -108,44 +105,17 @@ def _renamed(paths: list[str], rename: Rename | None) -> dict[str, str]:
     if idle := rename.keys() - used:
         raise ValueError(
             f"rename= names {min(idle)!r}, where the target has nothing to read: near "
-            f"are {_near(min(idle), paths)}"
+            f"are {nearest(min(idle), paths)}"
         )
     return found
 
 
-def _check_once(sources: Mapping[str, str]) -> None:
-    takers: dict[str, str] = {}
-    for path, name in sources.items():
-        if takers.setdefault(name, path) != path:
-            raise ValueError(
-                f"{takers[name]!r} and {path!r} would both take {name!r}: load them "
-                "one after the other if that is meant"
-            )
-
-
-def _mismatch(
-    stored: Stored, sources: Mapping[str, str], missing: list[str], extra: set[str]
-) -> TreeMismatch:
-    if missing:
-        return TreeMismatch(_missing(stored, sources, missing))
-    more = f" and {len(extra) - 1} others" if len(extra) > 1 else ""
-    return TreeMismatch(
-        f"{stored.path} holds {min(extra)!r}{more}, which no leaf of the target takes: "
-        "name what to read by only=, or give strict=False"
-    )
-
-
-def _missing(stored: Stored, sources: Mapping[str, str], missing: list[str]) -> str:
-    path, name = missing[0], sources[missing[0]]
-    as_ = "" if name == path else f", which is to be {name!r} there"
-    more = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
-    near = _near(name, [*stored.tensors, *stored.values])
-    return f"{stored.path} has no {path!r}{as_}{more}: near are {near}"
-
-
-def _near(path: str, paths: Iterable[str]) -> list[str]:
-    some = list(paths)[:10_000]  # it compares every two letters
-    return get_close_matches(path, some, 3, 0.4) or some[:8]
+def _check_once(names: Iterable[str], says: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(says.format(name))
+        seen.add(name)
 
 
 def _check_kinds(
@@ -196,21 +166,6 @@ def _has_no_value(leaf: Any) -> bool:
     return isinstance(x, Tensor) and (
         x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
     )
-
-
-def _nested(paths: Iterable[str]) -> Any:
-    """Nested dicts with a leaf at each path."""
-    top: dict[str, Any] = {}
-    for path in paths:
-        *way, last = path.split("/")
-        node = top
-        for step in way:
-            inner = node.setdefault(step, {})
-            if not isinstance(inner, dict):  # a leaf, and leaves below: odd keys
-                inner = node[step] = {}
-            node = inner
-        node.setdefault(last, 0)
-    return top
 
 
 def _as(here: Any, there: Any) -> Any:

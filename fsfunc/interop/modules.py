@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from fsfunc.interop.patterns import Units, chosen, completed, own_plan
 from fsfunc.interop.structures import Structure
 from fsfunc.interop.stubs import are_filled, opened
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.structure import nearest
 
 
 def from_module(
@@ -231,24 +231,14 @@ def _check(what: str, given: Any, shapes: _Shapes) -> None:
             f"got {type(given).__name__}"
         )
     if given.keys() != shapes.keys():
-        missing = [name for name in shapes if name not in given]
-        further = [name for name in given if name not in shapes]
-        raise ValueError("; ".join(_misnamed(what, missing, further, given, shapes)))
+        missing = [name for name in shapes if name not in given][:1]
+        further = [name for name in given if name not in shapes][:1]
+        said = [f"has no tensor {n!r} (near: {nearest(n, given)})" for n in missing]
+        said += [f"has, and the module has not, {name!r}" for name in further]
+        raise ValueError(f"{what} {' and '.join(said)}")
     for name, shape in shapes.items():
         if given[name].shape != shape:
             raise ValueError(
                 f"{what}: {name!r} has shape {tuple(given[name].shape)}, and {shape} "
                 "in the module"
             )
-
-
-def _misnamed(what: str, missing: Any, further: Any, given: Any, shapes: _Shapes):
-    for said, names, others in (
-        ("has no tensor", missing, further),
-        ("has, and the module has not,", further, list(shapes)),
-    ):
-        for name in names[:3]:
-            near = get_close_matches(str(name), others, 1)
-            yield f"{what} {said} {name!r}" + (f" (near: {near[0]!r})" if near else "")
-    if rest := len(missing[3:]) + len(further[3:]):
-        yield f"and {rest} more"

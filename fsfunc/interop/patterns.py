@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from fsfunc import _torch
 from fsfunc.interop.split_experts import check_experts
 from fsfunc.interop.split_layers import KINDS
-from fsfunc.tree.structure import matches
+from fsfunc.tree.structure import matches, nearest
 
 Units = Any  # a class, a name, a pattern, a size, a predicate; or several
 
@@ -164,13 +163,9 @@ def _nothing(module: nn.Module, one: Any, parts: dict[str, nn.Module]) -> str:
             f'never called itself: "{name}.*" names its parts'
         )
     names = {name: type(m).__name__ for name, m in module.named_modules() if called(m)}
-    found = [*sorted({*names.values()}), *map(repr, filter(None, names))]
-    near = get_close_matches(said, found, 6, 0.4) or found[:12]
+    near = nearest(said, [*sorted({*names.values()}), *filter(None, names)])
     count = sum(p.numel() for p in module.parameters())
-    return (
-        f"units: {said} matches nothing; there are {', '.join(near)}, in a module of "
-        f"{count} parameters"
-    )
+    return f"units: {said} matches nothing; there are {near}, of {count} parameters"
 
 
 _DRAWS = (
@@ -265,11 +260,10 @@ def words_of(
         names = [first[id(m)] for name, m in every if matches(pattern, name, ".")]
         if not names:
             layers = [n for n, m in every if isinstance(m, nn.Linear | nn.Embedding)]
-            near = get_close_matches(pattern, layers, 3, 0.3) or layers[:3]
             raise ValueError(
                 f"plan: no module matches {pattern!r}; there are "
-                f"{', '.join(map(repr, near))} ({len(layers)} layers in all). '*' "
-                "stands for one component of a name, '**' for any number"
+                f"{nearest(pattern, layers)}. '*' stands for one component of a name, "
+                "'**' for any number"
             )
         word, over = (said, axis) if isinstance(said, str) else said
         for name in dict.fromkeys(names):

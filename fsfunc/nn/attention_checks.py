@@ -50,34 +50,25 @@ def checked(
             f"{name}: scale is a tensor, and a number has no gradient: multiply q by "
             "it, and give scale=1"
         )
-    given = {"q": q, "k": k, "v": v}
-    shapes = ", ".join(f"{key} {tuple(x.shape)}" for key, x in given.items())
-    if any(x.ndim != 4 for x in given.values()):
-        raise ValueError(f"{name} takes [batch, heads, n, head_dim], got {shapes}")
-    dtypes = {x.dtype for x in given.values()}
-    if len(dtypes) > 1 or not q.is_floating_point():
-        said = ", ".join(f"{key} {x.dtype}" for key, x in given.items())
-        raise TypeError(f"{name} takes q, k and v of one floating dtype, got {said}")
+    given = {"q": q, "k": k, "v": v}.items()
+    said = ", ".join(f"{key} {x.dtype} {tuple(x.shape)}" for key, x in given)
+    if any(x.ndim != 4 for _, x in given):
+        raise ValueError(f"{name} takes [batch, heads, n, head_dim], got {said}")
+    square = reach != (None, None) or masks.documents is not None
     fits = {
-        "k and v differ in batch, heads or length": k.shape[:3] == v.shape[:3],
-        "q and k differ in batch": q.shape[0] == k.shape[0],
-        "q and k differ in head_dim": q.shape[3] == k.shape[3],
-        "there are no keys": 0 not in k.shape[1:],
-        "causal=True, window= and documents= take as many queries as keys": (
-            reach == (None, None) and masks.documents is None
-        )
+        "q, k and v are of one floating dtype": q.is_floating_point()
+        and q.dtype == k.dtype == v.dtype,
+        "k and v are alike in batch, heads and length": k.shape[:3] == v.shape[:3],
+        "q and k are alike in batch": q.shape[0] == k.shape[0],
+        "q and k are alike in head_dim": q.shape[3] == k.shape[3],
+        "there are keys": 0 not in k.shape[1:],
+        "causal=True, window= and documents= take as many queries as keys": not square
         or q.shape[2] == k.shape[2],
+        "query heads are a multiple of key heads": not q.shape[1] % (k.shape[1] or 1),
     }
     for condition, fit in fits.items():
         if not fit:
-            raise ValueError(f"{name}: {condition}; got {shapes}")
-    heads, read = q.shape[1], k.shape[1]
-    if heads % read:
-        work = ", ".join(map(str, _divisors(heads)))
-        raise ValueError(
-            f"{name}: {heads} query heads do not share {read} key heads evenly; "
-            f"numbers of key heads that work: {work}; got {shapes}"
-        )
+            raise ValueError(f"{name}: {condition}; got {said}")
     where = None if axis is None else group(axis)
     size = 1 if where is None else where.size
     masks = Masks(
@@ -93,15 +84,11 @@ def checked(
 def _reach(name: str, causal: bool, window: Window) -> Reach:
     """The distances that a query sees before and after itself; None: without an end."""
     both = window if isinstance(window, tuple) else (window, window)
-    if len(both) != 2 or any(type(x) not in (int, type(None)) for x in both):
-        raise TypeError(
-            f"{name}: window={window!r} is no number of positions before and after a "
-            "query that it sees, nor a pair of such"
-        )
-    if any(x is not None and x < 0 for x in both):
+    fit = [x is None or type(x) is int and x >= 0 for x in both]
+    if len(both) != 2 or not all(fit):
         raise ValueError(
-            f"{name}: window={window!r}: numbers of positions are not negative, and "
-            "None is all of them"
+            f"{name}: window={window!r} is no number of positions, from 0 on, before "
+            "and after a query that it sees, nor a pair of such"
         )
     return (both[0], 0) if causal else both
 
@@ -148,28 +135,18 @@ def _mask(
 def check_halves(name: str, n: int, where: RankGroup) -> None:
     """Raises ValueError unless ``n`` positions a rank are two half-blocks."""
     if n % 2:
-        length, step = n * where.size, 2 * where.size
-        near = [x for x in (length - where.size, length + where.size) if x]
         raise ValueError(
-            f"{name}: {n} positions a rank are not two half-blocks. In zig-zag order "
-            f"over {where.name} of size {where.size} the length of a sequence is a "
-            f"multiple of {step}, such as {' or '.join(map(str, near))}, not {length}"
+            f"{name}: {n} positions a rank are not two half-blocks: in zig-zag order "
+            f"over {where.name} the length of a sequence is a multiple of "
+            f"{2 * where.size}, not {n * where.size}"
         )
 
 
 def check_heads(name: str, heads: int, read: int, where: RankGroup) -> None:
     """Raises ValueError unless ``where`` cuts query heads and key heads evenly."""
     if heads % where.size or read % where.size:
-        work = ", ".join(map(str, _divisors(math.gcd(heads, read))))
-        below = read // where.size * where.size
-        near = [str(x) for x in (below, below + where.size) if x]
         raise ValueError(
             f"{name}: {heads} query heads and {read} key heads are not cut into "
-            f"{where.size} by {where.name}. Axis sizes that work: {work}; or "
-            f"{' or '.join(near)} key heads, and a multiple of that of query heads; or "
-            "ring_attention, which cuts no heads"
+            f"{where.size} by {where.name}: take a size that divides "
+            f"{math.gcd(heads, read)}, or ring_attention, which cuts no heads"
         )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

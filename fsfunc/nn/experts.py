@@ -202,11 +202,9 @@ def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
     """The number of ranks, and that of experts on each."""
     n = 1 if axis is None else axis_size(axis)
     if experts % n:
-        less = experts // n * n
-        near = f"{less} or {less + n}" if less else f"{n}"
         raise ValueError(
             f'{what}: {experts} experts over axis "{axis}" of size {n}: {experts} is '
-            f"not a multiple of {n}; take {near} experts"
+            f"not a multiple of {n}"
         )
     return n, experts // n
 

@@ -157,10 +157,8 @@ def _half(length: int, axis_size: int) -> int:
     """The length of a half-block."""
     n = 2 * axis_size
     if length % n:
-        below = length // n * n
-        near = f"{below} or {below + n}" if below else str(n)
         raise ValueError(
             f"a sequence of {length} is not cut into the {n} half-blocks of an axis of "
-            f"size {axis_size}: lengths that work are multiples of {n}, such as {near}"
+            f"size {axis_size}: lengths that work are multiples of {n}"
         )
     return length // n

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import Own, describe
-from fsfunc.tree.structure import matches
+from fsfunc.tree.structure import matches, nearest
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
@@ -72,11 +71,10 @@ def _matched(pattern: str, leaves: Mapping[str, Any]) -> list[str]:
     """
     if paths := [path for path in leaves if matches(pattern, path)]:
         return paths
-    near = get_close_matches(pattern, leaves, n=3, cutoff=0.3) or [*leaves][:3]
     raise ValueError(
         f"layouts: no leaf's path matches {pattern!r}; there are "
-        f"{', '.join(map(repr, near))} ({len(leaves)} in all). '*' stands for "
-        "one name of a path, '**' for any number"
+        f"{nearest(pattern, leaves)}. '*' stands for one name of a path, '**' for any "
+        "number"
     )
 
 
@@ -162,16 +160,6 @@ def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
             raise ValueError(
                 f"layouts: cannot split {describe(x.shape, x.dtype, repr(path))} along "
                 f'dim {split.dim} over axis "{split.axis}" of size {split.size}: {n} '
-                f"is not a multiple of it; {_ways(n, split.size)}"
+                f"is not a multiple of it; make it {-(-n // split.size) * split.size}"
             )
         lengths[split.dim] = n // split.size
-
-
-def _ways(n: int, size: int) -> str:
-    """Lengths and sizes that would work in place of ``n`` over ``size``."""
-    low, high = n // size * size, -(-n // size) * size
-    lengths = " or ".join(str(m) for m in (low, high) if m)
-    fits = [m for m in range(1, n + 1) if n % m == 0]
-    below, above = [m for m in fits if m < size], [m for m in fits if m > size]
-    sizes = " or ".join(str(m) for m in (*below[-1:], *above[:1]))
-    return f"make it {lengths}, or the axis {sizes or 1}"

@@ -1,6 +1,7 @@
 """Comparison of tree structures, down to the smallest subtree that differs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -54,6 +55,17 @@ def _fits(patterns: list[str], names: list[str]) -> bool:
     if first == "**":
         return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
     return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The names that are most like one that is not among them, as text.
+
+    >>> nearest("wieght", ["bias", "weight"])
+    "'weight' (2 in all)"
+    """
+    names = list(known)
+    found = get_close_matches(name, names[:1000], 3, 0.4) or names[:3]
+    return f"{', '.join(map(repr, found))} ({len(names)} in all)"
 
 
 class Node(NamedTuple):

@@ -111,7 +111,7 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
     "whole of nothing": (taking(Block(), {**PAIR, "drop": "whole"}), ValueError,
         "'drop' is \"whole\", and has no parameter of its own"),
     "features": (running(Block(), model=3), ValueError,
-        "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9"),
+        "'up.weight' .* size 3: 8 is not a multiple of it; make it 9"),
     "other layouts": (running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
         ValueError, "'down.weight' is whole, .* with layouts=apply.layouts"),
     "an axis of shard": (running(Between(""), over="data", data=2), ValueError,

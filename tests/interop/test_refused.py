@@ -158,7 +158,7 @@ def renamed(p):
     "no such pattern": (of(Stack, re.compile("blocks.9")), ValueError,
         "'blocks.9' matches nothing; there are 'blocks.2'"),
     "no such class": (of(Stack, nn.Conv2d), ValueError,
-        "Conv2d matches nothing; there are Block, Dropout, Embedding"),
+        "Conv2d matches nothing; there are 'Block', 'Dropout', 'Embedding'"),
     "no such size": (of(Stack, ff.by_size(10_000)), ValueError, "of 272 parameters"),
     "never true": (of(Stack, lambda name, m: False), ValueError, "<lambda> matches"),
     "a list of modules": (of(Stack, "blocks"), ValueError, 'never called.*"blocks.*"'),

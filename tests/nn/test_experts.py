@@ -334,10 +334,10 @@ def layer(params=None, x=X, axis="expert", fn=lambda p, x: x, grouped=False, **r
 
 REFUSED = {
     "experts that the axis does not divide": (lambda: layer(count=5),
-        r'5 experts over axis "expert" of size 2.*4 or 6'),
-    "fewer experts than ranks": (lambda: layer(count=1), "take 2 experts"),
-    "dispatch of such": (lambda: nn.dispatch(X, routed(7), "expert"), "6 or 8"),
-    "combine of such": (lambda: nn.combine(X, routed(7), "expert"), "6 or 8"),
+        r'5 experts over axis "expert" of size 2'),
+    "fewer experts than ranks": (lambda: layer(count=1), "not a multiple of 2"),
+    "dispatch of such": (lambda: nn.dispatch(X, routed(7), "expert"), "7 is not a"),
+    "combine of such": (lambda: nn.combine(X, routed(7), "expert"), "7 is not a"),
     "all experts on each rank": (lambda: layer({"w": torch.zeros(4, 3)}),
         r"params at 'w' is of \(4, 3\).*this rank's 2 of 4"),
     "a part where all are due": (lambda: layer(torch.zeros(2), axis=None),
