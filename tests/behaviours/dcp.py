@@ -40,8 +40,8 @@ test_state_dict.py
   has     | full state dicts: gathered, on the host, on one rank alone | state/test_train_state.py::test_unshard_for_one_rank_and_to_a_dtype_of_device
   has     | a full state dict becomes parts | state/test_train_state.py::test_unshard_undoes_place
   differs | flattened optimizer state, names in place of numbers | moments lie in the tree of their parameters | state/test_born_layouts.py::test_what_is_made_of_laid_out_parameters_lies_as_they_do
-  has     | frozen parameters have no state | state/test_train_state.py::test_a_frozen_base_has_no_gradient_moment_or_reduction
-  differs | tied weights come back tied | a tie is one leaf that several units read | tracing/test_recording.py::test_a_leaf_of_several_units_has_a_buffer_of_its_own
+  has     | frozen parameters have no state | interop/test_modules.py::test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction
+  differs | tied weights come back tied | a tie is one leaf that several units read | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
   has     | learning rates and counts are kept | checkpoint/test_resume.py::test_another_process_goes_on_bit_by_bit
   has     | names that look alike, or hold dots | checkpoint/test_refused.py::test_keys_that_look_like_paths_are_told_apart
   not     | submodules and param groups as options | a state is a tree: save the part that is meant

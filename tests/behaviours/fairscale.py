@@ -9,7 +9,7 @@ nn/data_parallel/test_fsdp.py
   has     | experts that are not sharded over the data | transforms/test_split_leaves.py::test_training_is_that_of_one_device_as_planned
   not     | reset_parameters, deepcopy, pickles of a wrapper | no wrapper: parameters are trees, made by an init function
 nn/data_parallel/test_fsdp_uneven.py
-  has     | nine elements over two to eight ranks | sharded/test_layout.py::test_nine_elements_over_eight_ranks
+  has     | nine elements over two to eight ranks | sharded/test_layout.py::test_a_part_is_the_cut_by_definition_and_parts_make_the_whole
 nn/data_parallel/test_fsdp_grad_acc.py
   has     | accumulated gradients are those of the whole batch | transforms/test_accumulate.py::test_it_equals_the_plain_loop_or_the_whole_batch_bit_by_bit
   has     | how often no_sync gathers and reduces | transforms/test_hybrid_reductions.py::test_bytes_over_data_are_of_each_and_over_replicas_of_one
@@ -24,11 +24,11 @@ nn/data_parallel/test_fsdp_summon_full_params.py
 nn/data_parallel/test_fsdp_apply.py
   differs | a function over whole parameters | tree_map over parts; whole ones by unshard | sharded/test_sharded.py::test_maps_see_the_local_part_and_keep_the_layout
 nn/data_parallel/test_fsdp_freezing_weights.py
-  has     | frozen weights | state/test_train_state.py::test_a_frozen_base_has_no_gradient_moment_or_reduction
+  has     | frozen weights | interop/test_modules.py::test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction
 nn/data_parallel/test_fsdp_shared_weights.py
-  has     | weights that layers share | tracing/test_recording.py::test_a_leaf_of_several_units_has_a_buffer_of_its_own
+  has     | weights that layers share | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
 nn/data_parallel/test_fsdp_multiple_forward.py
-  has     | several forwards before a backward, with checkpoints too | tracing/test_recording.py::test_a_unit_called_twice_is_one_buffer_wanted_twice
+  has     | several forwards before a backward, with checkpoints too | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
 nn/data_parallel/test_fsdp_fwd_fwd_bwd_bwd.py
   has     | two forwards, then two backwards | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
 nn/data_parallel/test_fsdp_input.py
@@ -56,8 +56,8 @@ nn/data_parallel/test_fsdp_regnet.py
 nn/data_parallel/test_sharded_ddp_features.py
   has     | training, by buckets and without | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
   differs | trainability changes between steps | another loss is another record; OSS loses updates there | fairscale/test_fairscale.py::test_layers_that_thaw_are_those_of_torch
-  has     | two optimizers for one model | state/test_train_state.py::test_a_users_own_state_with_two_optimizers_and_an_average
-  has     | a generator and a discriminator | state/test_born_layouts.py::test_a_generative_adversarial_network_trains_as_on_one_device
+  has     | two optimizers for one model | optim/test_base.py::test_a_partition_is_each_optimizer_on_its_own_leaves
+  has     | a generator and a discriminator | examples/test_recipes.py::test_two_models_are_one_device_s
   not     | reduce() by hand, sync_buffers() | gradients are reduced where they are made; buffers are returned
 nn/data_parallel/test_sharded_ddp_pytorch_parity.py
   has     | with clipping, accumulation | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
@@ -109,7 +109,7 @@ nn/pipe/skip
   has     | skips go straight to their consumer | pipelining/test_pipeline_ledger.py::test_a_skip_goes_straight_to_its_consumer
   not     | stash and pop, verified by name | a skip is a value that a later unit reads: nothing to forget
 nn/pipe_process, experimental/nn/test_multiprocess_pipe.py
-  has     | a stage for each process | pipelining/test_pipeline_processes.py::test_processes_equal_simulated_ranks
+  has     | a stage for each process | transforms/test_shard_processes.py::test_processes_equal_simulated_ranks
   not     | MPI and RPC transports, lazy modules | torch.distributed carries it; parameters are made in place
 experimental/nn/ampnet_pipe_process
   has     | asynchronous stages, with prediction | pipelining/test_asynchronous.py::test_equals_one_process_that_keeps_every_version

@@ -6,7 +6,7 @@ test_fully_shard_init.py
   has     | a mesh, or a way to lie, that makes no sense is refused | comm/test_mesh.py::test_bad_axes_names_and_batches_are_refused
   has     | leaves of one wrapper travel together; of several dtypes apart | tracing/test_recording.py::test_dtypes_and_untrained_leaves_lie_apart
   differs | a scalar parameter raises | it is a leaf as any other, in a buffer with its neighbours | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
-  differs | a parameter that is not contiguous raises | it is taken row by row | sharded/test_layout.py::test_a_flat_part_of_a_cut_block_copies_no_more_than_itself
+  differs | a parameter that is not contiguous raises | it is taken row by row | optim/test_strides.py::test_a_step_is_that_of_dense_ones
   differs | shard_placement_fn: by which dim | buffers have no dim; Split(dim, axis) for leaves of their own | transforms/test_split_leaves.py::test_a_program_gives_what_it_gives_on_one_device
   has     | an uneven dim | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
   has     | meta init: nothing is held whole before it is sharded | state/test_init_functions.py::test_beside_the_shards_one_leaf_is_held
@@ -21,15 +21,15 @@ test_fully_shard_training.py
   not     | inputs are moved to the device by the root | a batch is where its loader put it
   not     | parameters are swapped in and out of the module, before and after forward | a unit is called with its whole parameters; no module holds them
   not     | casts of the model after init | parameters are values: cast them before init_state
-  has     | a module is called several times in a forward | tracing/test_recording.py::test_a_unit_called_twice_is_one_buffer_wanted_twice
-  has     | forward and backward of a part of the model alone | transforms/test_shard_stock.py::test_merged_units_of_which_the_loss_ignores_one
+  has     | a module is called several times in a forward | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
+  has     | forward and backward of a part of the model alone | transforms/test_shard_programs.py::test_a_gradient_call_is_that_of_one_device
   not     | explicit prefetching lists | gathers fly one unit ahead, in the order that was recorded
   has     | activation checkpointing, inside and outside | core/test_units.py::test_every_body_is_right_under_every_interpretation
-  has     | a weight that two wrappers share | tracing/test_recording.py::test_a_leaf_of_several_units_has_a_buffer_of_its_own
+  has     | a weight that two wrappers share | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
   has     | gradient accumulation, with and without reducing each | transforms/test_accumulate.py::test_with_shard_in_either_order_it_equals_one_device
   has     | microbatches in 1F1B order, with sharded parameters | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | tensor parallelism over a second axis | nn/test_four_axes.py::test_a_step_over_all_axes_is_that_of_one_device
-  has     | HSDP: replicas of shards | transforms/test_hybrid_reductions.py::test_reducing_each_and_summing_once_is_one_device
+  has     | HSDP: replicas of shards | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
   differs | register_fsdp_forward_method: other methods gather too | any function is a unit | core/test_units.py::test_any_pytree_in_and_out
   has     | an optimizer in the backward | optim/test_backward_steps.py::test_it_is_the_usual_step_in_bits_and_bytes
   has     | an axis of one rank | transforms/test_shard_ledger.py::test_an_axis_of_one_rank_sends_nothing
@@ -38,13 +38,13 @@ test_fully_shard_comm.py
   has     | reshard_after_forward of each module | transforms/test_kept_units.py::test_equals_one_device_and_sends_what_was_promised
   has     | prefetches fly beneath the backward, and in its order | comm/test_splitting.py::test_backward_is_the_forward_order_turned_round
   has     | a divide factor that does not overflow half precision | optim/test_loss_scaling.py::test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little
-  has     | a module whose output nobody reads | transforms/test_shard_stock.py::test_merged_units_of_which_the_loss_ignores_one
+  has     | a module whose output nobody reads | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
   differs | a gather of one's own, a reduction of one's own | classes of ten lines, by value | transforms/test_wire.py::test_what_travels_is_a_cast_before_or_after_it_of_fewer_bytes
   not     | memory from the group's own allocator | nothing in fsfunc depends on NCCL's allocator
   not     | the order of streams, and which of them waits | eager torch.distributed orders it; our events are in plans
 test_fully_shard_frozen.py
   has     | frozen parameters beside trained ones: no gradient, no reduction | interop/test_modules.py::test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction
-  has     | whole groups frozen | state/test_train_state.py::test_a_frozen_base_has_no_gradient_moment_or_reduction
+  has     | whole groups frozen | interop/test_modules.py::test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction
 test_fully_shard_clip_grad_norm_.py
   has     | norms over one axis and over two are those of one device | optim/test_sharded.py::test_norms_and_sums_count_each_element_once
   has     | clip_grad_norm_ itself, any p | optim/test_base.py::test_clipping_is_torchs

@@ -22,7 +22,7 @@ test_schedule.py
   has     | one stage alone | pipelining/test_pipeline_ledger.py::test_a_chain_sends_each_activation_once_each_way
 test_schedule_multiproc.py
   has     | outputs, losses and gradients of every schedule are those of one device | pipelining/test_pipeline_laws.py::test_a_pipelined_gradient_call_has_the_bits_of_one_device
-  has     | over real processes | pipelining/test_pipeline_processes.py::test_processes_equal_simulated_ranks
+  has     | over real processes | transforms/test_shard_processes.py::test_processes_equal_simulated_ranks
   has     | keyword arguments are cut too | pipelining/test_pipeline_losses.py::test_keywords_are_cut_too
   has     | several inputs and outputs between stages | pipelining/test_pipeline_ledger.py::test_of_a_tree_of_outputs_only_what_is_needed_travels
   differs | scale_grads divides by the microbatches | the loss is the mean of the batch, whatever the parts | pipelining/test_pipeline_laws.py::test_uneven_microbatches_make_the_mean_over_the_batch
@@ -32,7 +32,7 @@ test_schedule_multiproc.py
   not     | a forward hook, custom functions for an action | an action is what its name says: a schedule is data, proven before it runs
 test_backward.py
   has     | gradients of inputs alone, of weights alone | pipelining/test_stage_vjp.py::test_products_of_weights_wait_where_they_can
-  has     | several layers, and several microbatches | pipelining/test_stage_vjp.py::test_gradients_add_up_in_place
+  has     | several layers, and several microbatches | pipelining/test_pipeline_laws.py::test_a_pipelined_gradient_call_has_the_bits_of_one_device
   has     | weights that are frozen, or used in no output | pipelining/test_pipeline_losses.py::test_several_arguments_and_frozen_leaves
   has     | memory falls as the backward goes | pipelining/test_stage_vjp.py::test_a_whole_backward_frees_as_it_goes
 test_stage.py
@@ -46,7 +46,7 @@ test_microbatch.py
   differs | a chunk spec by argument | leaves with as many rows as the batch are cut, others not | pipelining/test_pipeline_argnums.py::test_parameters_as_long_as_the_batch_are_parameters
   not     | BlockMask is cut | attention masks are made within a unit, of its rows
 test_pipe.py
-  has     | a traced split computes what the model does | pipelining/test_stage_plans.py::test_a_stage_computes_what_the_whole_does_from_what_it_has
+  has     | a traced split computes what the model does | pipelining/test_pipeline_laws.py::test_a_stage_takes_and_sends_what_it_has_to_whatever_is_between_units
   has     | parameters have the names of the model | interop/test_modules.py::test_to_module_is_the_inverse
   has     | a weight that stages share | pipelining/test_pipeline_ledger.py::test_of_placed_leaves_only_those_that_stages_share_are_summed
   has     | skips across stages | pipelining/test_pipeline_ledger.py::test_a_skip_goes_straight_to_its_consumer

@@ -7,7 +7,7 @@ collectives
   has     | their gradients, forward and reverse, twice | comm/test_collectives.py::test_a_collective_is_its_formula_and_so_are_its_derivatives
   has     | all_gather whose result is one value on all ranks, and its transpose | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
   has     | psum and the step from one value to many transpose into each other | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
-  has     | an axis of size 1 | comm/test_simulated.py::test_results_over_one_rank_are_new_too
+  has     | an axis of size 1 | comm/test_ledger.py::test_bytes_are_the_closed_forms
   differs | axis_index_groups | an axis of the mesh for each level | transforms/test_hierarchy.py::test_levels_give_what_one_gather_and_one_sum_give
   has     | messages by pairs | comm/test_transfers.py::test_every_pair_both_ways
   has     | sends that wait for each other are found | comm/test_transfers.py::test_a_deadlock_says_who_waits_for_whom
@@ -25,10 +25,10 @@ in and out
   has     | trees in and out | comm/test_collectives.py::test_a_pytree_goes_leaf_by_leaf
   differs | in_specs and out_specs | a value says how it lies | sharded/test_sharded.py::test_it_shows_the_global_tensor
   has     | a tree that does not fit is told by its path | tree/test_tree.py::test_a_mismatch_names_the_one_place_that_differs
-  differs | a dim that the axis does not divide is refused | parts may be uneven, or empty | sharded/test_layout.py::test_nine_elements_over_eight_ranks
+  differs | a dim that the axis does not divide is refused | parts may be uneven, or empty | sharded/test_layout.py::test_a_part_is_the_cut_by_definition_and_parts_make_the_whole
   has     | an axis that the mesh has not | comm/test_mesh.py::test_bad_axes_names_and_batches_are_refused
   differs | a value is printed with its rank's place in the mesh | with its path, global shape and layout | sharded/test_sharded.py::test_it_shows_the_global_tensor
-  has     | what a function captures from outside is told | core/test_purity.py::test_a_captured_tensor_is_refused_under_shard
+  has     | what a function captures from outside is told | core/test_purity.py::test_a_captured_differentiated_tensor_is_refused
   has     | functions that return what they were given | tracing/test_recording.py::test_a_unit_may_return_its_parameter
   has     | outputs without a tensor | core/test_units.py::test_any_pytree_in_and_out
 derivatives
@@ -46,7 +46,7 @@ vmap
   has     | vmap for a mesh's axis | comm/test_collectives.py::test_it_is_differentiated_from_outside_a_vmap_mesh_and_pulled_back_twice
   differs | spmd_axis_name: the mapped axis lies over ranks | per sample within a unit; across ranks refused | derivatives/test_refusals.py::test_it_is_refused_with_the_way_out
 remat
-  has     | remat around a sharded function, and within | transforms/test_remat_modes.py::test_with_shard_the_numbers_stay
+  has     | remat around a sharded function, and within | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | collectives are not what is saved | transforms/test_policies.py::test_names_beside_collectives
   has     | policies by name | transforms/test_policies.py::test_named_values_are_not_computed_again
   differs | residuals that are inputs are not copied | remat keeps the inputs alone | transforms/test_remat.py::test_memory_falls_to_the_inputs_and_one_unit
@@ -56,7 +56,7 @@ compiling
   not     | Pallas and FFI calls, dead code of jaxprs, lowering text | there is no compiler of ours between
   has     | a value that Python asks for | tracing/test_program.py::test_glue_that_asks_for_a_value_is_told_where
 random numbers
-  has     | keys split over ranks draw apart | core/test_dropout.py::test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary
+  has     | keys split over ranks draw apart | nn/test_draws.py::test_split_masks_are_independent_and_whole_ones_equal
   has     | one key on all ranks draws alike | nn/test_draws.py::test_split_masks_are_independent_and_whole_ones_equal
 drawn programs
   has     | functions, meshes and specs drawn, against a loop over ranks | derivatives/test_judge.py::test_programs_are_right_or_refused

@@ -163,18 +163,6 @@ def test_stages_to_and_fro_save_transfers():
     assert owners(found) == owners(zb_v(8, 4))
 
 
-def test_of_equals_the_one_that_holds_less():
-    # Without any gain from a split backward, 1F1B rather than GPipe.
-    assert greedy(3, 5, costs=Costs(1, 3, 0)) == one_f_one_b(3, 5)
-    assert greedy(1, 4) == one_f_one_b(1, 4)
-    costs = Costs([5, 1, 5, 6], [4, 6, 1, 3], [1, 6, 4, 1])
-    assert max(held(greedy(4, 5, costs=costs, chunks=2))) == 4.5  # the first found: 5
-    # It may pay to leave a W: found without patience, 78.
-    costs = Costs([3, 4, 4, 1], [3, 4, 6, 2], [6, 3, 2, 1])
-    found = greedy(4, 3, costs=costs, memory_bound=1.5, chunks=2)
-    assert makespan(found, costs) == 76
-
-
 def every_row(rank, count):
     """The orders of a rank's F, I and W, each kind by microbatch."""
 

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing.strategies import valid_schedules
-from tests.checks import close
+from tests.checks import close, same
+from tests.pipelining import drawn as glue
 from tests.pipelining.models import NAMED, batch_of, specs
 
 one_f_one_b = ff.schedules.one_f_one_b
@@ -57,15 +59,19 @@ def without_draws(spec):
     return replace(spec, steps=tuple(steps))
 
 
-@given(pipelines(), st.integers(0, 1), SEEDS)
-@settings(max_examples=10)
-def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, seed):
+@given(pipelines(), st.integers(0, 1), st.integers(0, 2), SEEDS)
+@settings(max_examples=12)
+def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, again, seed):
+    """Also of units that are recomputed, once, or twice."""
     ranks, m, schedule, stages, spec = drawn
     params, batch = spec.params(seed), batch_of(m * 2**k, seed)
     torch.manual_seed(seed)
     whole_step = ff.accumulate(spec.gradient(), m)
     mesh, transform = on(ranks, m, schedule, stages)
-    staged_step = transform(spec.gradient())
+    staged_step = spec.gradient()
+    for _ in range(again):
+        staged_step = ff.remat(staged_step)
+    staged_step = transform(staged_step)
     one, staged = (
         lambda params, batch, f=f: f(*spec.arguments(params, batch))
         for f in (whole_step, staged_step)
@@ -87,9 +93,10 @@ def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
         close(found, expected, tolerance)
 
 
-@given(pipelines(), st.integers(0, 9), st.booleans(), SEEDS)
+@given(pipelines(), st.integers(0, 9), st.sampled_from([0, 1, 2]), SEEDS)
 @settings(max_examples=8)
 def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
+    """Of whole parameters, or laid out for training in ``laid`` times the parts."""
     ranks, m, schedule, stages, spec = drawn
     spec = replace(without_draws(spec), argnums=0)
     params, batch = spec.params(seed), batch_of(m + more, seed)
@@ -98,15 +105,50 @@ def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
     mesh, transform = on(ranks, m, schedule, stages)
 
     def main():
-        loss, given = transform(spec.loss), params
+        given = params
         if laid:
-            given = ff.place(lambda p: loss(*spec.arguments(p, batch)), params)
-        return loss(*spec.arguments(given, batch))
+            grad = on(ranks, laid * m, schedule, stages)[1](spec.gradient())
+            rows = batch_of(laid * m, seed)
+            given = ff.place(lambda p: grad(*spec.arguments(p, rows)), params)
+        return transform(spec.loss)(*spec.arguments(given, batch))
 
     with ff.ledger() as log:
         for found in ff.spmd(main, mesh)():
             close(found, expected, 1e-12)
     assert not any(r.phase == "backward" for r in log.records)
+
+
+def one_by_one(cuts, count):
+    """Counts of unit calls of as many stages, or of fewer where there are fewer."""
+    ends = [0, *sorted({c % count for c in cuts} - {0}), count]
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, of a stand-in
+@pytest.mark.parametrize("backward", [False, True])
+@given(st.data())
+@settings(max_examples=15)
+def test_a_stage_takes_and_sends_what_it_has_to_whatever_is_between_units(
+    backward, data
+):
+    """Views, writes, buffers, branches: forward, and where autograd can, backward."""
+    kinds = (*glue.EXACT, *glue.PARTIAL) + (() if backward else (*glue.WRITES,))
+    drawn = data.draw(glue.losses(kinds))
+    params, batch = glue.params_of(), glue.batch_of()
+    call = ff.value_and_grad(drawn.loss) if backward else torch.no_grad()(drawn.loss)
+    expected = call(params, batch)
+    cuts = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    count = len(ff.program(drawn.loss, params, batch).calls)
+    stages = one_by_one(cuts, count)
+    mesh, transform = on(len(stages), 1, one_f_one_b, stages)
+    step = transform(ff.value_and_grad(drawn.loss) if backward else drawn.loss)
+
+    def main():
+        laid = ff.place(step, params, batch)
+        return step(params, batch), ff.unshard(step(laid, batch))
+
+    for whole, parts in ff.spmd(main, mesh)():
+        same((whole, parts), (expected, expected))
 
 
 @given(pipelines(), st.integers(0, 5), SEEDS)

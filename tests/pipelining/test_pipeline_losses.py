@@ -239,22 +239,6 @@ def frozen_layer(p, x):
     return layer.fn(p["own"], x) + x @ p["frozen"]["w"] * p["frozen"]["n"].sum()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_evaluation_in_another_cut_reads_a_placed_state(schedule):
-    """Forward alone, by the schedule of training; on rows that M does not divide."""
-    params, batch = parameters(), batch_of(5, 3)
-    expected = views(params, batch).detach()
-    grad = piped(ff.value_and_grad(views), 2, schedule)
-    evaluate = piped(views, 4, schedule)
-
-    def main():
-        return evaluate(ff.place(grad, params, batch), batch)
-
-    for found in ff.spmd(main, MESH)():
-        close(found, expected, 1e-12)
-        assert not found.requires_grad
-
-
 def test_a_forward_pass_returns_rows_joined():
     def predict(params, batch):
         h = through(params, batch["x"])

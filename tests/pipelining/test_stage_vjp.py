@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import fsfunc as ff
 from fsfunc.pipelining.stages import StageVjp
-from fsfunc.runtime.memory import BufferPool
 from tests.checks import same
 from tests.probes import LiveBytes
 
@@ -219,18 +219,6 @@ def test_products_of_weights_wait_where_they_can(name):
     assert found == tuple(2 * D**3 * k for k in products)
 
 
-def test_gradients_add_up_in_place():
-    x, ws = leaves(1, 0)[0], leaves(3, 10)
-    for w in ws:
-        w.grad = torch.ones_like(w)
-    places = [w.grad.data_ptr() for w in ws]  # type: ignore[union-attr]
-    for halves in (False, True, True):
-        ones = torch.ones(D, D, dtype=torch.double)
-        run(StageVjp([deep(x, ws)], [x], ws), [ones], halves)
-    assert [w.grad.data_ptr() for w in ws] == places  # type: ignore[union-attr]
-    assert x.grad is None
-
-
 # Memory
 
 
@@ -259,28 +247,6 @@ def test_a_whole_backward_frees_as_it_goes():
         assert memory.live == 0
 
 
-@pytest.mark.parametrize("units", [False, True])
-def test_the_second_half_holds_one_weight_gradient_at_a_time(units):
-    """And a unit is entered when its gradients are there."""
-    ws, x = eyes(8, True), torch.ones(1, 64, requires_grad=True)
-    tokens = [torch.zeros((), requires_grad=True) for _ in ws] if units else []
-    h, ends = x, []
-    for k, w in enumerate(ws):
-        if units:
-            token, v = (y.view_as(y) for y in Enter.apply(tokens[k], w))
-            token, h = Exit.apply(token, torch.sin(h @ v))
-            ends.append(token)
-        else:
-            h = torch.sin(F.linear(h, w))
-    vjp = StageVjp([h, *ends], [x], [*ws, *tokens])
-    vjp.input_gradient([torch.ones(1, 64), *[torch.zeros(()) for _ in ends]])
-    h = token = v = None
-    ends.clear()
-    with LiveBytes(ws, [w.grad for w in ws]) as memory:
-        vjp.weight_gradient()
-    assert memory.peak <= (2 + units) * 64 * 64 * 4
-
-
 HELD: dict[str, Any] = {  # by which product, or lookup, a weight is read
     "linear": F.linear,
     "with a bias": lambda x, w: F.linear(x, w, torch.ones(64)),
@@ -303,20 +269,58 @@ def test_no_second_gradient_is_made(name, halves):
     assert memory.peak < 64 * 64 * 4
 
 
-def test_memory_of_gradients_that_are_gone_is_used_again():
-    pool, (w,) = BufferPool(), eyes(1, False)
+# Units that compute again
 
-    def gradient() -> Tensor:
-        x = torch.ones(3, 64, requires_grad=True)
-        StageVjp([x @ w], [x], [w], pool).backward([torch.ones(3, 64)])
-        found, w.grad = w.grad, None
-        assert found is not None
-        return found
 
-    first = gradient()
-    place, bits = first.data_ptr(), first.clone()
-    second = gradient()
-    assert second.data_ptr() != place  # somebody holds the first
-    same([first, second], [bits, bits])
-    del first
-    assert gradient().data_ptr() == place
+WIDE, N = 8, 2  # width, units
+PRODUCT = 2 * 4 * WIDE * WIDE  # operations of one product of a unit
+X = torch.randint(-3, 4, (4, WIDE), generator=torch.Generator().manual_seed(0)).double()
+CT = torch.arange(4.0 * WIDE).view(4, WIDE).double() - 9
+
+
+def weights() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            k: torch.randint(-2, 3, (WIDE, WIDE), generator=generator).double()
+            for k in ("v", "w")
+        }
+        for _ in range(N)
+    ]
+
+
+@ff.unit
+def block(p, x):
+    return x + torch.relu(x @ p["v"]) @ p["w"]
+
+
+def stage(ps, x, tied=False):
+    for i, p in enumerate(ps):
+        x = block(ps[0] if tied and i == N - 1 else p, x)
+    return x
+
+
+def pulled(f, halves: bool, **how: Any) -> tuple[Any, tuple[int, ...]]:
+    """(gradients, operations forward and of each part) of a stage on plain tensors."""
+    ps = [{k: w.requires_grad_() for k, w in p.items()} for p in weights()]
+    leaves = [w for p in ps for w in p.values()]
+    x = X.clone().requires_grad_()
+    y, forward = flops(lambda: f(ps, x, **how))
+    found, parts = run(StageVjp([y], [x], leaves), [CT], halves)
+    return (found, [w.grad for w in leaves]), (forward, *parts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("around", [1, 2], ids=["remat", "remat of remat"])
+def test_a_recomputed_unit_computes_again_once(tied, around):
+    f = stage
+    for _ in range(around):
+        f = ff.remat(f)
+    expected, _ = pulled(stage, False, tied=tied)
+    found, (forward, first, second) = pulled(f, True, tied=tied)
+    same(found, expected)
+    again = around * forward - N * PRODUCT  # nobody reads a unit's last product
+    assert forward == 2 * N * PRODUCT
+    assert first + second == again + 2 * forward
+    if not tied:
+        assert (first, second) == (again + forward, forward)

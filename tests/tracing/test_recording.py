@@ -21,11 +21,6 @@ def embed(p, x):
 
 
 @ff.unit
-def outer(p, x):
-    return embed(p["inner"], x) + p["own"]
-
-
-@ff.unit
 def reads_the_inner_ones(p, x):
     return embed(p["inner"], x) + p["inner"]
 
@@ -76,36 +71,6 @@ def test_dtypes_and_untrained_leaves_lie_apart():
     assert recorder.trained == {"w"}
 
 
-def test_a_leaf_of_several_units_has_a_buffer_of_its_own():
-    def loss(p, x):
-        x = layer({"w": p["layers"][0]["w"], "s": p["tied"]}, x)
-        return layer({"w": p["layers"][1]["w"], "s": p["tied"]}, x).sum()
-
-    groups, order, _ = recorded(loss, layers(2, tied=torch.ones(())))
-    assert paths(groups)[:3] == [["layers/0/w"], ["tied"], ["layers/1/w"]]
-    assert [len(wanted) for wanted in order] == [2, 2]
-    assert order[0][0] == order[1][0] == groups[1].buffer  # "s" comes before "w"
-    unread = paths(groups)[3]
-    assert unread == ["layers/0/s", "layers/1/s"]  # no unit takes them: laid out still
-
-
-def test_a_unit_called_twice_is_one_buffer_wanted_twice():
-    def loss(p, x):
-        return layer(p["layers"][0], layer(p["layers"][0], x)).sum()
-
-    groups, order, _ = recorded(loss, layers(1))
-    assert len(groups) == 1 and len(order) == 2
-
-
-def test_an_outer_unit_takes_what_no_inner_one_claims():
-    p = {"inner": torch.ones(2), "own": torch.ones(2)}
-    groups, _, _ = recorded(lambda p, x: outer(p, x).sum(), p)
-    assert [(g.buffer, g.paths) for g in groups] == [
-        ("outer:own", ("own",)),
-        ("outer/embed:inner", ("inner",)),
-    ]
-
-
 def test_an_outer_unit_that_reads_an_inner_ones_leaf_takes_it():
     loss = lambda p, x: reads_the_inner_ones(p, x).sum()  # noqa: E731
     p = {"inner": torch.ones(2)}
@@ -114,16 +79,6 @@ def test_an_outer_unit_that_reads_an_inner_ones_leaf_takes_it():
 
     expected = ff.value_and_grad(loss)(p, X)[1]
     same(ff.spmd(lambda: run(loss, p), MESH)()[0], expected)
-
-
-def test_small_neighbours_merge_until_they_are_large_enough():
-    params = layers(5)  # 20 bytes each
-    merged = lambda n: [len(g) for g in paths(recorded(stack, params, min_bytes=n)[0])]  # noqa: E731
-    assert merged(0) == merged(20) == [2] * 5
-    assert merged(21) == [4, 4, 2]
-    assert merged(10**6) == [10]
-    groups, order, _ = recorded(stack, params, min_bytes=21)
-    assert order == [(groups[k // 2].buffer,) for k in range(5)]
 
 
 def test_a_leaf_read_outside_every_unit_stays_whole():

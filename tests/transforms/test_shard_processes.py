@@ -1,4 +1,4 @@
-"""Over real processes: the bits and the ledger of the simulated ranks."""
+"""Over real processes: the bits, the ledger and the plans of the simulated ranks."""
 
 import json
 from pathlib import Path
@@ -6,26 +6,35 @@ from pathlib import Path
 import pytest
 
 import fsfunc as ff
-from tests.transforms.process_steps import HYBRID, SCHEMES, run
+from tests.transforms.process_programs import SCHEMES, SIZES, fail, mesh_of, run
 
 pytestmark = pytest.mark.processes
-PROGRAM = Path(__file__).with_name("process_steps.py")
+PROGRAM = Path(__file__).with_name("process_programs.py")
 
 
-@pytest.mark.parametrize(
-    "kind, schemes, axes",
-    [("line", SCHEMES, {"data": 2}), ("hybrid", HYBRID, {"node": 2, "data": 2})],
-    ids=["2 processes", "4 processes"],
-)
-def test_processes_equal_simulated_ranks(processes, kind, schemes, axes):
-    mesh = ff.make_mesh(axes, "simulated")
-    lines = processes(PROGRAM, mesh.size, kind).splitlines()
-    found = {(name, rank): result for name, rank, result in map(json.loads, lines)}
-    assert len(found) == len(schemes) * mesh.size
-    for name, options in schemes.items():
-        simulated = ff.spmd(lambda options=options: run(mesh, **options), mesh)()
-        for rank, expected in enumerate(json.loads(json.dumps(simulated))):
-            assert found[name, rank] == expected, name  # losses, parameters, ledger
+@pytest.mark.parametrize("size", SIZES)
+def test_processes_equal_simulated_ranks(processes, size):
+    lines = processes(PROGRAM, size, "all").splitlines()
+    found = {tuple(key): result for *key, result in map(json.loads, lines)}
+    assert len(found) == sum(len(SCHEMES[kind]) for kind in SIZES[size]) * size
+    for kind in SIZES[size]:
+        mesh = mesh_of(kind, "simulated")
+        for name, options in SCHEMES[kind].items():
+            simulated = ff.spmd(lambda m=mesh, how=options: run(m, **how), mesh)()
+            for rank, expected in enumerate(json.loads(json.dumps(simulated))):
+                for part, wanted in zip(found[kind, name, rank], expected, strict=True):
+                    assert part == wanted, (name, rank)
+                for equal, near, *_ in found[kind, name, rank][-1]:
+                    assert equal and near, (name, "a plan is not what was done")
+
+
+def test_a_stage_that_raises_ends_every_process(processes):
+    """And no rank waits for ever: the launcher's time limit is far away."""
+    with pytest.raises(AssertionError, match="this stage is broken"):
+        processes(PROGRAM, 2, "fail", timeout=60)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    with pytest.raises(ArithmeticError, match="this stage is broken"):
+        ff.spmd(lambda: fail(mesh), mesh)()
 
 
 @pytest.mark.processes(slow=False)  # the one that `pytest` alone runs
