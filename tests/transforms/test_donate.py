@@ -4,7 +4,6 @@ That it gives the same bits is held by `test_donate_reads` and `test_shard_laws`
 """
 
 import hashlib
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -230,62 +229,3 @@ def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zer
     for found in ff.spmd(lambda: main(zero), MESH)():
         assert torch.equal(found["b"], expected["b"])
         assert torch.allclose(found["w"], expected["w"], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("zero", "first", "compute"),
-    [(1, "donated", 32), (2, "pure", 32), (2, "donated", 16), (1, "pure", 16)],
-)
-def test_a_graph_over_weights_of_a_donated_state_is_right(zero, first, compute):
-    """Or raises: whether the state lies in the gathered buffer, or beside it."""
-    compute = {32: torch.float32, 16: torch.bfloat16}[compute]
-    unit = ff.unit(lambda w, x: x @ w)
-    optimizer, x = ff.sharded_adam(0.1), torch.ones(2, 4)
-    loss = lambda w, x: unit(w, x).float().sum()  # noqa: E731
-    train = sharded(optimizer(ff.precision(ff.value_and_grad(loss), compute)), zero)
-    call = sharded(ff.precision(lambda w, x: unit(w, x), compute), zero)
-
-    def main():
-        state = ff.init_state(train, lambda: torch.ones(4, 4), optimizer, x)
-        state, _ = (train if first == "pure" else ff.donate(train))(state, x)
-        call(state.params, x)
-        over = x.clone().requires_grad_()
-        y = call(state.params, over)
-        expected = ff.unshard(state.params).to(compute).float().sum(1).expand(2, 4)
-        state, _ = ff.donate(train)(state, x)
-        call(state.params, x)
-        if first == "donated" and compute == torch.float32:
-            # The graph holds the state's own memory, which was left as it is.
-            assert torch.equal(torch.autograd.grad(y.sum(), over)[0], expected)
-            return
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(y.sum(), over)
-
-    ff.spmd(main, MESH)()
-
-
-def test_a_step_is_donated_states_of_other_structures_in_turn():
-    """It goes on from the structure of the last one, which a walk is spared by."""
-
-    def step(state):
-        return {"w": state["w"] + 1, **{k: x for k, x in state.items() if k != "w"}}
-
-    donated, ordered = ff.donate(step), OrderedDict(w=torch.ones(2), v=torch.ones(1))
-    given = [
-        {"w": torch.ones(2), "v": torch.ones(1)},
-        ordered,
-        {"w": torch.ones(2), "v": [torch.ones(1)]},
-        {"w": torch.ones(2), "v": None},
-        {"w": torch.ones(2), "v": torch.ones(1), "u": torch.ones(1)},
-        {"w": torch.ones(2), "v": torch.ones(1)},
-    ]
-    for state in given:
-        held = tree.leaves(state)
-        found = donated(state)
-        assert found["w"].tolist() == [2, 2]
-        assert tree.leaves(found["v"]) == [] or tree.leaves(found["v"])[0].item() == 1
-        for x in held:
-            with pytest.raises(RuntimeError, match="donated to a step"):
-                x + 1
-        with pytest.raises(RuntimeError, match="donated to a step"):
-            donated(state)

@@ -1,7 +1,6 @@
 """Gathers are sent for while the unit before computes, forward and backward."""
 
 import pytest
-import torch
 
 import fsfunc as ff
 from fsfunc.planning.events import Ran, Started, Waited
@@ -36,16 +35,3 @@ def test_all_but_the_first_of_each_pass_run_beside_a_unit(remat):
     forward, backward = rest[: LAYERS - 1], rest[LAYERS - 1 :]
     assert all("forward" in phases for phases in forward)
     assert all(phases & {"backward", "recompute"} for phases in backward)
-
-
-def test_of_neighbours_in_one_buffer_the_first_brings_it():
-    size = 2 * (WIDTH * WIDTH + WIDTH) * torch.float32.itemsize
-    step = ff.shard(STEP, MESH, "data", min_bytes=size)
-    first, *rest = computed_beside(step)
-    assert not first and len(rest) == 2 and all(rest)
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_what_is_kept_whole_is_sent_for_once(zero):
-    first, *rest = computed_beside(ff.shard(STEP, MESH, "data", zero=zero))
-    assert not first and len(rest) == LAYERS - 1 and all(rest)

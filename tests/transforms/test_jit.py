@@ -72,29 +72,6 @@ def test_equal_layers_and_steps_compile_once_and_another_shape_once_more():
         assert len(graphs) == made
 
 
-def test_under_torch_func_and_for_second_derivatives_the_plain_function_runs():
-    loss = loss_of(plain)
-    given, x = params(), floats(8, WIDTH, seed=3, dtype=torch.float64)
-
-    def curvature(f):
-        total = lambda p: f(p, x).square()  # noqa: E731
-        return torch.func.grad(lambda p: torch.func.grad(total)(p)[0]["up"].sum())
-
-    same(curvature(ff.jit(loss, backend=counted))(given), curvature(loss)(given))
-
-    def penalty(f):
-        inner = ff.value_and_grad(f)
-
-        def outer(p):
-            loss, grads = inner(p, x)
-            return loss + sum(g.square().sum() for g in ff.tree.leaves(grads))
-
-        return ff.value_and_grad(outer)(given)
-
-    close(penalty(ff.jit(loss, backend=counted)), penalty(loss))
-    assert not RAN
-
-
 def branches(p, x):
     return x @ p if x.sum() > 0 else x
 

@@ -118,19 +118,6 @@ def test_a_kept_gather_of_two_levels():
     assert ff.spmd(main, mesh)() == [{("node",): 5, ("data",): 5 + 1}] * 4
 
 
-def test_an_evaluation_keeps_nothing():
-    mesh = simulated(data=2)
-
-    def main(again):
-        evaluate = data(chain(linear), mesh, again)
-        mine = ff.local_batch(BATCH, mesh, "data").clone()
-        params = ff.place(evaluate, PARAMS, mine)
-        with torch.no_grad():
-            return planned_and_run(evaluate, params, mine).peak
-
-    assert ff.spmd(main, mesh)(KEPT) == ff.spmd(main, mesh)(True)
-
-
 def laid_out(again):
     mesh = ff.make_mesh({"data": 2}, "abstract")
     return ff.plan(data(STEP, mesh, again), lambda: PARAMS, OPTIMIZER, BATCH)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import in_place
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import poison
@@ -484,37 +483,3 @@ def test_what_was_changed_in_place_is_still_refused(tmp_path):
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(floats(16, 16), floats(16, 16))
-
-
-def test_an_update_of_one_s_own_is_put_where_the_state_lay(tmp_path):
-    def step(params, x):
-        _, grads = ff.value_and_grad(chain())(params, x)
-        return tree.map(lambda w, g: w - 0.1 * g, params, grads)
-
-    def main(where):
-        f = stacked(step, ("shard", "offload"), mesh, 3, where)
-        params = ff.place(f, layers(2, make=floats), x)
-        params = f(f(params, x), x)
-        assert lie(params, where.get("params"))
-        return ff.unshard(params)
-
-    mesh, x = simulated(), floats(4, 4)
-    found = ff.spmd(lambda: main({"params": tmp_path}), mesh)()
-    same(list(found), list(ff.spmd(lambda: main({}), mesh)()))
-
-
-def test_what_does_not_lie_where_the_rest_does_is_brought(tmp_path, monkeypatch):
-    """As it must be where the device has memory of its own."""
-    seen, whole = [], in_place._here
-
-    def here(x, dtype):
-        seen.extend([x] * space_of(x).offloaded)
-        return whole(x, dtype)
-
-    monkeypatch.setattr(in_place, "_here", here)
-    given = chain(), layers(3, make=floats), floats(4, 4), simulated(1)
-    for kinds, count in (("params moments", 0), ("moments", 6), ("params", 6)):
-        where = dict.fromkeys(kinds.split(), tmp_path)
-        trained(ADAM, *given, ("shard", "offload"), steps=1, **where)
-        assert len(seen) == count  # both moments; or the parameters and gradients
-        seen.clear()

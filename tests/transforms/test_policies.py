@@ -60,30 +60,6 @@ def test_named_values_are_not_computed_again(policy, again) -> None:
     assert count - PLAIN[0] == again
 
 
-def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
-    @ff.unit
-    def outer(ps, x):
-        x = checkpoint_name(x @ ps[1]["c"], "outer")
-        for p in ps:
-            x = block(p, torch.sin(x))
-        return x
-
-    def f(ps, x):
-        return (outer(ps, x) ** 2).sum()
-
-    grad = ff.value_and_grad(f)
-    plain, expected = matmuls(grad, P, X)
-    both, out = matmuls(ff.remat(grad), P, X)
-    same(out, expected)
-    # The outer unit runs again, without what its last inner one ends with; then each
-    # inner one, without its last product.
-    assert both - plain == 7 - 2 + 4
-    names = ff.SaveOnly("first", "second", "outer")
-    kept, out = matmuls(ff.remat(grad, names), P, X)
-    same(out, expected)
-    assert kept - plain == 2
-
-
 @pytest.mark.parametrize(
     ("order", "zero"), [("remat(shard)", 0), ("shard(remat)", 1), ("remat(shard)", 3)]
 )

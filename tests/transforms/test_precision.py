@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import tree
 from tests.checks import close, on_ranks, same, simulated
 from tests.models import floats, integers
 
@@ -52,15 +51,6 @@ def smooth(ps, x):
 
 def precise(g):
     return ff.precision(g, BF)
-
-
-def test_units_compute_in_one_dtype_and_gradients_come_in_the_other() -> None:
-    SEEN.clear()
-    value, grads = precise(ff.value_and_grad(smooth))(P, X)
-    assert value.dtype == torch.float32
-    assert {x.dtype for x in tree.leaves(grads)} == {torch.float32}
-    precise(lambda p: block(p, X))(P[0])
-    assert SEEN == [(BF, BF, torch.int64)]  # integers stay what they are
 
 
 def test_it_is_the_cast_done_by_hand() -> None:

@@ -117,19 +117,6 @@ def test_a_backward_outside_of_autocast_computes_as_the_forward_did() -> None:
     same([p["w"].grad for p in ps], [p["w"].grad for p in plain])
 
 
-def test_nothing_more_is_left_in_autocasts_cache() -> None:
-    w = torch.eye(64)
-    unit = ff.unit(lambda w, x: x @ w)
-    grad = ff.value_and_grad(lambda w, x: unit(w, x).float().sum())
-
-    def left(f):
-        with torch.autocast("cpu", torch.bfloat16), LiveBytes(w) as memory:
-            f(w, torch.ones(1, 64))
-            return memory.live
-
-    assert left(ff.remat(grad)) <= left(grad)
-
-
 def smooth(ps, x):
     for p in ps:
         x = inner(p, x)
@@ -163,23 +150,6 @@ def test_under_every_torch_func_transform() -> None:
     close(torch.func.hessian(of_one(again))(w), torch.func.hessian(of_one(smooth))(w))
 
 
-@pytest.mark.parametrize("f", [smooth, shared_inputs])
-def test_second_order_by_plain_autograd(f) -> None:
-    def second(f):
-        ps = [{k: v.clone().requires_grad_() for k, v in p.items()} for p in P]
-        x = X.clone().requires_grad_()
-        inputs = [ps[0]["w"], x]
-        out = f(ps, x)
-        first = torch.autograd.grad(out, inputs, create_graph=True)
-        same(torch.autograd.grad(out, inputs, retain_graph=True), first)
-        total = sum((g**2).sum() for g in first)
-        return first, torch.autograd.grad(total, inputs)
-
-    torch.testing.assert_close(second(ff.remat(f)), second(f))
-    policy = ff.SaveOnly("x")
-    torch.testing.assert_close(second(ff.remat(f, policy)), second(f))
-
-
 def test_memory_falls_to_the_inputs_and_one_unit() -> None:
     x = torch.randn(64, 64)
     ws = [torch.eye(64) for _ in range(8)]
@@ -210,11 +180,3 @@ def test_memory_falls_to_the_inputs_and_one_unit() -> None:
     assert after > 63
     after, peak = live(ff.remat)
     assert after <= 8.1 and peak <= 8 + 8 + 8 + 4, (after, peak)
-
-
-def test_with_nothing_to_differentiate_nothing_is_kept() -> None:
-    with LiveBytes(P, X) as memory, torch.no_grad():
-        out = ff.remat(loss)(P, X)
-    assert memory.live == out.nbytes
-    with pytest.raises(TypeError, match="SaveOnly"):
-        ff.remat(loss, policy="dots")  # type: ignore[arg-type]

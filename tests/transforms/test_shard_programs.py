@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import close, on_ranks, simulated
+from tests.checks import close, simulated
 from tests.models import integers, layer, linear
 
 MESH, GRID = simulated(), simulated(node=2, data=2)
@@ -229,13 +229,3 @@ def test_a_gradient_call_is_that_of_one_device(name, data):
             close(each, expected, program.tolerance)
     if program.reductions and "min_bytes" not in how and stack != "accumulate(shard)":
         assert set(sent) == {program.reductions}
-
-
-@pytest.mark.parametrize(
-    ("axis", "zero"), [(("node", "data"), 3), ("data", 1), ("node", 2), ("node", 0)]
-)
-def test_a_loss_may_be_reduced_over_each_axis_of_hsdp(axis, zero):
-    step = grad(lambda p, x: reduced(p, x, axis))
-    step = ff.shard(step, GRID, "data", zero=zero, replicate="node")
-    for found in on_ranks(step, GAIN, WIDE, mesh=GRID):
-        close(found, grad(own)(GAIN, WIDE))

@@ -49,29 +49,6 @@ def test_every_rank_reduces_in_one_order_whatever_its_loss_reads():
         close(grads, expected, 1e-6)
 
 
-def test_a_checkpoint_inside_a_unit_computes_again_once():
-    """To look at what it saved must not run its hooks: they run the body."""
-    runs = {0: 0, 1: 0}
-
-    def body(w, x):
-        runs[MESH.rank] += 1
-        return torch.tanh(x @ w)
-
-    again = torch.utils.checkpoint.checkpoint
-    unit = ff.unit(lambda p, x: again(body, p, x, use_reentrant=False))
-
-    def main():
-        x, loss = torch.ones(2, 4), lambda p, x: unit(p[1], unit(p[0], x)).sum()
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        placed = ff.place(step, [torch.eye(4), torch.eye(4)], x)
-        step(placed, x)
-        runs[MESH.rank] = 0
-        step(placed, x)
-        return runs[MESH.rank]
-
-    assert ranks(main) == [4, 4]  # two units, forward and backward
-
-
 @ZEROS
 def test_an_output_that_is_a_parameter_is_the_callers_own(zero):
     """Written in place by the caller, it changes neither the state nor a buffer."""
@@ -162,19 +139,3 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
         close(got, expected, 1e-9)
     rows = torch.func.grad(tied_loss, argnums=1)(TIED, ROWS)
     close(torch.cat([each for _, each in found]), rows, 1e-9)
-
-
-def test_a_unit_names_its_keywords_as_it_likes():
-    @ff.unit
-    def scaled(w, x, *, run, call, cut):
-        return (w * x * run * call * cut).sum()
-
-    mesh = simulated()
-
-    def main():
-        step = ff.value_and_grad(lambda w, x: scaled(w, x, run=2.0, call=3.0, cut=0.5))
-        step, x = ff.shard(ff.remat(step), mesh, "data"), torch.ones(2)
-        value, grad = step(ff.place(step, torch.ones(2), x), x)
-        return value.item(), ff.unshard(grad).tolist()
-
-    assert ff.spmd(main, mesh)() == [(6.0, [3.0, 3.0])] * 2

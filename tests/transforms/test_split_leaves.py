@@ -380,20 +380,6 @@ def test_ranks_along_a_split_begin_alike():
         ff.spmd(main, mesh)()
 
 
-def test_ranks_that_never_meet_may_have_gradients_of_their_own():
-    mesh = simulated(data=2, member=2)
-
-    def main():
-        step = ff.shard(ff.value_and_grad(Tensors.loss), mesh, "data")
-        x = Tensors.batch * (1 + ff.axis_index("member"))
-        placed = ff.place(step, Tensors.params, x)
-        return step(placed, x)[0]
-
-    losses = ff.spmd(main, mesh)()
-    assert losses[0] != losses[1]
-    assert losses[0] == losses[2]
-
-
 def test_whole_experts_in_a_loss_are_refused():
     mesh = simulated(**Experts.axes)
 

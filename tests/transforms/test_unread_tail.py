@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import _torch
 from fsfunc._torch import DispatchMode
 from fsfunc.planning.events import Ran
 from fsfunc.testing.comparing import assert_equal
@@ -208,14 +207,6 @@ def test_what_somebody_keeps_was_computed(what):
     assert len(kept) == 4 and all(x.isfinite().all() for x in kept), kept
 
 
-def test_an_output_that_is_saved_is_computed_and_what_comes_after_is_not():
-    unit, loss = loss_of(lambda p, x: x + F.linear(x, p["a"] / 8).exp())
-    want = differentiated(loss)
-    for _ in range(2):
-        same(differentiated(loss, wrap=ff.remat), want)
-    assert {len(tail.ops) for tail in unit.tails.values()} == {1}, unit.tails
-
-
 class Written(torch.autograd.Function):
     """Saves memory that it was given, and wrote by other means than torch's."""
 
@@ -315,39 +306,6 @@ def test_a_transform_that_reads_outputs_is_given_them():
     assert not unit.tails, "a tail was noted that somebody reads"
 
 
-@pytest.mark.parametrize("around", ["shard(remat)", "remat(shard)"])
-@pytest.mark.parametrize("end", ["sum", "psum"])
-def test_over_ranks(around, end):
-    mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
-
-    def body(p, x):
-        y = F.linear(F.gelu(F.linear(x, p["a"])), p["b"])
-        return x + (ff.psum(y, "model") if end == "psum" else y)
-
-    unit, loss = loss_of(body, calls=3)
-
-    def step(f):
-        one, other = ff.remat, lambda f: ff.shard(f, mesh, "data")
-        return one(other(f)) if around == "remat(shard)" else other(one(f))
-
-    def main(stack):
-        with ff.ledger() as log:
-            f = stack(ff.value_and_grad(loss))
-            p = ff.place(f, P, X)
-            value, grads = f(p, X)
-        return value, ff.unshard(grads), log.bytes()
-
-    alone = lambda f: ff.shard(f, mesh, "data", reshard_after_forward=False)  # noqa: E731
-    want = ff.spmd(lambda: main(alone), mesh)()
-    for _ in range(2):
-        got = ff.spmd(lambda: main(step), mesh)()
-        same([g[:2] for g in got], [w[:2] for w in want])
-    made = [len(tail.ops) for tail in unit.tails.values()]
-    assert all(made) and len(made) >= 4, made
-    if end == "psum":
-        assert {n for n in made} == {1}, "a product that is sent was left out"
-
-
 def test_a_plan_leaves_the_tail_out_too():
     unit, loss = loss_of(block, calls=3)
     plans = [
@@ -376,24 +334,6 @@ def test_second_derivatives_are_whole():
     want = twice(lambda f: f)
     for _ in range(2):
         torch.testing.assert_close(twice(ff.remat), want, rtol=1e-9, atol=1e-9)
-
-
-def test_what_torch_tells_of_graphs():
-    """Private parts of torch: without them a tail would be read, or none be found."""
-    x = torch.ones(3, requires_grad=True)
-    since = _torch.next_sequence_number()
-    a = x + 1  # saves none
-    b = a.exp()  # saves itself
-    c = b + a
-    last, saved = _torch.last_saving([c.grad_fn], since)
-    assert last == b.grad_fn._sequence_nr() > a.grad_fn._sequence_nr(), last
-    assert [_torch.storage_key(t) for t in saved] == [_torch.storage_key(b)]
-    assert _torch.is_held_once(c) and not _torch.is_held_once(c.view(3)._base)
-    kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
-    with kept:
-        d = c.exp()
-    last, _ = _torch.last_saving([d.grad_fn], since)
-    assert last == d.grad_fn._sequence_nr() + 1, "what a hook keeps is not seen"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile's own
