@@ -1,6 +1,5 @@
 """Each private torch function, and what breaks when torch changes it."""
 
-import itertools
 import sys
 import weakref
 from datetime import timedelta
@@ -9,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes, fake_results, products
-from fsfunc.runtime.memory import BufferPool
 from tests.probes import Watch
 
 
@@ -172,19 +169,6 @@ def test_it_is_known_when_autograd_alone_looks():
     with FlopCounterMode(display=False):
         seen.append(_torch.plainly())
     assert seen == [False] * 3, breaks(what)
-
-
-def test_the_arena_reuses_only_what_is_free():
-    pool, like = BufferPool(), torch.empty(1)
-    a = pool.get(8, torch.float32, like)
-    where = a.data_ptr()
-    b = pool.get(8, torch.float32, like)
-    assert b.data_ptr() != where, "memory in use was handed out"
-    view = a[2:]
-    del a
-    assert pool.get(8, torch.float32, like).data_ptr() != where, "a view is a use"
-    del view
-    assert pool.get(4, torch.float64, like).data_ptr() == where, "free memory is lost"
 
 
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
@@ -361,18 +345,6 @@ def test_a_hook_on_a_leaf_is_seen():
     assert not products.is_hooked(w), breaks("gradients are added in place more rarely")
 
 
-def test_attention_on_the_cpu_has_the_name_that_is_counted():
-    q = torch.ones(1, 1, 4, 8)
-    with FlopCounterMode(display=False) as counter:
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
-    mode = fake_modes.fake_mode_of([])
-    q = fake_modes.fake_of(mode, q)
-    with Watch() as ran:
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert _torch.CPU_ATTENTION in ran.seen, breaks("attention counts for nothing")
-
-
 # What plans stand on
 
 aten = torch.ops.aten
@@ -481,41 +453,6 @@ def test_quick_fakes_are_those_of_the_mode():
     assert quick > 70
 
 
-def test_quick_fakes_leave_the_rest_to_the_mode():
-    mode, other = fake_modes.fake_mode_of([]), fake_modes.fake_mode_of([])
-    with mode:
-        x, on_meta = torch.ones(3), torch.ones(3, device="meta")
-        constant = torch.tensor(3.0)
-    with other:
-        strange = torch.ones(3)
-    for args, how in (
-        ((torch.ones(3),), {}),  # a real one
-        ((on_meta,), {}),
-        ((constant,), {}),  # whose value is known
-        ((strange,), {}),  # of another mode
-        ((x,), {"device": "meta"}),
-        ((x,), {"layout": torch.sparse_coo}),
-        ((x,), {"pin_memory": True}),
-    ):
-        found = fake_results.quick_fake(mode, aten.zeros_like.default, args, how)
-        assert found is NotImplemented, (args, how)
-    assert fake_results.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
-    assert (
-        fake_results.quick_fake(mode, aten.ones_like.default, (x,), {})
-        is NotImplemented
-    )
-
-
-def test_quick_answers_are_those_of_the_operators():
-    kinds = [torch.ones(4, 6), torch.ones(10, 6)[2:6], torch.ones(4, 6).t()]
-    kinds += [torch.ones(4, 6, dtype=torch.float64), torch.ones(())]
-    mode = fake_modes.fake_mode_of([])
-    for op in aten.is_same_size.default, aten._has_same_storage_numel.default:
-        for x, y in itertools.product(kinds, kinds):
-            fakes = [fake_modes.fake_of(mode, z) for z in (x, y)]
-            assert fake_results.quick_fake(mode, op, fakes, {}) == op(x, y), (op, x, y)
-
-
 def wide(dtype=torch.float32):
     return torch.ones(6, 4, dtype=dtype)
 
@@ -589,33 +526,6 @@ def test_remembered_fakes_are_those_of_the_mode():
         assert (len(asked) == 1) == remembered, (op, len(asked))
 
 
-def test_a_mode_asks_the_fake_mode_below_as_torch_does():
-    """A mode of somebody's between the two sees each operator."""
-
-    class Asking(_torch.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return fake_modes.result_below(func, args, kwargs or {})
-
-    def seen():
-        x = torch.ones(4, 6).requires_grad_()
-        y = (x @ x.t()).add_(1)[1:].sum()
-        return [y, *torch.autograd.grad(y, x)]
-
-    mode = fake_modes.fake_mode_of([])
-    with mode:
-        plain = seen()
-        with Asking():
-            quick = seen()
-        with Watch() as between, Asking():
-            seen()
-    for a, b in zip(plain, quick, strict=True):
-        assert type(b) is _torch.FakeTensor and b.fake_mode is mode
-        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-    assert {aten.mm, aten.add_} <= set(between.seen)
-    with Asking():
-        assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
-
-
 def test_views_of_fake_tensors_are_told():
     mode = fake_modes.fake_mode_of([])
     with mode:
@@ -625,57 +535,6 @@ def test_views_of_fake_tensors_are_told():
         assert not _torch.is_view(func, (torch.ones(2, 3),))  # which becomes a fake
     for func in aten.add_.Tensor, aten.clone.default, aten.reshape.default:
         assert not _torch.is_view(func, (x,)), breaks("plans miss what is computed")
-
-
-def test_a_quick_fake_keeps_autograd_s_history():
-    """Through a mode that asks it, views and their gradients are as ever."""
-
-    class Quick(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = fake_results.quick_fake(mode, func, args, kwargs or {})
-            seen.append(out is not NotImplemented)
-            return func(*args, **(kwargs or {})) if out is NotImplemented else out
-
-    mode, seen = fake_modes.fake_mode_of([]), []
-    with mode, Quick():
-        x = torch.ones(4, 6).requires_grad_()
-        y = x.t()[1:].view(5, 2, 2).select(0, 1).detach().requires_grad_()
-        z = x.t()[1:].transpose(0, 1)
-        assert z._base is x and z.grad_fn is not None and y.grad_fn is None
-        version = x._version
-        with torch.no_grad():
-            z.add_(1)
-        assert x._version == version + 1, breaks("writes into leaves go unseen")
-        (g,) = torch.autograd.grad(z.square().sum(), x)
-    assert g.shape == x.shape and any(seen) and not all(seen)
-
-
-def test_the_fake_mode_that_is_on_is_found():
-    assert _torch.fake_mode() is None
-    one, two = fake_modes.fake_mode_of([]), fake_modes.fake_mode_of([])
-    with one, Watch():
-        assert _torch.fake_mode() is one
-        with two:
-            assert _torch.fake_mode() is two
-        assert _torch.fake_mode() is one
-    assert _torch.fake_mode() is None
-    mode = fake_modes.abstract_mode()  # abstract meshes have one
-    assert fake_modes.abstract_mode() is mode and mode.allow_non_fake_inputs
-    with mode:
-        x = torch.ones(2)
-    with fake_modes.abstract_mode():
-        assert (x + torch.ones(2)).shape == (2,), "tensors of two modes cannot meet"
-
-
-def test_a_device_is_told_without_an_operator():
-    with fake_modes.fake_mode_of([]):
-        x, y = torch.ones(2), torch.ones(2, device="meta")
-    with Watch(lambda func: func) as ran:
-        what = "asking each fake tensor for its device makes plans slow"
-        assert _torch.device_of(x) == torch.device("cpu"), breaks(what)
-        assert _torch.device_of(y) == torch.device("meta"), breaks(what)
-        assert _torch.device_of(torch.ones(2)) == torch.device("cpu")
-    assert torch.ops.prim.device.default not in ran.seen, breaks(what)
 
 
 def test_the_node_whose_backward_runs_is_known():
@@ -756,31 +615,6 @@ def test_a_module_reads_its_tensors_from_tables():
         for before in (True, False)
     ]
     assert counts == [[1, 0], [1, 1, 0, 0, 0]], breaks(what)
-
-
-def test_function_modes_see_nothing_outside_them_and_go_on_behind():
-    class Watching(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    with Watching(), Watching():
-        with _torch.outside_function_modes():
-            torch.ones(2)
-        assert seen == []
-        torch.zeros(2)
-    assert seen == ["zeros"] * 2
-
-
-def test_arguments_of_an_operator_are_named():
-    normal = torch.ops.aten.normal_.default
-    found = _torch.arguments_of(normal, (1, 2.0), {"generator": None})
-    what = "what an init function draws has other means and deviations"
-    expected = {"self": 1, "mean": 2.0, "std": 1, "generator": None}
-    assert found == expected and list(found)[:3] == ["self", "mean", "std"], breaks(
-        what
-    )
 
 
 def test_fakes_that_are_forgotten_can_be_swapped():

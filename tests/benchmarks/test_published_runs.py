@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -51,65 +49,3 @@ def test_what_hardware_has_is_what_the_ten_fit(pr, runs):
         some = [r for r in runs if r.hardware == card]
         share = pr.machine_of(some[0]).efficiency[0][1]
         assert pr.fitted(some) == pytest.approx(share, rel=0.01)
-
-
-def test_flops_are_those_of_the_model(pr, runs):
-    run = next(r for r in runs if r.model == "mpt-7b")
-    found = pr.plan_of(run).flops
-    h, tokens = run.hidden, run.tokens / run.gpus
-    products = run.layers * (4 * h * h + 2 * h * run.ffn) + run.vocab * h
-    attention = run.layers * 4 * run.seq * h  # forward; backward two and a half times
-    assert found == pytest.approx(tokens * (6 * products + 3.5 * attention), rel=1e-12)
-
-
-def test_what_travels_is_that_of_fsdp(pr, runs):
-    plain = next(r for r in runs if r.source == "torchtitan" and r.remat == "none")
-    n, psi = plain.gpus, plain.params
-    sent = sum(float(e.record.bytes) for e in started(pr.plan_of(plain)))
-    # Two gathers of 2 bytes but for the root's, which stays; one reduction of 4.
-    bytes_each = 2 * (2 * psi - plain.root_params) + 4 * psi
-    assert sent == pytest.approx((n - 1) / n * bytes_each, rel=1e-6)
-    hybrid = next(r for r in runs if r.strategy == "HSDP-8")
-    across = [e.record for e in started(pr.plan_of(hybrid)) if e.record.op == "psum"]
-    copies = hybrid.gpus // 8
-    share = 2 * 2 * hybrid.params / 8 * (copies - 1) / copies
-    assert sum(float(r.bytes) for r in across) == pytest.approx(share, rel=1e-6)
-
-
-def started(plan):
-    return [e for e in plan.ranks[0].events if getattr(e, "record", None)]
-
-
-def test_remat_is_computed_again_and_costs_time(pr, runs):
-    run = next(r for r in runs if r.remat == "full")
-    plans = {
-        kind: pr.plan_of(replace(run, remat=kind))
-        for kind in ("none", "selective op", "every second layer", "full")
-    }
-    again = {k: p.ranks[0].flops(phase="recompute") for k, p in plans.items()}
-    assert again["none"] == 0 < again["selective op"] < again["full"]
-    assert 2 * again["every second layer"] == again["full"]
-    forward = plans["full"].ranks[0].flops(phase="forward")
-    head = 2 * run.vocab * run.hidden
-    last = 2 * run.layers * run.ffn * run.hidden  # which no derivative reads
-    tokens = run.batch_per_gpu * run.seq
-    assert again["full"] == forward - tokens * (head + last)
-
-
-def test_eight_bits_are_faster_and_not_twice(pr, runs):
-    run = next(r for r in runs if r.hardware == "H100-80")
-    slow, fast = (pr.judged(replace(run, compute=c)).predicted for c in ("bf16", "fp8"))
-    assert slow < fast < 2 * slow
-
-
-def test_a_file_of_ones_own_is_judged(pr, runs, tmp_path, capsys):
-    lines = pr.CALIBRATION.read_text().splitlines()
-    path = tmp_path / "own.csv"
-    path.write_text("\n".join(lines[:4]) + "\n")
-    (row,) = pr.show(path)
-    published = float(lines[3].rsplit(",", 1)[1])
-    assert row["log"] == pytest.approx(math.log(row["predicted"] / published))
-    assert "1 runs: mean |log|" in capsys.readouterr().out
-    path.write_text("\n".join([lines[2], lines[3].replace("none", "some")]) + "\n")
-    with pytest.raises(ValueError, match="remat 'some'"):
-        pr.show(path)

@@ -1,7 +1,6 @@
 """``python -m fsfunc``: what it prints is what the plan says; what it refuses."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ import pytest
 
 import fsfunc as ff
 from fsfunc.__main__ import main
-from fsfunc.planning import calibration
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.plans import Plan
@@ -124,45 +122,6 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["traceEvents"]
 
 
-@pytest.mark.slow
-def test_the_example_s_pipeline(tmp_path: Path) -> None:
-    written, small = tmp_path / "plan.json", tmp_path / "small.json"
-    machine = machines.replace(machines.A100_40, name="small", memory=1000)
-    small.write_text(machines.to_json(machine))
-    done = run(
-        *("plan", EXAMPLE, "--mesh", "data=4,pipe=2", "--mesh", "data=2,pipe=2"),
-        *("--rank", 3, "--json", written, "--hardware", small, "--streams"),
-        *("--", *SIZES, "--seq", "64", "--schedule", "gpipe"),
-    )
-    assert done.returncode == 0, done.stderr
-    wide, narrow = json.loads(written.read_text())["plans"]
-    assert [found["mesh"] for found in (wide, narrow)] == [
-        {"data": 4, "pipe": 2}, {"data": 2, "pipe": 2}
-    ]  # fmt: skip
-    assert not wide["fits"]
-    first, last = wide["programs"]
-    assert (first["alike"], last["alike"]) == (4, 4)
-    assert last["coordinates"]["pipe"] == 1
-    assert done.stdout.startswith("rank 3 of data=4, pipe=2 and 3 more")
-    assert f"{of_flops(last['flops'])} (forward" in done.stdout
-    assert "rank 1 ×4 compute  " in done.stdout  # which runs rank 3's program
-    assert "rank 0 ×4 compute  " not in done.stdout
-    most = max(first, last, key=lambda one: one["peak_bytes"])
-    assert most is last  # the head's logits
-    size = most["peak_bytes"]
-    assert (
-        f"does not fit small: rank 1 holds {of_bytes(size)}, {of_bytes(size - 1000)} "
-        "more than its 1.00 kB"
-    ) in done.stdout
-    for row, found in zip(
-        done.stdout.split("\nmesh  ")[1].splitlines()[1:], (wide, narrow), strict=False
-    ):
-        sent = max(one["bytes_sent"] for one in found["programs"])
-        memory, time = found["peak_bytes"], found["estimate"]["seconds"]
-        for shown in (of_bytes(sent), of_bytes(memory), of_seconds(time)):
-            assert f"  {shown}  " in row
-
-
 def test_it_prints_what_show_shows(script, tmp_path, capsys) -> None:
     path, mesh = script(SCRIPT), ff.make_mesh({"data": 64}, "abstract")
     found = plan_of(path, mesh)
@@ -177,20 +136,6 @@ def test_it_prints_what_show_shows(script, tmp_path, capsys) -> None:
     assert str(ff.show.memory(found, estimate=times)) in printed
     assert str(ff.show.streams(times)) in printed
     assert f"{of_seconds(times.seconds)} a step on H100" in printed
-
-
-def test_what_follows_the_dashes_is_the_script_s(script, tmp_path) -> None:
-    (tmp_path / "beside_the_script.py").write_text("FACTOR = 1\n")
-    path = script("from beside_the_script import FACTOR\n" + SCRIPT)
-    written, flops = tmp_path / "plan.json", []
-    for width in (8, 16):
-        given = ["plan", str(path), "--mesh", "data=2", "--json", str(written)]
-        assert main([*given, "--", str(width)]) == 0
-        found = json.loads(written.read_text())
-        assert found["arguments"] == [str(width)]
-        flops.append(found["plans"][0]["flops"])
-    assert flops[1] == 4 * flops[0]
-    del sys.modules["beside_the_script"]
 
 
 REFUSED = {
@@ -318,38 +263,6 @@ def test_errors_of_the_script_keep_their_traceback(text, error, script) -> None:
     assert any(str(entry.path) == str(path) for entry in raised.traceback)
     if error is NameError:
         assert "planned_script" not in sys.modules
-
-
-@pytest.mark.slow
-def test_without_a_reader_it_ends_quietly(script) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as closed:
-        done = subprocess.run(
-            [sys.executable, "-m", "fsfunc", "plan", script(SCRIPT), "--mesh=data=2"],
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            timeout=60,
-        )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_this_machine_is_measured_and_written(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(calibration, "PASSES", 1)
-    path = tmp_path / "here.json"
-    given = ["--seconds", "0.2", "--name", "here", "--json", str(path)]
-    assert main(["hardware", *given]) == 0
-    found = machines.from_json(path.read_text())
-    assert found.name == "here"
-    printed = capsys.readouterr().out
-    assert f"{of_flops(found.peak['float32'])}/s" in printed
-    assert of_bytes(found.memory) in printed
-    assert main(["hardware", "--seconds", "0"]) == 2
 
 
 @pytest.mark.processes

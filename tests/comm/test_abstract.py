@@ -105,20 +105,6 @@ def test_a_sharded_step_is_one_program_and_a_pipeline_is_one_per_stage():
         assert isinstance(local, _torch.FakeTensor) and local.numel() <= 1
 
 
-def test_results_are_passed_back_in():
-    """What differed on the way in differs on the way out."""
-    by_a = ff.spmd(lambda: ff.axis_index("a"), GRID)()
-    found = ff.spmd(lambda i: i * 10, GRID)(by_a)
-    assert list(found) == [0, 10] and found.asked == ("a",)
-    both = ff.spmd(lambda i: (i, ff.axis_index("c")), GRID)(found)
-    assert both.asked == ("a", "c")
-    assert list(both) == [(0, 0), (0, 1), (10, 0), (10, 1)]
-    by_c = both.unzip()[1]
-    crossed = ff.spmd(lambda i, j, k: (i, j, k), GRID)(by_a, by_c, 5)
-    assert crossed.asked == ("a", "c")
-    assert crossed.of(7, GRID) == (1, 1, 5)
-
-
 def test_results_of_another_mesh_are_refused():
     asks = lambda: ff.axis_index("b")  # noqa: E731
     found, cut = ff.spmd(asks, GRID)(), ff.spmd(asks, GRID)()

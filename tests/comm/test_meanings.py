@@ -12,7 +12,6 @@ from tests.checks import on_ranks
 
 N = 2
 mesh = ff.make_mesh({"data": N}, "simulated")
-MINE = torch.arange(1.0, N + 1, dtype=torch.float64)
 
 
 def whole():
@@ -36,32 +35,6 @@ def through(params, fn):
         return x.with_local(ff.pcast(fn(own), "data", of="V", to="S"))
 
     return ff.tree.map(alone, params, is_leaf=ff.is_sharded)
-
-
-def test_an_own_loss_of_a_part_counts_one_nth():
-    """The loss is the mean over ranks of each one's own, its part by its own factor."""
-
-    def loss(params):
-        own = ff.pcast(params["w"].local, "data", of="S", to="V")
-        return (own * MINE[ff.axis_index("data")]).sum()
-
-    out = in_parts(lambda params: ff.value_and_grad(loss)(params))
-    each = torch.cat([m.expand(n) for m, n in zip(MINE, (3, 2), strict=True)])
-    assert_equal(out, [((whole() * each).sum() / N, {"w": each / N})] * N)
-
-
-def test_one_value_enters_own_losses():
-    """``I->V`` under shard: the gradient is the mean of the ranks' own."""
-
-    def step(w):
-        def own(w):
-            return ff.pcast(w, "data", to="V") * MINE[ff.axis_index("data")]
-
-        return ff.value_and_grad(own)(w)
-
-    w = torch.tensor(2.0, dtype=torch.float64)
-    out = list(on_ranks(ff.shard(step, mesh, "data"), w, mesh=mesh))
-    assert_equal(out, [(w * MINE.mean(), MINE.mean())] * N)
 
 
 GRID = ff.make_mesh({"data": 2, "model": 2}, "simulated")

@@ -93,13 +93,6 @@ def test_results_belong_to_their_rank(call, first):
     assert all(run(main))
 
 
-@pytest.mark.parametrize("call", [ff.psum, ff.pmax, ff.pmean, ff.all_gather])
-def test_results_over_one_rank_are_new_too(call):
-    x = torch.ones(3)
-    (y,) = run(lambda: call(x, "data").add_(1), 1)
-    assert y.tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
-
-
 def test_a_deadlock_is_a_table():
     mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
 
@@ -243,16 +236,6 @@ def test_an_interrupt_ends_every_rank(interruptible):
     with pytest.raises(KeyboardInterrupt):
         run(main)
     assert time.perf_counter() - began < 2
-
-
-def test_spmd_within_a_rank():
-    inner = ff.make_mesh({"pipe": 2}, "simulated")
-
-    def main():
-        few = ff.spmd(lambda: ff.psum(torch.ones(1), "pipe").item(), inner)()
-        return few, ff.psum(torch.ones(1), "data").item()
-
-    assert run(main) == [([2, 2], 3)] * 3
 
 
 def test_two_threads_do_not_take_numbers_from_one_another():

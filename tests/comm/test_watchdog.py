@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from fsfunc.comm.backends.link import PeerFailed, signature
 from fsfunc.comm.watch import mailboxes
-from fsfunc.comm.watch.flight_recorder import FlightRecorder
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 from fsfunc.comm.watch.watchdog import Watchdog, patience_of
 
@@ -29,21 +28,6 @@ class Group:
 def recorded(flight, number=0):
     said = signature("psum", {}, ("data",), torch.ones(3), "")
     return flight.begin(said, Group, number)
-
-
-def test_a_state_is_where_the_process_is():
-    flight = FlightRecorder()
-    assert "runs, at " in flight.state() and __file__ in flight.state()
-    record = recorded(flight)
-    assert 'its last was #0 psum over "data", float32[3]' in flight.state()
-    record.waits()
-    assert flight.state().startswith('waits in #0 psum over "data", float32[3] at ')
-    record.ended = time.monotonic()
-    assert flight.waiting() is None
-    flight.said = "raised it"
-    assert flight.state() == "raised it"
-    recorded(flight, 1)  # it goes on
-    assert flight.state().startswith("runs")
 
 
 # The mailboxes
@@ -159,25 +143,6 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     process.kill()
     box.thread.join(20)
     assert not box.thread.is_alive()
-
-
-def test_a_dump_is_a_line_for_each_record(tmp_path, monkeypatch):
-    """Of the last hundred."""
-    monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path))
-    flight = FlightRecorder()
-    for number in range(150):
-        recorded(flight, number).ended = 1.0
-    recorded(flight, 150).waits()
-    recorded(flight, 151).failed = True
-    recorded(flight, 152)
-    path = Path(flight.dump(5))
-    first, *rows = map(json.loads, path.read_text().splitlines())
-    assert first["rank"] == 5 and first["state"].startswith("waits in #150")
-    assert any("test_a_dump" in line for line in first["stack"])
-    states = [r["state"] for r in rows]
-    assert states == ["ended"] * 97 + ["waiting", "failed", "issued"]
-    assert rows[0]["shape"] == [3] and rows[0]["dtype"] == "float32"
-    assert abs(rows[-1]["begun"] - time.time()) < 60
 
 
 def test_patience(monkeypatch):

@@ -136,17 +136,6 @@ def test_a_nested_call_is_differentiable_by_what_it_closes_over(name, around) ->
     same(torch.autograd.grad(around(ff.unit(loss))(w, z), w)[0], expected[0])
 
 
-def test_a_nested_call_that_depends_on_nothing_else_keeps_no_graph() -> None:
-    found = []
-
-    def loss(w, x):
-        found.append(ff.value_and_grad(lambda z: (z**2).sum())(x))
-        return (w * x).sum()
-
-    ff.value_and_grad(loss)(torch.ones(2), torch.ones(2))
-    assert not any(y.requires_grad for y in found[0])
-
-
 def test_the_peak_is_that_of_autograd_and_far_below_torch_func() -> None:
     d = 64
     weights = [torch.randn(d, d) / 8 for _ in range(16)]  # a quarter activation each

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import tree
-from fsfunc.core.losses import Summed, added, divided, is_summed
+from fsfunc.core.losses import Summed
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import on_ranks, same, simulated
 
@@ -106,49 +103,6 @@ def test_one_psum_more_for_each_dtype_and_none_without() -> None:
             ("psum", "sums", int(ring * 2 * 8)),
         ]
     )
-
-
-LEAVES = st.one_of(
-    st.integers(-9, 9).map(lambda n: Summed(torch.tensor(n))),
-    st.integers(-9, 9).map(lambda n: Summed({"a": torch.full((2,), float(n))})),
-    st.integers(-9, 9).map(lambda n: torch.tensor(float(n))),
-    st.integers(-9, 9).map(lambda n: torch.full((1, 2), n)),
-    st.integers(-9, 9).map(torch.tensor),
-    st.text(max_size=2),
-)
-TREES = st.recursive(LEAVES, lambda t: st.lists(t, max_size=3) | st.tuples(t, t))
-
-
-@settings(max_examples=10)
-@given(TREES, st.integers(1, 5))
-def test_added_and_divided_leaf_by_leaf(one, count) -> None:
-    """``count`` times the same: means are it, sums are count times it, and so on."""
-    total = one
-    for _ in range(count - 1):
-        total = added(total, one)
-    found = divided(total, count)
-
-    def expected(x):
-        if is_summed(x):
-            return tree.map(lambda t: t * count, x)
-        if not isinstance(x, torch.Tensor) or x.ndim == 0:
-            return x
-        return torch.cat([x] * count)
-
-    expectation = tree.map(expected, one, is_leaf=is_summed)
-    tree.check_same_structure(expectation, found)
-    for x, y in zip(tree.leaves(found), tree.leaves(expectation), strict=True):
-        if isinstance(y, torch.Tensor):
-            torch.testing.assert_close(x, y)
-        else:
-            assert x == y
-
-
-def test_it_is_a_pytree_node_to_torch_too() -> None:
-    rows = torch.func.vmap(lambda x: Summed({"a": x.sum(), "b": x}))(X)
-    same(rows.tree, {"a": X.flatten(), "b": X})
-    assert tree.paths({"k": Summed({"a": 1.0 * W})}) == ["k/a"]
-    assert repr(Summed(W)) == "Summed(tensor(2.))"
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,6 @@ def test_masks_are_equal_microbatch_by_microbatch(ranks, make) -> None:
     same(run(make, ranks, {}), FOUR)
 
 
-def test_replicas_have_other_data_and_other_masks() -> None:
-    found = run(lambda g, s: s(g), axes={"node": 2, "data": 2}, replicate="node")
-    same(found, FOUR)
-
-
 def masks(f, *args):
     """Which elements of each unit's output survived, by gradient of its input."""
     x = torch.ones(B, D)
@@ -124,39 +119,3 @@ def test_a_step_repeats_from_the_default_generator_and_draws_one_number() -> Non
     for _ in range(2):
         torch.randint(1 << 62, ())
     assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary() -> None:
-    mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
-
-    def main():
-        unit = ff.unit(lambda w, x: F.dropout(x * w))
-        drawn = []
-
-        def keeping(w, x):
-            y = unit(w, x)
-            drawn.append(y.detach())
-            return y.sum()
-
-        g = ff.shard(ff.value_and_grad(keeping), mesh, "data")
-        g(ff.place(g, P[0], X), X)
-        at = mesh.coordinate("data"), mesh.coordinate("model")
-        return at, drawn[-1]
-
-    by_place = dict(ff.spmd(main, mesh)())
-    same(by_place[0, 0], by_place[0, 1])
-    same(by_place[1, 0], by_place[1, 1])
-    assert not torch.equal(by_place[0, 0], by_place[1, 0])
-
-
-def test_glue_draws_as_if_there_were_no_units() -> None:
-    def f(ps, x):
-        before = torch.rand(3)
-        h = block(ps[0], x)
-        return h.sum() * 0 + ps[0].sum(), (before, torch.rand(3))
-
-    torch.manual_seed(1)
-    (_, drawn), _ = ff.value_and_grad(f, has_aux=True)(P, X)
-    torch.manual_seed(1)
-    torch.randint(1 << 62, ())
-    same(drawn, (torch.rand(3), torch.rand(3)))

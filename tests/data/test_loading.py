@@ -1,7 +1,6 @@
 """Batches: the rows of one device, each rank reading its own, resumed to the row."""
 
 import json
-import multiprocessing
 import random
 
 import pytest
@@ -143,20 +142,6 @@ def test_workers_change_nothing_and_do_not_count_what_they_read_ahead():
     same(next(plain), next(loader))
 
 
-def test_simulated_ranks_read_for_themselves():
-    mesh = simulated()
-    how = {"workers": 2, "prefetch_factor": 4, "shuffle": False, "epochs": 1}
-    before = multiprocessing.active_children()  # of other tests
-
-    def main():
-        loader = ff.batches(range(4), mesh, "data", 4, **how)
-        first = next(loader).tolist()
-        assert set(multiprocessing.active_children()) <= {*before}
-        return [first, *(batch.tolist() for batch in loader)]
-
-    assert ff.spmd(main, mesh)() == [[[0, 1]], [[2, 3]]]
-
-
 class Failing(Rows):
     def __getitem__(self, i):
         if i == 3 and self.read.count(3) < 1:
@@ -180,39 +165,6 @@ def test_a_batch_that_could_not_be_read_is_the_next_one():
     assert loader.position["batch"] == 1
     assert next(loader).tolist() == [2, 3]
     assert state() == before
-
-
-class Named(list):
-    """Rows of a tensor, a string and a number, in one container or another."""
-
-    def __init__(self, form):
-        row = {"x": torch.ones(3), "name": "row", "n": 1, "ids": ["a", "b"]}
-        super().__init__([row if form is dict else form(row.values())] * 5)
-
-
-def counted(rows):
-    """Rows in lists of their own, and a number of the whole batch."""
-    ids = [row["ids"] for row in rows]
-    return {"ids": ids, "rows": rows, "count": torch.tensor(len(rows))}
-
-
-@pytest.mark.parametrize("form", [dict, list, tuple])
-def test_an_empty_part_keeps_no_row_in_lists_either(form):
-    mesh = ff.make_mesh({"data": 3}, "simulated")
-
-    def main(collate=None):
-        how = {"uneven": True, "collate": collate}
-        return next(ff.batches(Named(form), mesh, "data", 2, **how))
-
-    *_, empty = ff.spmd(main, mesh)()
-    x, name, n, ids = empty.values() if form is dict else empty
-    assert x.shape == (0, 3) and n.shape == (0,)
-    assert len(name) == 0 and [len(column) for column in ids] == [0, 0]
-    if form is dict:
-        *_, empty = ff.spmd(main, mesh)(counted)
-        assert empty["ids"] == empty["rows"] == [] and empty["count"].shape == ()
-    *_, empty = ff.spmd(main, mesh)(list)
-    assert empty == []
 
 
 def test_an_abstract_mesh_reads_rows_and_forgets_them():

@@ -136,31 +136,6 @@ def test_what_is_sent_follows_the_knobs() -> None:
     assert sent == [twice, once, 0, twice / 2]
 
 
-@pytest.mark.parametrize(
-    ("names", "times"), [(["blocks\\.[0-9]+"], 2), (["regression_head"], 1)]
-)
-def test_what_is_wrapped_is_checkpointed(
-    names: list[str], times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
-
-    class Seen(nn.ReLU):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if type(x) is torch.Tensor:  # not of a trace
-                ran.append(torch.is_grad_enabled())
-            return super().forward(x)
-
-    class Model(TRAINER["SimpleRegressionModel"]):
-        def __init__(self):
-            super().__init__()
-            for block in self.blocks:
-                block[1] = Seen()
-
-    monkeypatch.setitem(TRAINER["MODELS"], "simple_regression_model", Model)
-    assert run(config(checkpoint=True, wrap=names), 1)[0]
-    assert len(ran) == STEPS * 3 * times
-
-
 def test_it_runs_as_a_program_by_its_file(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TRAINER["EXAMPLE"] | {"train_steps": 30}))

@@ -142,22 +142,3 @@ def test_layers_with_hooks_have_graphs_of_their_own(net):
     jitted, expected = ff.jit(grad, backend=counted), grad(params, X)
     for _ in range(3):
         close(jitted(params, X), expected)
-
-
-class Keyed(Numbered):
-    def forward(self, x, params=1.0):
-        return super().forward(x) * params
-
-
-class Around(Net):
-    def forward(self, x):
-        return self.head(self.layers[0](self.embed(x), params=2.0)).square().mean()
-
-
-def test_without_gradients_and_under_any_keyword_it_is_the_module():
-    torch.manual_seed(0)
-    loss, params = of(Around(Keyed(0)), units="layers.*")
-    jitted = ff.jit(loss, backend=counted)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            close(jitted(params, X), loss(params, X))

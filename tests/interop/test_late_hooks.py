@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import simulated, with_ledger
 from tests.interop.models import Block, close, seeded
 
 X = torch.randn(4, 4, generator=seeded(0)).double()
@@ -34,11 +33,6 @@ class Watched(nn.Module):
         return x, found
 
 
-def loss_of(out):
-    x, found = out
-    return x.square().mean() + sum((a.sum(-1) * b.sum(-1)).mean() for a, b in found)
-
-
 def made(*hang):
     torch.manual_seed(0)
     return Watched(*hang).double()
@@ -54,26 +48,6 @@ def test_what_they_see_is_what_the_module_would_show(units):
         close(x, expected.detach())
         close([y for pair in found for y in pair], [y for p in others for y in p])
     assert not module.layers[0].up._forward_hooks
-
-
-STACKS = {
-    "shard": ({"data": 2}, lambda f, mesh: ff.shard(ff.remat(f), mesh, "data")),
-    "every stage sees what it needs": ({"pipe": 3}, lambda f, mesh: ff.pipeline(f, mesh,
-        "pipe", n_microbatches=2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_gradients_flow_through_what_they_see(stack):
-    module = made()
-    apply, params, buffers = ff.from_module(module, Block)
-    own, (axes, wrap) = copy.deepcopy(module), STACKS[stack]
-    loss_of(own(X)).backward()
-    step = ff.value_and_grad(lambda p, x: loss_of(apply(p, buffers, x)))
-    found = with_ledger(
-        lambda mesh: wrap(step, mesh), params, X, mesh=simulated(**axes)
-    )
-    close(found[0][0][1], {name: p.grad for name, p in own.named_parameters()})
 
 
 ONLY = "hangs a hook on 'up' within a unit"

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import ring_attention
-from fsfunc.nn.ring_schedule import (
-    Block,
-    SequenceCut,
-    ring_blocks,
-    ring_moves,
-    ring_slots,
-)
-from tests.checks import close, refusals, refused, same, simulated, unchanged
+from tests.checks import close, refusals, refused, simulated, unchanged
 from tests.nn.test_context_parallel import (
     FORMS,
     WAYS,
@@ -229,19 +222,6 @@ def test_further_derivatives(form, order, way) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_of_one_low_number_sees_all_alike(form) -> None:
-    how = {"form": form, "causal": True, "window": 3}
-    whole = [x.float() for x in tensors(0, *PLAIN)]
-    seen = is_seen(8, 8, True, 3, DOCUMENTS[None])[0]
-    low = torch.zeros(1, 8, 8).masked_fill(seen, -1e9)  # what is hidden is higher
-    mine = whole, DOCUMENTS[None]
-    found, expected = (
-        on_ranks(pulled, 2, "zigzag", *mine, m, **how) for m in (low, None)
-    )
-    close(found, expected, 1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_one_row_of_a_mask_is_of_all_queries_of_a_rank(form) -> None:
     whole, rows = tensors(0, *PLAIN), torch.arange(16).view(2, 1, 8) % 3 > 0
 
@@ -305,19 +285,6 @@ def test_on_a_mesh_of_vmap_and_on_one_device(order) -> None:
 
     found = ff.spmd(main, ff.make_mesh({"context": 2}, "vmap"))()
     close(join(found, order), expected, 1e-12)
-
-
-def test_order_alone_asks_for_no_halves() -> None:
-    whole = tensors(0, *[(1, 2, 6, 4)] * 3)
-    found = on_ranks(pulled, 2, None, whole, None, None, form="ring")
-
-    def main():
-        mine = (cut(x, 2, None)[ff.axis_index("context")] for x in whole)
-        attend = lambda *qkv: ring_attention(*qkv, "context", order="zigzag")  # noqa: E731
-        return pulled(attend)(*mine)
-
-    parts = ff.spmd(main, simulated(context=2))()
-    same([join(xs, None) for xs in zip(*parts, strict=True)], found)
 
 
 # What it costs
@@ -391,51 +358,6 @@ def test_masks_stay_in_a_ring_and_travel_with_heads() -> None:
                 on_ranks(forward, size, "zigzag", whole, None, attn_mask, form=form)
             logs.append(log.bytes("context", rank=1))
         assert logs[1] - logs[0] == sent
-
-
-@settings(max_examples=30)
-@given(
-    st.integers(1, 4),
-    st.booleans(),
-    st.integers(1, 3),
-    st.integers(0, 12) | st.none(),
-    st.integers(0, 12) | st.none(),
-)
-@example(4, True, 3, None, 0)
-def test_every_pair_that_is_seen_is_in_one_block(size, zigzag, length, left, right):
-    n = length * size * (2 if zigzag else 1)
-    order = "zigzag" if zigzag else "contiguous"
-    how, parts = (
-        SequenceCut(size, zigzag, length, left, right),
-        parts_of(size, order, n),
-    )
-    seen = is_seen(n, n, False, (left, right), None)[0, 0]
-    apart = torch.arange(length)[:, None] - torch.arange(length)
-    found, side_by_side = torch.zeros(2, n, n, dtype=torch.int64).unbind()
-
-    def add(total, block, step, i):
-        low = -length if block.least is None else block.least
-        high = length if block.most is None else block.most
-        inside = ((apart >= low) & (apart <= high)).long()
-        keys = parts[(i - step) % size][block.part]
-        total[parts[i][block.rows][:, None], keys] += inside
-        return inside.any()
-
-    for step in range(size):
-        moves = ring_moves(step, how)
-        for i in range(size):
-            blocks = ring_blocks(step, i, how)
-            assert all(add(found, block, step, i) for block in blocks)
-            for slot in ring_slots(step, how):
-                block = Block(*(values[i] for values in slot))
-                add(side_by_side, block, step, i)
-            pair = (i - step) % size, i
-            used = {block.part for block in blocks}
-            assert used == {p for p, pairs in enumerate(moves) if pair in pairs}
-        if zigzag and (left, right) in ((None, 0), (None, None)):  # in equal shares
-            shares = {len(ring_blocks(step, i, how)) for i in range(size)}
-            assert shares == {4 if right is None else 2 if step else 3}
-    same((found, side_by_side), (seen.long(), seen.long()))
 
 
 # Refused

@@ -4,7 +4,6 @@ The judge is torch's own loss of the whole logits, in float64.
 """
 
 from fractions import Fraction
-from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import (
-    cross_entropy,
     linear_cross_entropy,
     vocab_cross_entropy,
 )
-from fsfunc.nn.cross_entropy import cuts
 from tests.checks import close, refusals, refused, simulated, unchanged
 from tests.probes import LiveBytes
 
@@ -169,24 +166,6 @@ def test_every_derivative_holds(fn, transform, reduction):
     close(found, derived(judged), 1e-10)
 
 
-@BOTH
-def test_second_derivatives_cross_ranks(fn):
-    x, w, y = draw(4, D), draw(6, D), drawn_targets(4, 6)
-    how = {"label_smoothing": 0.2, "z_loss": 0.1}
-
-    def product(loss, w, t):
-        grad = torch.func.grad(lambda x, w: loss(x, w, y), (0, 1))
-        return torch.func.vjp(grad, x, w)[1]((x, t))
-
-    def mine(x, w, y):
-        return fn(x, w, y, "model", **how)
-
-    dx, dw = product(lambda x, w, y: judged(x, w, y, **how), w, w)
-    found = by_ranks(2, lambda part: product(mine, part, part), w)
-    for mine, part in zip(found, dw.tensor_split(2), strict=True):
-        close(mine, (dx, part), 1e-11)
-
-
 # Masked classes
 
 
@@ -278,22 +257,6 @@ def test_nobody_holds_all_logits(transformed):
         peak, _, kept = peak_and_kept(lambda x, w, y: loss(x, w))
         assert kept <= 64 * N
     assert peak <= 3 * 4 * TILE * V + 3 * 4 * (V + N) * WIDE < LOGITS
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_logits_have_one_tensor_of_their_size_beside_them(dtype):
-    z = draw(2, N // 2, V, dtype=dtype).transpose(0, 1).requires_grad_()
-    y, rows = drawn_targets(N, V).view(N // 2, 2), 6
-    with (
-        mock.patch.object(cross_entropy, "_blocks", lambda z: cuts(z.shape[0], rows)),
-        LiveBytes(z, y) as live,
-    ):
-        (g,) = torch.autograd.grad(vocab_cross_entropy(z, y, reduction="sum"), z)
-    assert live.peak <= z.nbytes + 4 * rows * V + 128 * N
-    z = z.detach().reshape(N, V).double().requires_grad_()
-    plain = F.cross_entropy(z, y.flatten(), reduction="sum")
-    (expected,) = torch.autograd.grad(plain, z)
-    close(g.reshape(N, V).double(), expected, 1e-6 if dtype == torch.float32 else 1e-2)
 
 
 # Dtypes

@@ -279,26 +279,6 @@ def test_leaves_that_are_laid_out_know_their_axis() -> None:
         assert found == (layer({"w": torch.arange(1.0, 5.0)[:, None]}),) * 2
 
 
-def test_on_a_vmap_mesh() -> None:
-    """All ranks at once; what needs each one's numbers is refused there."""
-    params, x = experts(4), draw(2, 5, D)
-    by_rank = {k: w.unflatten(0, (2, 2)) for k, w in params.items()}
-    gate = draw(D, 4)
-
-    def main(factor, axis="expert"):
-        i = ff.axis_index(axis)
-        mine = {name: w[i] for name, w in by_rank.items()}
-        routing = nn.top_k_gating(x[i] @ gate, 2, capacity_factor=factor)
-        return nn.expert_layer(x[i], routing, two_layers, mine, axis)
-
-    mesh = ff.make_mesh({"expert": 2}, "vmap")
-    for tokens, y in zip(x, ff.spmd(lambda: main(1.0), mesh)(), strict=True):
-        routing = nn.top_k_gating(tokens @ gate, 2, capacity_factor=1.0)
-        close(y, every_expert_on_every_token(tokens, routing, params), 1e-12)
-    with pytest.raises(RuntimeError, match="gate with capacity_factor="):
-        ff.spmd(lambda: main(None), mesh)()
-
-
 @pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
 def test_on_an_abstract_mesh_the_load_is_even(gate) -> None:
     """One rank stands for all, and sends what ranks with an even load would."""

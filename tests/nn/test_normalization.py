@@ -18,7 +18,7 @@ from fsfunc.nn import (
     row_linear,
     sync_batch_norm,
 )
-from tests.checks import close, nothing_sent, refusals, refused, same, simulated
+from tests.checks import close, refusals, refused, simulated
 from tests.models import floats
 from tests.nn.models import wide
 
@@ -202,19 +202,6 @@ def test_dtypes(kind, dtype) -> None:
 
     found = torch.cat(ff.spmd(main, simulated(model=4))(), kind.dim)
     close(found, expected, {torch.float32: 1e-6}.get(dtype, 2e-2))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-def test_one_rank_is_one_device(kind) -> None:
-    x = wide(*kind.shape, seed=3)
-    expected = kind.torchs(x, W, B)
-    same(kind.ours(x, W, B, None), expected)
-
-    def main():
-        with nothing_sent():
-            return kind.ours(x, W, B, "model")
-
-    same(ff.spmd(main, simulated(model=1))()[0], expected)
 
 
 # What is refused

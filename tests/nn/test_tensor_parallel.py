@@ -13,14 +13,12 @@ from fsfunc.nn import column_linear, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import assert_equals_one_device
 from tests.checks import refusals, refused, simulated
-from tests.models import chain
 from tests.nn.models import (
     BATCH,
     COLUMN,
     DIM,
     LAYOUTS,
     LENGTH,
-    ROW,
     VOCAB,
     model,
     parameters,
@@ -66,25 +64,6 @@ def test_ranks_that_split_a_layer_are_given_one_batch(sharded):
     assert found[0] == found[1] and found[2] == found[3]
 
 
-def test_second_derivatives_are_those_of_one_device():
-    @ff.unit
-    def layer(p, x):
-        return x + row_linear(torch.tanh(column_linear(x, p["up"])), p["down"])
-
-    def bent(params, x):
-        """The gradient of the gradient's norm."""
-        grad = torch.func.grad(chain(layer))
-        return torch.func.grad(lambda p: ff.global_norm(grad(p, x)))(params)
-
-    params = [
-        {"up": wide(8, DIM, seed=k), "down": wide(DIM, 8, seed=k + 1)} for k in (0, 2)
-    ]
-    mesh, layouts = simulated(data=2, model=2), {"*/up": COLUMN, "*/down": ROW}
-    step, how = ff.shard(bent, mesh, "data"), {"calls": 1, "tolerance": 1e-10}
-    x = wide(4, DIM, seed=9)
-    assert_equals_one_device(bent, step, mesh, params, x, layouts=layouts, **how)
-
-
 @pytest.mark.parametrize("padding", [5, -1, 0])
 def test_a_padding_row_gets_no_gradient_on_the_rank_that_has_it(padding):
     weight, tokens = wide(VOCAB, DIM, seed=3), torch.tensor([[5, 2, 5], [7, 0, 1]])
@@ -97,18 +76,6 @@ def test_a_padding_row_gets_no_gradient_on_the_rank_that_has_it(padding):
     ours = by(lambda w, t: vocab_embedding(w, t, padding_idx=padding))
     how = {"axis": (), "layouts": {"": COLUMN}, "calls": 1, "tolerance": 1e-12}
     assert_equals_one_device(theirs, ours, simulated(model=2), weight, tokens, **how)
-
-
-def test_a_table_and_its_padding_hold_on_a_mesh_of_vmap():
-    def summed(w):
-        layout = ff.Layout((4, 4), torch.float32, (ff.Split(0, "model", 2),), "w")
-        tokens = torch.tensor([1, 2, 3, 2], dtype=torch.uint8)
-        w = ff.Sharded(w, layout)
-        return vocab_embedding(w, tokens, padding_idx=2).sum()
-
-    mesh = ff.make_mesh({"model": 2}, "vmap")
-    found = ff.spmd(torch.func.grad(summed), mesh)(torch.ones(2, 4))
-    assert [g[:, 0].tolist() for g in found] == [[0, 1], [0, 1]]
 
 
 # What is refused

@@ -84,31 +84,6 @@ def test_the_gains_are_fairscales(golden, stack):
             close(w, torch.tensor(weights), 3e-6)
 
 
-@pytest.mark.parametrize("stack", ["shard", "accumulate(shard)"])
-def test_its_gains_are_as_wide_as_the_widest_parameter(stack):
-    optimizer = ff.adascale(ff.sgd(0.5), smoothing=0.5)
-    for of_w, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
-        params = {"w": PARAMS["w"].to(of_w), "b": PARAMS["b"].double()}
-        (alone,) = ran(optimizer, 4, "alone", params)
-        for found in ran(optimizer, 4, stack, params):
-            count = found.state.iterations
-            assert count.dtype == torch.float64 and 3 < count < 12
-            close(
-                (count, found.params["b"]),
-                (alone.state.iterations, alone.params["b"]),
-                tolerance,
-            )
-
-
-def test_what_clips_around_it_changes_no_gain():
-    clip, sgd = ff.clip_by_global_norm(0.05), ff.sgd(0.5)
-    within = ran(ff.adascale(ff.chain(clip, sgd)), 4, "shard", look=counted)
-    around = ff.chain(clip, ff.adascale(sgd))
-    found = ran(around, 4, "shard", look=lambda state: counted(state[1]))
-    assert 1 < found[0].seen[-1][0] < 4
-    assert [run.seen for run in found] == [run.seen for run in within]
-
-
 @pytest.mark.parametrize("stack", ["alone", "shard", "accumulate(shard)"])
 def test_what_changes_gradients_within_changes_no_gain(stack):
     def halved(p, x):

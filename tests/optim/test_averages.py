@@ -55,29 +55,6 @@ def test_an_average_is_torchs(average, ours):
     assert_near(expected, ff.eval_params(state, after))
 
 
-def test_an_average_starts_late_and_takes_one_in_some():
-    optimizer = ff.swa(ff.sgd(1.0), start=3, every=2)
-    w, seen = torch.zeros(1), []
-    state = optimizer.init(w)
-    for _ in range(6):
-        w, state = optimizer.apply(-torch.ones(1), state, w)
-        seen.append(state.average.item())
-    assert seen == [0, 0, 0, 4, 4, 5]  # of weights 1 to 6: 4, then 4 and 6
-    assert (state.count, state.averaged) == (6, 2)
-
-
-def test_what_is_not_averaged_is_as_it_is_trained():
-    params = {"w": torch.ones(2).bfloat16(), "frozen": torch.ones(1), "n": 3}
-    of_w = lambda path, leaf: path == "w"  # noqa: E731
-    optimizer = ff.masked(ff.ema(ff.sgd(0.5), 0.5, dtype=torch.float32), of_w)
-    after, state = trained(optimizer, params, [{**params, "n": None}] * 2)
-    found = ff.eval_params(state, after)
-    assert found["frozen"] is params["frozen"] and found["n"] == 3
-    assert found["w"].dtype == torch.bfloat16
-    assert state["trained"].average["w"].dtype == torch.float32
-    assert_bits(torch.tensor([0.25, 0.25]).bfloat16(), found["w"])
-
-
 def free_by_hand(p, grads, rate, b1, decay, step):
     x = y = z = p
     total = 0.0

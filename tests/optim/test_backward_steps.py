@@ -243,21 +243,6 @@ def test_split_leaves_and_those_that_ranks_own():
     assert_bits(found[0], ff.spmd(main, mesh)(ADAM)[0])
 
 
-@pytest.mark.parametrize("mesh", [MESH, None], ids=["gradients alone", "no shard"])
-def test_where_the_optimizer_stands_outside_of_shard(mesh):
-    def main(optimizer):
-        grad, batch, params = ff.value_and_grad(loss_fn), batch_of(), init()
-        if mesh:
-            grad, batch = sharded(grad), ff.local_batch(batch, MESH, "data")
-            params = ff.place(grad, params, batch)
-        step = optimizer(grad) if mesh else ff.accumulate(optimizer(grad), 2)
-        state = ff.TrainState(params, optimizer.init(params))
-        return ff.unshard(ff.donate(step)(state, batch)[0])
-
-    run = ff.spmd(main, MESH)
-    assert_bits(run(ff.step_in_backward(ADAM))[0], run(ADAM)[0])
-
-
 # Memory
 
 

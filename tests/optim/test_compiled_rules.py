@@ -137,18 +137,3 @@ def test_in_a_sharded_step_too(stack, chain):
 def test_one_kernel_is_near_the_equation(kind):
     optimizer, _ = KINDS[kind]
     close(updated(optimizer, lambda s: ff.donate(ff.jit(s))), updated(optimizer))
-
-
-def test_counts_that_are_tensors_compile_once_as_well():
-    optimizer = ff.lion(RATE)
-
-    def run(transform):
-        step = transform(lambda s, g: optimizer.apply(g, s[1], s[0]))
-        state = PARAMS, optimizer.init(PARAMS)._replace(count=torch.tensor(1))
-        for k in range(3):
-            state = step(state, grads(k))
-        return state
-
-    expected = run(lambda step: step)
-    same(run(lambda step: ff.jit(step, backend="aot_eager")), expected)
-    assert made() == 1

@@ -11,61 +11,16 @@ from fsfunc import tree
 from fsfunc.optim.adam import sharded_adam
 from fsfunc.optim.descent import sgd
 from fsfunc.optim.torch_optimizers import from_torch
-from tests.optim.optimizers import OWN, adamw, descent
+from tests.optim.optimizers import OWN
 from tests.optim.trees import (
-    SEEDS,
-    SHAPES,
     assert_bits,
     assert_near,
-    by_torch,
     donated,
-    floating,
     like,
     params_of,
     trained,
     trained_by_update,
 )
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(sharded_adam, adamw), (functools.partial(sgd, 0.1), descent)],
-    ids=["adam", "sgd"],
-)
-@given(shapes=SHAPES, seed=SEEDS)
-def test_the_mask_says_which_leaves_decay(ours, theirs, shapes, seed):
-    params = params_of(shapes, seed)
-    grads = [like(params, seed + k) for k in range(2)]
-
-    def mask(path, leaf):
-        return path.startswith("blocks") and leaf.ndim > 1
-
-    expected = []
-    for decay in (0.3, 0.0):
-        make = theirs(weight_decay=decay)
-        expected.append(by_torch(make, params, grads))
-    paths = [p for p in tree.paths(params) if p != "steps"]
-    wanted = [
-        yes if mask(path, leaf) else no
-        for yes, no, path, leaf in zip(*expected, paths, floating(params), strict=True)
-    ]
-    optimizer = ours(weight_decay=0.3, mask=mask)
-    assert_bits(wanted, floating(trained(optimizer, params, grads)[0]))
-    assert_near(wanted, floating(trained_by_update(optimizer, params, grads)[0]))
-
-
-@pytest.mark.parametrize("other", [lambda p: p, torch.Tensor.detach])
-def test_memory_at_two_places_is_not_written_twice(other):
-    p, g = torch.ones(3), torch.ones(3)
-    params, grads = {"a": p, "b": other(p)}, [{"a": g, "b": g}]
-    expected, _ = trained(sharded_adam(0.1), params, grads)
-    with donated():
-        actual, _ = trained(sharded_adam(0.1), params, grads)
-    assert_bits(expected, actual)
-    assert_bits(torch.ones(3), p)
-    with donated():  # a gradient at two places is only read there
-        params["b"] = torch.ones(3)
-        assert trained(sharded_adam(0.1), params, grads)[0]["a"] is p
 
 
 def test_gradients_of_another_dtype_are_cast():
@@ -101,17 +56,6 @@ def test_moments_of_another_dtype(dtype, moments):
     with donated():
         actual = trained(optimizer, params, [grads])
     assert_bits((after, state), actual)
-
-
-def test_a_leaf_without_a_gradient_keeps_its_moments():
-    params = {"a": torch.ones(2), "b": torch.ones(2)}
-    optimizer = sharded_adam(0.1)
-    params, state = trained(optimizer, params, [params])
-    after, later = optimizer.apply({"a": torch.ones(2), "b": None}, state, params)
-    assert after["b"] is params["b"] and later.nu["b"] is state.nu["b"]
-    assert not torch.equal(after["a"], params["a"])
-    updates, _ = optimizer.update({"a": torch.ones(2), "b": None}, state, params)
-    assert updates["b"] is None and updates["a"] is not None
 
 
 SCHEDULED = {

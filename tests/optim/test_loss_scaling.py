@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc import tree
-from fsfunc.optim.norms import all_finite
 from tests.checks import close, on_ranks, refusals, refused, same, simulated
 from tests.optim.steps import DATA, STACKS, WS, X, layer, loss, trained
 
@@ -62,31 +60,6 @@ def test_what_float16_loses_is_there():
     with pytest.warns(UserWarning, match="ff.loss_scale"):
         assert gradient(ff.sgd(1.0)) == [0.0, 0.0]
     assert gradient(ff.loss_scale(ff.sgd(1.0))) == [2.0**-26] * 2
-
-
-@pytest.mark.parametrize("zero", [None, 0, 1, 3])
-def test_masters_of_float16_parameters_get_what_float16_would_lose(zero):
-    unit, tiny = ff.unit(lambda w, x: w * x), 2.0**-26
-    fn = lambda w, x: (unit(w, x[0]).float() * 2.0**-12).sum()  # noqa: E731
-    optimizer = ff.loss_scale(ff.master_weights(ff.sgd(0.25 / tiny)), 2.0**10)
-    stack = "alone" if zero is None else lambda f, m: ff.shard(f, m, "data", zero=zero)
-    x = torch.full((2, 5), 2.0**-14, dtype=torch.float16)
-    w = torch.ones(5, dtype=torch.float16)
-    for found in trained(stack, optimizer, fn, [x], w, DATA):
-        same(found.params, torch.full((5,), 0.75, dtype=torch.float16))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("weight", [257.0, 70_000.0])
-def test_a_weight_that_half_precision_cannot_tell(dtype, weight):
-    """257 is 256 in bfloat16, and 70,000 is infinite in float16."""
-
-    def loss(w):
-        return ff.Weighted((w.float() * weight / 8).sum(), torch.tensor(weight))
-
-    _, grad = ff.value_and_grad(loss)(torch.ones(2, dtype=dtype))
-    exact = torch.tensor(weight / 8).to(dtype).float() / weight
-    same(grad, exact.expand(2).to(dtype))
 
 
 def test_the_scale_goes_as_torchs():
@@ -173,21 +146,3 @@ SCALED = ff.loss_scale(SGD)
 })  # fmt: skip
 def test_what_cannot_be_is_refused(call, error, way_out):
     refused(call, error, way_out)
-
-
-def test_in_a_chain_it_scales_too():
-    clip = ff.clip_by_global_norm(0.1)
-    expected = trained("shard", ff.chain(clip, SGD))[0].params
-    for optimizer in (
-        ff.chain(clip, SCALED),
-        ff.loss_scale(ff.loss_scale(ff.chain(clip, SGD))),
-    ):
-        same(trained("shard", optimizer)[0].params, expected)
-
-
-def test_finite_over_mixed_layouts():
-    good = {"a": torch.tensor([1e38, 3e38]), "n": 3, "e": torch.ones(0)}
-    assert all_finite(good) and all_finite({}) and all_finite([None])
-    assert all_finite({"d": torch.tensor(1e300, dtype=torch.float64)})
-    for bad in (math.inf, -math.inf, math.nan):
-        assert not all_finite(tree.map(lambda x: x, {**good, "b": torch.tensor(bad)}))

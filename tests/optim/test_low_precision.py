@@ -147,25 +147,6 @@ def test_ranks_make_the_update_of_one_device(name):
             assert_bits(expected, found)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_update_adds_up_to_apply(name):
-    make, dtype = KINDS[name]
-    params, optimizer = model(dtype), make()
-    grads = [{"w": p["w"].cos(), "b": None} for p in params]
-    wide = 1e-4 if dtype == FP32 else 2.0**-7  # an ulp of bfloat16
-    state = optimizer.init(params)
-    for _ in range(2):
-        updates, its = optimizer.update(grads, state, params)
-        applied, after = optimizer.apply(grads, state, params)
-        added = ff.optim.apply_updates(params, updates)
-        for a, b in zip(tree.leaves(added), tree.leaves(applied), strict=True):
-            torch.testing.assert_close(a, b, rtol=wide, atol=2e-5)
-        assert tree.flatten(its)[1] == tree.flatten(after)[1]
-        assert updates[0]["b"] is None
-        assert torch.equal(applied[0]["b"], params[0]["b"])
-        params, state = applied, after
-
-
 def test_rounded_by_chance_it_is_right_in_the_mean_and_anew_each_step():
     step = 2.0**-8  # a half of the distance of two neighbours of 1
     w = torch.ones(4, 50_000, dtype=BF16)
@@ -208,23 +189,6 @@ def test_float16_moments_follow_fairscales_scale():
         rtol=1e-3,
         atol=0,
     )
-
-
-@pytest.mark.parametrize("by", ["apply", "update"])
-def test_moments_that_rest_stand_for_the_same_in_another_scale(by):
-    optimizer, w = ff.sharded_adam(0.1, moment_dtype=FP16), torch.ones(3)
-    params, step = {"a": w, "b": w, "n": 3}, getattr(optimizer, by)
-    grads = {"a": w, "b": w / 2, "n": None}
-    _, state = optimizer.apply(grads, optimizer.init(params), params)
-    _, after = step({**grads, "a": w * 50, "b": None}, state, params)
-    assert after.scale == state.scale / 2 and not after.mu["a"].any()
-    for old, new in ((state.mu, after.mu), (state.nu, after.nu)):
-        assert_bits(old["b"].float() / state.scale, new["b"].float() / after.scale)
-    late = state._replace(scale=2.0**14, good_steps=1999)
-    _, kept = step({**grads, "b": None}, late, params)
-    assert kept.scale == late.scale and kept.good_steps == 2000
-    _, grown = step(grads, kept, params)
-    assert grown.scale == 2**15 and grown.good_steps == 0
 
 
 def test_an_overflow_on_one_rank_is_one_on_all():

@@ -12,7 +12,6 @@ import fsfunc as ff
 from fsfunc import _torch, tree
 from fsfunc.optim.matrix import orthogonal_momentum
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_owners import balanced
 from fsfunc.optim.matrix.orthogonal_momentum import newton_schulz_flops
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from tests.checks import refusals, refused, simulated
@@ -165,51 +164,6 @@ def test_whatever_is_no_matrix_has_another_optimizer():
         rows = x if stack == "alone" else torch.cat([x, x])
         for found in stacked(stack, optimizer, loss, [rows] * 2, params):
             assert_near(expected, found.params, near)
-
-
-@given(
-    costs=st.lists(st.integers(1, 20), min_size=1, max_size=12),
-    n=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
-def test_owners_are_balanced(costs, n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    held = torch.randint(0, 9, (len(costs), n), generator=generator).tolist()
-    owners = balanced(costs, held, n)
-    loads = [0] * n
-    for cost, rank in zip(costs, owners, strict=True):
-        loads[rank] += cost
-    ideal = max(sum(costs) / n, max(costs))
-    assert sum(loads) == sum(costs) and max(loads) <= ideal + max(costs) * (1 - 1 / n)
-    assert balanced(costs, held, n) == owners
-
-
-@pytest.mark.parametrize(
-    "shape, steps", [((520, 512), 4), ((64, 520), 5), ((64, 520), 0)]
-)
-def test_memory_that_is_taken_once_gives_the_same_bits(shape, steps):
-    room, how = {}, ((3.4445, -4.7750, 2.0315), steps, 1e-7)
-    for seed in (0, 1):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        x = x.bfloat16()
-        expected = orthogonal_momentum.newton_schulz(x, *how)
-        found = orthogonal_momentum.newton_schulz(x, *how, room)
-        assert torch.equal(found, expected) and found.stride() == expected.stride()
-
-
-def test_its_update_differentiates():
-    generator = torch.Generator().manual_seed(0)
-    w, g = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
-    optimizer = ff.muon(0.1, ns_dtype=torch.float64, weight_decay=0.0)
-
-    def after(g):
-        updates, _ = optimizer.update(g, optimizer.init(w), w)
-        return (w + updates).square().sum()
-
-    step = torch.zeros_like(g)
-    step[1, 2] = 1e-6
-    numeric = (after(g + step) - after(g - step)) / 2e-6
-    torch.testing.assert_close(grad(after)(g)[1, 2], numeric, rtol=1e-5, atol=1e-7)
 
 
 W, B = torch.ones(2, 2), {"w": torch.ones(2, 2), "b": torch.ones(2)}

@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim.adam import sharded_adam
-from fsfunc.optim.descent import sgd
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import split_buffers
-from fsfunc.sharded.placements import Split
 from tests.checks import simulated
-from tests.optim.optimizers import by_shape, matrices
 from tests.optim.shards import MESHES, layouts, place, together, whole
 from tests.optim.trees import (
     SEEDS,
@@ -111,65 +107,6 @@ def unit_of_two():
     members = pack_flat(shapes, torch.float32, names, ["data"], 2, "unit")
     shard = FlatShard(members, torch.ones(10), {"data": 0})
     return dict(zip(names, shard.leaves(), strict=True))
-
-
-def packed_of(values):
-    ((_, shard),) = split_buffers(values).groups
-    return shard
-
-
-@pytest.mark.parametrize("cut", ["decay", "partition", "frozen"])
-def test_a_unit_cut_by_its_leaves_keeps_its_shard_in_place(cut):
-    params, grads = unit_of_two(), unit_of_two()
-    optimizer = {
-        "decay": lambda: sharded_adam(mask=matrices),
-        "partition": lambda: by_shape(sharded_adam(0.1), sgd(0.1, momentum=0.9)),
-        "frozen": sharded_adam,
-    }[cut]()
-    if cut == "frozen":
-        grads["b"] = None
-    expected = trained(optimizer, params, [grads])
-    flat, version = packed_of(params).flat, packed_of(params).flat._version
-    with donated(params):
-        actual = trained(optimizer, params, [grads])
-    assert_bits(floating(expected), floating(actual))
-    assert packed_of(actual[0]).flat is flat and flat._version > version
-    for k, leaf in params.items():
-        frozen = cut == "frozen" and k == "b"
-        assert (actual[0][k] is leaf) == frozen and bool(leaf.spent) != frozen
-
-
-@pytest.mark.parametrize("make", [sharded_adam, lambda: sgd(0.1)])
-def test_a_whole_buffer_is_seen_to_have_changed(make):
-    members = pack_flat([(4,)], torch.float32, ["w"], ["data"], 2, "unit")
-    buffer = torch.ones(4)
-    shard = FlatShard(members, buffer[2:], {"data": 1}, whole=buffer)
-    shard.keep(buffer)
-    (params,) = shard.leaves()
-    (grads,) = shard.like(torch.ones(2)).leaves()
-    optimizer = make()
-    state = optimizer.init(params)
-    optimizer.apply(grads, state, params)
-    assert shard.shows(torch.float32)
-    with donated():
-        after, _ = optimizer.apply(grads, state, params)
-    assert packed_of(after) is shard and not shard.shows(torch.float32)
-
-
-def test_an_optimizer_runs_with_vmap_for_a_mesh_axis():
-    params, g = torch.ones(2), torch.tensor([3.0, 4.0])
-    mesh = ff.make_mesh({"data": 2}, "vmap")
-    layout = Layout((4,), torch.float32, (Split(0, "data", 2),), "w")
-    optimizer = ff.chain(ff.clip_by_global_norm(1.0), sharded_adam(0.1))
-
-    def run(p, g):
-        w = Sharded(p, layout)
-        after, _ = trained(optimizer, w, [Sharded(g, layout)])
-        return after.local, ff.global_norm(Sharded(g, layout))
-
-    for after, norm in ff.spmd(run, mesh)(params, g):
-        torch.testing.assert_close(norm, torch.tensor(50.0).sqrt())
-        torch.testing.assert_close(after, torch.full((2,), 0.9 - 0.001))
 
 
 def test_a_gradient_that_lies_otherwise_is_refused():

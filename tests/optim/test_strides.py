@@ -10,8 +10,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import simulated
-from tests.optim.optimizers import EVERY, STEPS_ALONE
-from tests.optim.trees import assert_near, copies, donated, floating
+from tests.optim.optimizers import EVERY
+from tests.optim.trees import assert_near, copies, floating
 
 FORMS = {
     "dense": torch.Tensor.contiguous,
@@ -48,30 +48,6 @@ def formed(values):
 
 def dense(values):
     return copies(tree.map(torch.Tensor.contiguous, values))
-
-
-UPDATED = enumerate(sorted(EVERY.keys() - STEPS_ALONE))
-
-
-@pytest.mark.parametrize(("i", "name"), [*UPDATED])
-def test_an_update_is_that_of_dense_ones(i, name):
-    """Pure, or donated, by turns."""
-    optimizer, found, gives = EVERY[name](), [], bool(i % 2)
-    forms = [(dense, dense), (formed, formed)]
-    forms += [(dense, formed) if gives else (formed, dense)]
-    for of_params, of_grads in forms:
-        params = of_params(leaves_of(name, 0))
-        state = optimizer.init(params)
-        for k in range(2):
-            grads = of_grads(tree.map(torch.Tensor.float, leaves_of(name, 1 + k)))
-            if gives:
-                with donated(params, state):
-                    params, state = optimizer.apply(grads, state, params)
-            else:
-                params, state = optimizer.apply(grads, state, params)
-        found.append(floating((params, state)))
-    for other in found[1:]:
-        assert_near(found[0], other)
 
 
 def distance(params, goals, x):

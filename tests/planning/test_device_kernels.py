@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc.planning.events import Ran
 from tests.checks import refused
-from tests.models import train_step
 
 DEVICES = ("cpu", "cuda")
 B, T, D, H, INNER = 2, 256, 512, 4, 1376  # a Llama's layer, in small
@@ -156,23 +155,6 @@ def test_units_are_kernels_of_their_own():
     events = ff.plan(two, torch.zeros(8), torch.zeros(8))[0].events
     names = Counter((e.phase, e.op.name) for e in events if isinstance(e, Ran))
     assert names["forward", "fused"] == names["backward", "fused"] == 2
-
-
-def test_microbatches_and_ranks_fuse_alike():
-    mesh = ff.make_mesh({"data": 2}, "abstract")
-    optimizer = ff.sgd(0.1)
-    train = train_step(lambda p, x: chain(p, x).sum(), optimizer)
-
-    def fused(n):
-        step = ff.shard(ff.jit(ff.accumulate(ff.remat(train), n)), mesh, "data")
-        init = lambda: torch.zeros(32, 32)  # noqa: E731
-        batch = torch.zeros(32 * n, 32)
-        found = ff.plan(step, init, optimizer, batch, mesh=mesh)
-        return Counter(row for row in sizes(found) if row[1] == "fused")
-
-    one, many = fused(1), fused(5)
-    assert many == Counter({row: 5 * count for row, count in one.items()})
-    assert {phase for phase, _, _ in one} == {"forward", "recompute", "backward"}
 
 
 def test_llamas_kernels_halve_where_they_are_compiled():

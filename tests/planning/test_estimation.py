@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from fractions import Fraction
 
@@ -18,10 +17,8 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.pipelining.schedules import gpipe, one_f_one_b, zb_h1
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.planning import cost_model
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import (
-    Gave,
     Op,
     Ran,
     Started,
@@ -127,14 +124,6 @@ def test_what_a_step_takes(name):
     assert parts(found) == (*expected, 0)
 
 
-def test_operators_of_one_unit_are_one_span():
-    found = run(*COMPUTED)
-    spans = [(s.name, s.phase, s.start, s.end) for s in found.spans]
-    assert spans == [
-        ("u", "forward", 0, 1), ("v", "backward", 1, 6), ("v", "forward", 6, 10),
-    ]  # fmt: skip
-
-
 def test_memory_that_is_taken_anew_costs_its_first_touch():
     given = Took(0, 8, "", "", "")
     took = Took(1, 8, "aten.add", "u", "forward")
@@ -150,17 +139,6 @@ def test_rates_are_a_devices_own():
     assert found.share_of_peak == (6 / 1 + 8 / 4) / 10
     assert found.tokens_per_second == 5
     assert run().flops_per_second == 0
-
-
-def test_an_estimate_prints_in_a_line_and_with_its_ranks():
-    found = run(started(0, 7), ran(5, flops=5), Waited(0), tokens=14e3)
-    assert repr(found) == (
-        "Estimate(7.00 s on clock: compute 5.00 s, exposed 2.00 s, bubble 0 s; "
-        "0.714 FLOP/s a device, MFU 71%, HFU 71%, 500 tokens/s a device)"
-    )
-    assert str(found).splitlines()[1:2] == [
-        "  rank 0 and 3 like it: compute 5.00 s, exposed 2.00 s, bubble 0 s, idle 0 s"
-    ]
 
 
 # ----------------------------------------------------------- ranks that differ
@@ -193,27 +171,6 @@ def test_waiting_for_a_rank_to_come_is_a_bubble_and_for_the_transfer_is_not():
         (6, 0, 4),
     ]
     assert parts(found) == (10, 6, 4, 0)  # those of the rank that computes most
-
-
-def test_a_planned_rank_stands_for_those_like_it():
-    mesh = Mesh({"data": 3, "pipe": 2}, "abstract")
-    every = tuple(range(6))
-
-    def program(first, seconds):
-        group = tuple(range(first, 6, 2))
-        return [
-            ran(seconds),
-            started(0, 2, ranks=group, name="psum"),  # over data: meets none but itself
-            Waited(0),
-            started(1, 1, ("data", "pipe"), every, "psum"),
-            Waited(1),
-        ]
-
-    found = both(program(0, 3), program(1, 5), mesh=mesh)
-    assert [(r.alike, r.exposed, r.bubble) for r in found.ranks] == [
-        (3, 3, 2),
-        (3, 3, 0),
-    ]
 
 
 # -------------------------------------------------------------------- schedules
@@ -367,34 +324,3 @@ def test_plans_that_cannot_be_are_refused(message):
     error, call = REFUSED[message]
     with pytest.raises(error, match=message):
         call()
-
-
-# ------------------------------------------------------------------------- cost
-
-
-def test_a_thousand_layers_on_a_thousand_ranks_are_quick(monkeypatch):
-    asked: Counter = Counter()
-
-    def count(name, of):
-        def counted(*args, **more):
-            asked[name] += 1
-            return of(*args, **more)
-
-        monkeypatch.setattr(cost_model, name, counted)
-
-    count("op_seconds", cost_model.op_seconds)
-    count("collective_seconds", cost_model.collective_seconds)
-    mesh = Mesh({"data": 1024}, "abstract")
-    body = [Ran(op(1, flops=n), "u", "forward") for n in range(50)]
-    events = []
-    for layer in range(3000):
-        events += [started(layer, 8, ranks=tuple(range(1024))), Waited(layer)]
-        for key in range(15):
-            events += [Took(key, 1, "x", "u", "forward"), Gave(key)]
-        events += body
-    plan = planned(mesh, events)
-    begun = time.process_time()
-    found = estimate(plan, CLOCK)
-    assert time.process_time() - begun < 3  # 0.2 s of one core at rest
-    assert asked == {"op_seconds": 50, "collective_seconds": 1}
-    assert found.exposed == 3000 * 8

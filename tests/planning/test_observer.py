@@ -1,19 +1,15 @@
 """The observer: which operators ran, and whose; what an allocator reserves."""
 
-import gc
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import _torch
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.allocation import Allocator, needed_bytes, reserved_bytes
-from fsfunc.planning.events import PHASES, Gave, Ran, Took
+from fsfunc.planning.events import PHASES, Gave, Took
 from fsfunc.planning.hardware import CPU, H100, replace
-from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.runtime.memory import OFFLOADED
 
@@ -68,33 +64,6 @@ def test_live_bytes_of_a_collective_is_its_result(op):
         assert peak == last == plan == 3200 * (1 + size)
 
 
-# Operators
-
-
-def ops(f, *args):
-    observer = Observer(strangers=True)
-    with observer:
-        f(*args)
-    return [(e.op, e.unit, e.phase) for e in observer.book.events if type(e) is Ran]
-
-
-def test_an_operator_says_what_it_did():
-    a, b, c = torch.ones(3, 4), torch.ones(4, 5), torch.ones(2, 3, 4)
-    ((op, unit, phase),) = ops(torch.mm, a, b)
-    assert (op.name, op.flops, op.dims) == ("aten.mm", 2 * 3 * 4 * 5, (1, 3, 4, 5))
-    assert op.bytes == 4 * (12 + 20 + 15) and op.dtype == torch.float32
-    assert (unit, phase) == ("", "update")
-    ((op, *_),) = ops(torch.bmm, c, c.transpose(1, 2))
-    assert op.dims == (2, 3, 4, 3) and op.flops == 2 * 2 * 3 * 4 * 3
-    assert op.bytes == 4 * (24 + 24 + 18)
-    ((op, *_),) = ops(lambda: a.add_(1))
-    assert (op.name, op.bytes, op.flops) == ("aten.add_", 48, 0)
-    ((op, *_),) = ops(lambda: a.sum())
-    assert op.bytes == 48 + 4
-    ((op, *_),) = ops(lambda: a[:1].expand(64, 4) + 1)
-    assert op.bytes == 16 + 64 * 16  # a broadcast dim is there once
-
-
 # On whose behalf
 
 
@@ -145,25 +114,6 @@ def test_a_backward_belongs_to_the_unit_whose_forward_made_it():
     assert "aten.mm" in backward["one"] and "aten.mm" in backward["around/one"]
     assert "aten.tanh_backward" in backward["around/two"]
     assert "aten.cos" in backward[""] and "aten.mul" in backward["around"]
-
-
-# What a plan needs of the garbage collector
-
-
-def test_garbage_collection_goes_on_afterwards():
-    assert gc.isenabled()
-    ff.plan(lambda x: x * 2, torch.ones(2))
-    assert gc.isenabled()
-    with pytest.raises(RuntimeError):
-        ff.plan(lambda x: x @ x, torch.ones(2, 3))
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        ff.plan(lambda x: x * 2, torch.ones(2))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert not _torch.fake_active()
 
 
 # What a caching allocator reserves

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsfunc as ff
-from fsfunc import _torch, tree
-from tests.checks import same
 from tests.models import chain, layer, layers
 from tests.planning.comparing import facts, planned_and_run, totals
 from tests.programs import forked
@@ -57,20 +55,6 @@ def plan_of(*args, **how):
 
 def like(mesh, **axes):
     return ff.make_mesh(mesh.axes | axes, "abstract")
-
-
-def test_leaves_say_what_they_are():
-    optimizer, batch = ff.sharded_adam(1e-3), {"x": torch.ones(4, 8)}
-    step = optimizer(ff.value_and_grad(lambda p, b: mean(p, b["x"])))
-    step = ff.shard(step, MESH, "data")
-    found = plan_of(step, lambda: layers(2, 8), optimizer, batch).ranks[0]
-    leaves = {leaf.path: leaf for leaf in found.leaves}
-    w = leaves["params/1/w"]
-    assert (w.kind, w.shape, w.unit) == ("parameters", (8, 8), "layer")
-    pair = [leaves["params/1/b"], w]
-    assert sum(leaf.bytes for leaf in pair) == 4 * (8 * 8 + 8) // 2
-    assert leaves["opt_state/mu/1/w"].kind == "moments"
-    assert leaves["batch/x"].kind == "buffers" and leaves["batch/x"].bytes == 128
 
 
 # Everybody's functions
@@ -226,32 +210,6 @@ def test_units_that_keep_copies_of_their_weights_are_told(zero):
 # A plan leaves everything as it was
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_random_numbers_and_modes_stay_as_they_were(ranks):
-    drop = ff.unit(lambda p, x: F.dropout(x @ p, 0.5))
-    step = ff.value_and_grad(lambda p, x: drop(p, x).sum() + torch.rand(()))
-    p, x = torch.ones(3, 3), torch.ones(2, 3)
-
-    def main():
-        for mode in torch.enable_grad, torch.no_grad:
-            with mode():
-                before, on = torch.random.get_rng_state(), torch.is_grad_enabled()
-                ff.plan(step, p, x)
-                assert torch.is_grad_enabled() == on and not _torch.fake_active()
-                assert torch.equal(torch.random.get_rng_state(), before)
-                assert not p.requires_grad and p.grad is None
-        torch.manual_seed(3)
-        expected = step(p, x)
-        torch.manual_seed(3)
-        ff.plan(step, p, x)
-        same(step(p, x), expected)
-
-    if ranks is None:
-        main()
-    else:
-        ff.spmd(main, ff.make_mesh({"data": ranks}, "simulated"))()
-
-
 @pytest.mark.parametrize("made", [False, True], ids=["given", "made"])
 def test_a_donated_step_does_not_spend_the_state(made):
     optimizer, x = ff.sharded_adam(1e-3), torch.ones(2, 8)
@@ -274,22 +232,6 @@ def test_a_donated_step_does_not_spend_the_state(made):
     assert ff.spmd(main, MESH)() == [5, 5]
     step = ff.donate(ff.shard(optimizer(ff.value_and_grad(mean)), mesh, "data"))
     assert ff.spmd(main, mesh)() == [5]
-
-
-def test_captured_leaves_stay_real():
-    step = ff.shard(
-        ff.value_and_grad(lambda p, base, x: mean([p, base], x)), MESH, "data"
-    )
-    first, second = layers(2, 8)
-
-    def main():
-        x = torch.ones(2, 8)
-        base = ff.place(lambda base: step(first, base, x), second)
-        p = ff.place(lambda p: step(p, base, x), first)
-        ff.plan(lambda p, x: step(p, base, x), p, x)
-        return {type(leaf.local) for leaf in tree.leaves(base, is_leaf=ff.is_sharded)}
-
-    assert ff.spmd(main, MESH)() == [{torch.Tensor}] * 2
 
 
 # Scale

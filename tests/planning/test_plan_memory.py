@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.planning.events import Ran, Started
+from fsfunc.planning.events import Ran
 from fsfunc.runtime.memory import KINDS
 from tests.planning.comparing import facts, planned_and_run
 
@@ -118,25 +118,6 @@ def test_the_planned_peak_is_the_measured_one(name):
             both.check(memory=0.02 * (name in NEARLY))
 
 
-@pytest.mark.parametrize("schedule, zero", [(S.interleaved_1f1b, None), (S.zb_v, 1)])
-def test_pipelines(schedule, zero):
-    """When a message leaves is the other rank's to say: one more may be in flight."""
-    axes = {"pipe": 2} if zero is None else {"data": 2, "pipe": 2}
-    mesh = ff.make_mesh(axes, "simulated")
-
-    def transform(f):
-        f = ff.pipeline(f, mesh, "pipe", n_microbatches=4, schedule=schedule)
-        return f if zero is None else ff.shard(f, mesh, "data", zero=zero)
-
-    message = BATCH // 4 * SEQ * DIM * 4
-    for found in runs(mesh, transform):
-        for both in found:
-            mine = both.plan.ranks[0]
-            assert facts(mine.records) == facts(both.sent)
-            room = max(2 * message, 0.02 * both.peak)
-            assert abs(mine.peak_bytes - both.peak) <= room
-
-
 @pytest.mark.parametrize(
     "schedule, remat, zero",
     [(S.gpipe, False, None), (S.one_f_one_b, True, 3), (S.interleaved_1f1b, False, 0),
@@ -226,54 +207,6 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
         both.check()
 
 
-def test_collectives_between_the_units_of_a_pipeline():
-    """Each stage does its own, and none of outputs of other stages."""
-    axes = {"data": 2, "pipe": 2}
-    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sharded_adam(0.1)
-
-    def loss(ws, x):
-        for w in ws:
-            x = ff.pmean(layer(w, x), "data")
-        return x.square().mean()
-
-    layer = linked("(x @ w).tanh()")
-    step = optimizer(ff.value_and_grad(loss))
-    step = ff.pipeline(step, mesh, "pipe", n_microbatches=2, schedule=S.gpipe)
-    step = ff.shard(step, mesh, "data", zero=0)
-
-    def main():
-        x = torch.ones(4, 8)
-        state = ff.init_state(step, [torch.eye(8) for _ in range(4)], optimizer, x)
-        return planned_and_run(step, state, x)
-
-    for rank, both in enumerate(ff.spmd(main, mesh)()):
-        mine = both.plan.ranks[0]
-        assert facts(mine.records) == facts(both.sent)
-        started = [e.record for e in mine.events if isinstance(e, Started)]
-        assert [r for r in started if r] == mine.records
-        # There and back, of 2 microbatches: those of one unit, or of the 3 others.
-        means = [r for r in mine.records if r.op == "psum" and not r.unit]
-        inside = sum(r.phase != "loss" for r in means)  # the loss's is shard's own
-        assert inside == 2 * 2 * (1, 3)[rank % 2]
-
-
-def test_each_rank_of_a_pipeline_is_planned():
-    mesh = ff.make_mesh({"data": 4, "pipe": 2}, "abstract")
-    optimizer = ff.sharded_adam(1e-3)
-    step = ff.pipeline(
-        optimizer(ff.value_and_grad(loss_fn)), mesh, "pipe", n_microbatches=4,
-        schedule=S.one_f_one_b,
-    )  # fmt: skip
-    step = ff.shard(step, mesh, "data", zero=3)
-    found = ff.plan(step, init, optimizer, batch_of())
-    assert [(r.rank, r.alike) for r in found.ranks] == [(0, 4), (1, 4)]
-    assert found[0] is found[6] and found[1] is found[7]
-    assert found[0] is not found[1]
-    assert found.peak_bytes == max(r.peak_bytes for r in found.ranks)
-    units = [{unit for unit, _ in r.work} for r in found.ranks]
-    assert "embed" in units[0] - units[1] and "head" in units[1] - units[0]
-
-
 # What it is for
 
 
@@ -317,22 +250,6 @@ def test_what_is_alive_adds_up():
     rows = found.alive()
     assert sum(a.bytes for a in rows) == found.peak_bytes
     assert [a.bytes for a in rows] == sorted((a.bytes for a in rows), reverse=True)
-
-
-def test_a_batch_that_is_a_part_of_something_larger():
-    """A view holds all that lies under it, once."""
-    whole = torch.zeros(2 * BATCH, SEQ + 1, dtype=torch.long)
-
-    def main():
-        optimizer = ff.sharded_adam(1e-3)
-        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), LINE, "data")
-        rows = ff.local_batch(whole, LINE, "data")
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-        state = ff.init_state(step, init, optimizer, batch)
-        return planned_and_run(step, state, batch)
-
-    for both in ff.spmd(main, LINE)():
-        both.check()
 
 
 def test_a_plan_of_meta_tensors_is_that_of_tensors_with_data():

@@ -14,7 +14,7 @@ import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
 from fsfunc.runtime.memory import KINDS
 from fsfunc.transforms.rematerialization import remat_calls
-from tests.checks import close, same
+from tests.checks import same
 
 numbers = st.integers(0, 9)
 
@@ -198,20 +198,3 @@ def test_remat_calls_is_the_loss_and_runs_again_what_was_chosen():
     assert work["block", "forward"].calls == 5
     every = ff.plan(ff.remat(plain), params, batch).ranks[0].work
     assert every["block", "recompute"].calls == 5
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_remat_calls_under_shard(zero):
-    params, batch = model(3)
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        step = remat_calls(ff.value_and_grad(loss_fn), [0, 2])
-        f = ff.shard(step, mesh, "data", zero=zero)
-        part = ff.local_batch(batch, mesh, "data")
-        value, grads = f(ff.place(f, params, part), part)
-        return value, ff.unshard(grads)
-
-    _, wanted = ff.value_and_grad(loss_fn)(params, batch)
-    for _, grads in ff.spmd(main, mesh)():
-        close(grads, wanted)

@@ -60,19 +60,6 @@ def test_parts_reduced_at_once_hold_whole_gradients_and_each_does_not():
     assert whole_gradients(each.stack, WHOLE) == 0
 
 
-def test_activations_of_one_plan_spare_others():
-    least = min(c.peak_bytes for c in found().tried)
-    fits = found(memory=least, zero=(2, 3))
-    spared = {s.stack for s in fits.skipped if "activations as in another" in s.why}
-    assert Stack(AXES, zero=3) in spared
-    assert Stack(AXES, zero=2) in {c.stack for c in fits.tried}
-    # Where nothing fits, the closest is found among those that were spared.
-    least = min(c.peak_bytes for c in found(accumulate=(1,)).tried)
-    with pytest.raises(ValueError, match="none of 2 stacks fits") as told:
-        found(memory=0.9 * least, zero=(2, 3), accumulate=(1,))
-    assert f"closest needs {least / 1000:.3g} kB" in str(told.value)
-
-
 def test_a_batch_is_made_by_a_function():
     made = found(batch=lambda: torch.zeros(ROWS, WIDTH), accumulate=(1,))
     given = found(accumulate=(1,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.planning.candidates import lowered, meshes
 from fsfunc.planning.estimation import estimate
-from fsfunc.planning.hardware import CPU, H100, replace
+from fsfunc.planning.hardware import CPU, H100
 from fsfunc.planning.search_results import front_of
-from fsfunc.planning.stack_search import _climb, search
+from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Choice, Stack
 from tests.models import chain, floats, layer, layers
 
@@ -86,26 +85,6 @@ def test_front_against_its_definition(points):
     }
     front = [(c.seconds, c.peak_bytes) for c in front_of(choices)]
     assert front == sorted(better)
-
-
-@pytest.mark.parametrize(
-    ("peaks", "tried"),
-    [
-        ((100, 110, 85, 70, 69.9, 60), 5),  # the sum of gradients comes at 2
-        ((100, 60, 60, 60, 60, 60), 3),
-    ],
-)
-def test_more_accumulation_is_tried_while_it_pays(peaks, tried):
-    ladder = [Stack((("data", 2),), zero=0, accumulate=2**i) for i in range(6)]
-    seen, left = [], []
-
-    def try_one(stack):
-        seen.append(stack)
-        return Choice(stack, len(seen), peaks[len(seen) - 1], True)
-
-    skip = lambda stacks, why: left.extend(stacks)  # noqa: E731
-    _climb(SimpleNamespace(try_one=try_one, skip=skip), ladder)
-    assert len(seen) == tried and seen + left == ladder
 
 
 def test_what_does_not_fit_one_rank_fits_another_stack():
@@ -254,24 +233,6 @@ def test_heavy_stacks_are_not_planned():
     assert "2: parameters and moments alone are too large" in one.table()
 
 
-@pytest.mark.slow
-def test_pipelines_are_chosen_too():
-    both = found(4, accumulate=(1,), schedules=("one_f_one_b", "gpipe"))
-    axes = {c.stack.axes for c in both.tried}
-    assert axes == {
-        (("data", 4),),
-        (("data", 2), ("pipe", 2)),
-        (("pipe", 4),),
-    }
-    pipelines = [c for c in both.tried if c.stack.schedule]
-    assert {c.stack.schedule for c in pipelines} == {"one_f_one_b", "gpipe"}
-    assert {c.stack.microbatches for c in pipelines} == {2, 4, 8}
-    assert {c.stack.zero for c in pipelines} == {None, 0, 1, 2, 3}
-    worse = [s for s in both.skipped if "worse at another zero" in s.why]
-    first = [c for c in pipelines if c.stack.zero == 0]
-    assert len(worse) == 3 * (len(first) - len(front_of(first)))
-
-
 def test_cuts_that_cannot_be_are_told():
     one = {"zero": (3,), "accumulate": (1,), "remat": (None,)}
     some = found([{"pipe": 8}, {"data": 3}, {"data": 2}], **one)
@@ -297,22 +258,6 @@ def test_nothing_fits():
         ValueError, match=r"alone are 24.6 kB, 23.6 kB too much: data=2"
     ):
         found(memory=1000, **few)
-
-
-@pytest.mark.slow
-def test_shapes_are_all_that_is_read():
-    asked = []
-
-    def never_made():
-        asked.append(torch.zeros(1).untyped_storage().device.type)
-        return [{"w": torch.zeros(2**20, 2**20)} for _ in range(2)]  # 8 TB
-
-    batch = torch.zeros(2**20, device="meta").expand(8, -1)
-    big = replace(H100, memory=10**14)
-    huge = found(params=never_made, batch=batch, hardware=big, accumulate=(1,))
-    assert huge.best.peak_bytes > 2**42 and asked
-    trees = found(params=init())
-    assert [c.peak_bytes for c in trees] == [c.peak_bytes for c in every()]
 
 
 @given(st.integers(1, 64))

@@ -97,31 +97,6 @@ def test_a_policy_is_written_as_it_is(policy):
     assert written.__wrapped__.__wrapped__.interpretations[0].policy == policy
 
 
-def test_the_order_is_that_of_the_example():
-    stack = Stack(
-        (("node", 2), ("data", 4), ("pipe", 2)),
-        zero=2,
-        remat=ff.SaveOnly("b", "a"),
-        accumulate=4,
-        schedule="zb_v",
-        microbatches=8,
-        compute=torch.bfloat16,
-        reduce=torch.float32,
-    )
-    assert stack.code.splitlines() == [
-        'mesh = ff.make_mesh({"node": 2, "data": 4, "pipe": 2})',
-        'step = ff.remat(train_step, ff.SaveOnly("a", "b"))',
-        'step = ff.pipeline(step, mesh, "pipe", n_microbatches=8, '
-        "schedule=ff.schedules.zb_v)",
-        "step = ff.accumulate(step, 4)",
-        "step = ff.precision(step, compute=torch.bfloat16, reduce=torch.float32)",
-        'step = ff.shard(step, mesh, "data", zero=2, replicate="node")',
-        "step = ff.donate(step)",
-        '# a rank\'s batch: ff.local_batch(batch, mesh, ("node", "data"))',
-    ]
-    assert stack.ranks == 16 and stack.parts == 8
-
-
 def test_a_mesh_of_other_axes_is_refused():
     with pytest.raises(ValueError, match="for the axes {'data': 2}, not"):
         mesh = ff.make_mesh({"data": 4}, "abstract")

@@ -1,7 +1,6 @@
 """The sharding math, against definitions written out the slow and plain way."""
 
 import math
-from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.placements import Flat, Owned, Split, Whole, short_dtype
+from fsfunc.sharded.placements import Flat, Owned, Split, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 from tests.checks import refusals, refused
 
@@ -145,22 +144,6 @@ def test_pack_flat_lays_leaves_end_to_end_and_pads_at_the_end(some, size, nodes)
     assert torch.equal(torch.cat(built), whole)
 
 
-def test_nine_elements_over_eight_ranks():
-    split = Layout((9,), F32, (Split(0, "data", 8),))
-    (flat,) = pack_flat([(9,)], F32, ["b"], ["data"], 8, "unit")
-    for layout in (split, flat):
-        held = [layout.local_shape({"data": i}) for i in range(8)]
-        assert held == [(2,)] * 4 + [(1,)] + [(0,)] * 3
-    row = Layout((1, 1, 8), F32, (Flat(("data",), 4, "u", 0, 2),))
-    assert [len(boxes(row, {"data": i})) for i in range(4)] == [1, 1, 1, 1]
-
-
-def test_flat_indexes_its_first_axis_as_the_major_one():
-    (layout,) = pack_flat([(6,)], F32, ["b"], ["node", "data"], [2, 3], "unit")
-    found = [boxes(layout, {"data": d, "node": n}) for n in (0, 1) for d in (0, 1)]
-    assert [first.offsets for first, *_ in found] == [(0,), (1,), (3,), (4,)]
-
-
 def test_a_part_is_a_view_where_it_can_be():
     full = torch.zeros(8, 6)
     flat = pack_flat([(8, 6)], F32, ["w"], ["data"], 3, "unit")[0]
@@ -180,30 +163,6 @@ def test_an_empty_part_keeps_no_storage_alive():
         part = take(full, layout, {"pipe": last})
         assert part.shape == (0,)
         assert part.untyped_storage().nbytes() == 0
-
-
-def test_a_flat_part_of_a_cut_block_copies_no_more_than_itself():
-    layout = Layout((64, 64), F32, (Split(1, "m", 2), Flat(("d",), 64, "unit", 5, 33)))
-    full = torch.arange(64.0 * 64).view(64, 64)
-    assert take(full.t().bfloat16(), layout, {"m": 0, "d": 0}).dtype == torch.bfloat16
-    for at in every_coordinate(layout):
-        part = take(full, layout, at)
-        assert torch.equal(part, cut(full.long(), layout, at).float())
-        turned = take(full.t(), layout, at)  # row-major, however it lies
-        assert torch.equal(turned, cut(full.t().long(), layout, at).float())
-        owned = part.untyped_storage().nbytes()
-        assert owned in (part.nbytes, full.untyped_storage().nbytes())
-
-
-def test_layouts_are_hashable_values_that_ignore_their_name():
-    one = Layout(torch.Size([2, 3]), F32, (Split(0, "data", 2),), "a")
-    two = Layout((2, 3), F32, (Split(0, "data", 2),), "b")
-    assert one == two and hash(one) == hash(two)
-    assert one == replace(one, order=(("u",),)) == replace(one, compute=torch.bfloat16)
-    assert one != Layout((2, 3), F32, (Split(1, "data", 2),))
-    assert one != replace(one, dtype=torch.float64)
-    assert Layout((2,), F32, (Whole(),)) == Layout((2,), F32)
-    assert Flat(("data",), 4, "u", 0, 1) == Flat(("data",), 4, "u", 0, 1, (4,))
 
 
 PRINTED = {

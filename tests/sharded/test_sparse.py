@@ -15,20 +15,6 @@ MESH = simulated(2)
 DENSE = ff.value_and_grad(looking_up(False))(TABLE, TOKENS)
 
 
-def test_with_stock_derivatives():
-
-    def main():
-        f = torch.func.grad(looking_up(True))
-        g = ff.shard(f, MESH, "data")
-        mine = ff.local_batch(TOKENS, MESH, "data")
-        laid = ff.place(g, TABLE, mine), ff.place(whole, TABLE, mine)
-        return [ff.unshard(g(p, mine)) for p in laid]
-
-    whole = ff.shard(lambda p, x: x.float().mean(), MESH, "data")
-    for found in ff.spmd(main, MESH)():
-        same(found, [DENSE[1], DENSE[1]])
-
-
 def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
 
     def main(sparse):
@@ -80,19 +66,3 @@ def test_a_plan_says_that_it_counts_dense_memory():
     step = ff.shard(optimizer(ff.value_and_grad(looking_up(True))), mesh, "data")
     with pytest.raises(RuntimeError, match="unit 'look_up'.*sparse_coo.*sparse=False"):
         ff.plan(step, lambda: TABLE, optimizer, TOKENS[:2])
-
-
-def test_a_backward_that_may_be_differentiated_again():
-
-    def main(sparse):
-        f = ff.shard(looking_up(sparse), MESH, "data")
-        mine = ff.local_batch(TOKENS, MESH, "data")
-        placed = ff.place(f, TABLE, mine)
-        leaves = ff.tree.map(lambda x: x.detach().requires_grad_(), placed)
-        wanted = ff.tree.leaves(leaves)
-        return torch.autograd.grad(f(leaves, mine), wanted, create_graph=True)
-
-    dense, sparse = (ff.spmd(main, MESH)(kind) for kind in (False, True))
-    for mine, other in zip(dense, sparse, strict=True):
-        assert any(g.count_nonzero() for g in mine)
-        same(mine, other)

@@ -6,12 +6,9 @@ import sys
 import pytest
 
 from fsfunc.pipelining.schedules import (
-    asynchronous,
     gpipe,
-    interleaved_1f1b,
     zb_h1,
 )
-from fsfunc.pipelining.timing import Costs
 from fsfunc.show import memory, plan, streams, timeline
 from fsfunc.show.figures import (
     COMPUTING,
@@ -20,9 +17,7 @@ from fsfunc.show.figures import (
     OUTSIDE,
     SENDING,
     WAITS,
-    WIDEST,
     by_sign,
-    lighter,
 )
 from tests.show.planned import STEP, small
 
@@ -49,16 +44,6 @@ def boxes(shown):
     return found
 
 
-def inside(shown):
-    """The labels in a picture's bars: (row, text)."""
-    (axes,) = shown.figure().axes
-    return [
-        (text.get_position()[1], text.get_text())
-        for text in axes.texts
-        if text.get_horizontalalignment() == "center"
-    ]
-
-
 def test_each_action_and_each_bubble_has_its_colour():
     waits, outside = WAITS.color, OUTSIDE.color
     assert sorted(boxes(timeline(gpipe(2, 2)))) == sorted([
@@ -69,23 +54,6 @@ def test_each_action_and_each_bubble_has_its_colour():
     assert [box[3] for box in boxes(timeline(zb_h1(1, 1)))] == [
         by_sign(kind).color for kind in "FIW"
     ]
-
-
-def test_what_takes_no_time_is_a_line():
-    times = {box[1:3] for box in boxes(timeline(["F0 I0 W0"], Costs(w=0)))}
-    assert times == {(0, 1), (1, 2), (2, 2)}
-    assert (0, 3, 3, U) in boxes(timeline(asynchronous(1, 2)))
-
-
-def test_a_later_stage_of_a_rank_is_lighter_and_bars_are_labelled():
-    first, last = (lighter(F, chunk, 2) for chunk in (0, 1))
-    found = set(boxes(timeline(interleaved_1f1b(2, 1))))
-    assert first != last and {(0, 0, 0.5, first), (0, 0.5, 1, last)} <= found
-    assert inside(timeline(gpipe(1, 1))) == [(0, "F0"), (0, "B0")]
-    wide, most = (
-        timeline(gpipe(4, n)).figure().get_size_inches()[0] for n in (12, 300)
-    )
-    assert wide < most == WIDEST
 
 
 def test_a_picture_of_streams_has_the_spans():

@@ -124,15 +124,3 @@ def test_a_chart_over_time():
     assert "0 s" in shown.text(60) and "147 µs" in shown.text(60)
     with pytest.raises(ValueError, match="of another plan, without rank 2"):
         memory(stages(), 3, estimate=estimate(plan, A100_40))
-
-
-def test_the_rank_is_chosen():
-    assert memory(stages()).title.startswith("memory of rank 0: at most 8 B, before")
-    assert memory(stages(), 3).title.startswith("memory of rank 3: at most 24 B")
-
-
-def test_what_is_given_to_a_step_of_nothing(tmp_path):
-    shown = memory(lone([Took(0, 8, "", "", "")], {0: "moments"}))
-    assert "8 B ┤" + "m" * 20 in shown.text(26)
-    shown.save(tmp_path / "m.png")
-    assert (tmp_path / "m.png").stat().st_size > 5000

@@ -44,28 +44,6 @@ def pipelined():
     return plan, ff.estimate(plan, H100, tokens=12)
 
 
-def test_turns_of_a_rank_with_several_stages_name_the_stage():
-    layer = ff.unit(lambda w, x: torch.tanh(x @ w))
-
-    def loss(params, x):
-        for w in params:
-            x = layer(w, x)
-        return x.sum()
-
-    mesh, optimizer = ff.make_mesh({"pipe": 2}, "abstract"), ff.sharded_adam(1e-3)
-    schedule = ff.schedules.interleaved_1f1b
-    step = optimizer(ff.value_and_grad(loss))
-    step = ff.pipeline(step, mesh, "pipe", n_microbatches=4, schedule=schedule)
-    init = lambda: [torch.zeros(8, 8) for _ in range(4)]  # noqa: E731
-    plan = ff.plan(step, init, optimizer, torch.zeros(8, 8), mesh=mesh)
-    spans = ff.estimate(plan, H100).spans
-    for rank, row in enumerate(schedule(4, 4)):
-        done = {a.text(stage=True) for a in row if a.is_compute}
-        assert len({a.partition("@")[2] for a in done}) == 2
-        found = {s.turn for s in spans if s.rank == rank and s.stream == "compute"}
-        assert found - {""} == done
-
-
 def bars(page):
     """(what hovers over it, label) of each bar of the timeline."""
     return [(one.get("title"), one.text or "") for one in page.iter("i")]

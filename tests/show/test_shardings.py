@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +9,13 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.planner import plan as plan_of
-from fsfunc.printing.folding import together
 from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.slices import take
 from fsfunc.show import plan, sharding
 from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
 from tests.models import chain, layers
-from tests.show.planned import golden, lone, ran, small, stages
+from tests.show.planned import golden, small
 
 F32 = torch.float32
 
@@ -211,35 +209,6 @@ moments             (given to the step)                  3  264 B   14 %
 buffers             (given to the step)                  1   32 B    2 %""")  # noqa: E501
 
 
-def test_each_program_has_a_line():
-    text = str(plan(stages()))
-    assert (
-        golden("""
-programs
-rank  ranks alike  at             peak  FLOP  sent
-0               2  pipe=0 data=0   8 B   100  40 B sent over pipe
-2               2  pipe=1 data=0  24 B   300  0 B""")
-        in text
-    )
-    assert text.startswith("rank 0 of pipe=2, data=2 and 1 more that run the same")
-    text = str(plan(stages(), rank=3))
-    assert text.startswith("rank 3 of pipe=2, data=2 and 1 more that run the same")
-    assert "300 FLOP (forward 300), 0 B sent, at most 24 B held" in text
-    assert "blocks/1" in text and "blocks/0" not in text
-
-
-def test_equal_layers_are_one_row_and_add_up():
-    events = [ran(f"blocks/{i}", "forward", 3) for i in range(1000)]
-    events += [ran("blocks/1000", "forward", 5), ran("head", "backward", 7)]
-    rows = plan(lone(events)).tables["units"].rows
-    assert str(plan(lone([]))) == "rank 0 of one\n0 FLOP, 0 B sent, at most 0 B held"
-    assert rows == [
-        ("blocks/0-999 ×1000", "3.00 k", ""),
-        ("blocks/1000", "5", ""),
-        ("head", "", "7"),
-    ]
-
-
 def test_a_real_plan_says_what_the_plan_says():
     mesh = ff.make_mesh({"data": 256}, "abstract")
     optimizer = ff.sgd(0.1)
@@ -256,18 +225,3 @@ def test_a_real_plan_says_what_the_plan_says():
         ("psum_scatter", 10),
     ]
     assert len(str(shown).splitlines()) < 70
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["head"], "head"),
-        ([""], ""),
-        (["b/3", "b/1", "b/2", "b/3"], "b/1-3"),
-        (["b/0/x", "b/2/x", "b/4/x", "b/6/x"], "b/*/x"),
-        ([f"s/{i}/b/{j}" for i in (0, 1) for j in (0, 1, 2)], "s/0-1/b/0-2"),
-        (["s/0/b/0", "s/1/b/1"], "s/*/b/*"),
-    ],
-)
-def test_names_that_differ_in_a_number_are_one(names, said):
-    assert together(names) == said

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_v
-from fsfunc.pipelining.timing import Costs, TimedAction, bubble, simulate
-from fsfunc.pipelining.verification import held
+from fsfunc.pipelining.timing import Costs, TimedAction
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
@@ -82,27 +81,6 @@ rank 0     8       2  20 %     2
 rank 1     8       2  20 %     2""")
 
 
-def test_a_long_timeline_goes_on_below():
-    text = timeline(looped_bfs(4, 2)).text(width=40)
-    assert (
-        text[: text.index(" F  forward")]
-        == golden("""
-       0         1         2         3
-rank 0 │F0@0│F1@0│F0@2│F1@2│░░░░░░░░░┆
-rank 1 │····│F0@1│F1@1│F0@3│F1@3│B1@3┆
-
-       3         4         5         6
-rank 0 ░░░░░│B1@2     │B0@2     │B1@0┆
-rank 1      │B0@3     │B1@1     │B0@1┆
-
-       6         7
-rank 0      │B0@0     │
-rank 1      │·········│
-""")
-        + "\n\n"
-    )
-
-
 def test_skip_connections_are_waited_for():
     schedule = ["F0@0 B0@0", "F0@1 B0@1", "F0@2 B0@2"]
     costs = Costs(f=[1, 3, 1], i=1, w=1)
@@ -126,14 +104,6 @@ def test_every_action_is_shown_once_and_no_line_is_too_long(make, ranks, count, 
         assert said == [action.text(stage=chunked) for action in row]
     assert all(len(line) <= width for line in shown.text(width).splitlines())
     assert len({len(line) for line in rows(shown, None)}) == 1
-
-
-def test_the_figures_are_those_of_the_schedule():
-    schedule, costs = zb_v(8, 8), Costs(f=1.0, i=1.5, w=0.5)
-    shown = timeline(schedule, costs)
-    assert shown.held == held(schedule)
-    assert shown.makespan == max(event.end for event in simulate(schedule, costs))
-    assert min(shown.bubble) == bubble(schedule, costs)
 
 
 def test_a_recorded_run():
@@ -192,23 +162,6 @@ def test_a_message_is_shown_once_and_a_kind_of_rank_with_its_count():
     late = [ring[0], span("from 3", "receive", "", 1, 2)]
     assert names(streams(late)) == ["rank 0 to 1", "rank 0 from 3"]
     assert names(streams(estimate(small(), A100_40))) == ["rank 0 ×4 compute"]
-
-
-def test_a_part_of_the_time_and_of_the_ranks():
-    shown = streams(STEP, ranks=[0], between=(4.0, 5.0))
-    assert [lane.name for lane in shown.lanes] == ["rank 0 compute", "rank 0 to 1"]
-    text = shown.text(37)
-    assert "4.00 s" in text and "│RRRRRRRRRRRRRRRRRRRR│" in text
-    assert "rank 0 to 1         1  500 ms   50 %" in text
-    (compute,) = streams(STEP, ranks=[1], between=(5.0, 7.0)).lanes
-    assert compute.busy == 2.0  # cut at both ends
-
-
-def test_of_many_ranks_some_are_shown():
-    spans = [span("compute", "f", "forward", 0, 1, rank=r) for r in range(20)]
-    assert "\n4 more ranks: ranks=[...]" in streams(spans).text()
-    assert "more ranks" not in streams(spans, ranks=[17, 3]).text()
-    assert [lane.rank for lane in streams(spans, ranks=[17, 3]).lanes] == [17, 3]
 
 
 @given(

@@ -2,7 +2,6 @@
 
 import json
 from collections import defaultdict
-from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
-from fsfunc.planning.simulation import Span
 from fsfunc.show import trace
 from fsfunc.show.memory_plot import curve_of
 from tests.show.planned import small
@@ -82,30 +80,6 @@ def test_what_viewers_ask_of_any_schedule(make, ranks, count, send):
                 piece["ts"] <= flow["ts"] < piece["ts"] + piece["dur"]
                 for piece in tracks[flow["pid"], flow["tid"]]
             )
-
-
-@given(st.lists(st.floats(1e-9, 1e-3), min_size=2, max_size=30))
-def test_spans_that_touch_stay_on_one_track(lengths):
-    times = pairwise([0.0, *accumulate(lengths)])
-    spans = [Span(0, "compute", "f", "f", "forward", *ends) for ends in times]
-    named = [e for e in of_kind(trace(spans), "M") if e["name"] == "thread_name"]
-    assert [e["args"]["name"] for e in named] == ["compute"]
-
-
-def test_an_arrow_leads_from_stream_to_stream():
-    spans = [
-        Span(r, s, what, "", "", t, t + 1.0)
-        for t in (0.0, 2.0)
-        for r, s, what in ((0, "to 1", "send"), (1, "from 0", "receive"))
-    ]
-    spans.append(Span(1, "to 5", "send", "", "", 0.0, 1.0))  # nobody's
-    written = trace(spans)
-    starts, ends = of_kind(written, "s"), of_kind(written, "f")
-    assert [(s["id"], s["pid"], s["ts"]) for s in starts] == [(1, 0, 0.0), (2, 0, 2e6)]
-    assert [(e["id"], e["pid"], e["ts"], e["bp"]) for e in ends] == [
-        (1, 1, 1e6 - 0.001, "e"),
-        (2, 1, 3e6 - 0.001, "e"),
-    ]
 
 
 def test_the_memory_of_a_plan_is_a_counter():

@@ -175,25 +175,3 @@ def test_vmap_over_sharded_leaves_names_the_leaf():
             on_ranks(outside, stacked, zero)
         for found, _ in on_ranks(inside, stacked, zero):
             close(found, outside(stacked, X), 1e-9)
-
-
-def test_ranks_share_a_plan_but_for_what_is_called_elsewhere():
-    """In one stage of a pipeline the layouts are one; each stage has its own order."""
-    mesh = simulated(pipe=2, data=2)
-    unit = ff.unit(lambda w, x: torch.tanh(x @ w))
-
-    def loss(params, x):
-        for w in params:
-            x = unit(w, x)
-        return x.sum()
-
-    def main():
-        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
-        step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
-        weights = [torch.ones(2, 2) for _ in range(4)]
-        placed = ff.place(step, weights, torch.ones(4, 2))
-        return [x.layout for x in placed]
-
-    first, beside, second, _ = ff.spmd(main, mesh)()
-    assert all(a is b for a, b in zip(first, beside, strict=True))
-    assert first[0].order and first[0].order != second[0].order

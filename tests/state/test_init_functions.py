@@ -160,17 +160,6 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
             assert torch.equal(then, after)
 
 
-@pytest.mark.parametrize("shape", [(), (4, 10)])
-def test_every_make_of_leaf_alone(shape):
-    init = lambda: {  # noqa: E731
-        name: {"w": make(shape)} for name, make in MAKERS.items()
-    }
-    with small_blocks(16, 8):
-        expected, _ = alone(init, list(MAKERS))
-        for found, _ in everywhere(init, list(MAKERS), [3], [0, 3]):
-            same(found, expected)
-
-
 def test_long_leaves_are_cut_alike():
     """Over several blocks, with what torch computes in other ways at a range's end."""
 
@@ -313,22 +302,6 @@ def test_a_given_tensor_is_taken_from_and_left_as_it_is():
     assert weight.tolist() == [1.0] * 6 and buffer.tolist() == [0.0] * 6
 
 
-def test_what_reads_a_given_tensor_reads_it_as_it_was():
-    buffer = torch.zeros(6)
-
-    def init():
-        before = torch.ones(6) + buffer
-        buffer.add_(5)  # of given tensors alone: at once
-        after = torch.ones(6) + buffer
-        assert buffer.tolist() == [5.0] * 6
-        return {"a": {"before": before, "after": after, "b": buffer}}
-
-    found, _ = alone(init, "a")
-    assert found["a"]["before"].tolist() == [1.0] * 6
-    assert found["a"]["after"].tolist() == [6.0] * 6
-    assert found["a"]["b"].tolist() == buffer.tolist() == [5.0] * 6
-
-
 def test_numbers_that_the_function_asks_for_are_computed():
     def init():
         w = torch.randn(70_000)
@@ -407,26 +380,6 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
         peaks = ff.spmd(main, mesh)()
     assert shards <= max(peaks) and all(peak <= shards + room for peak in peaks)
     assert room + whole // N < whole / 2  # the bound means something
-
-
-def test_leaves_that_another_stage_owns_are_not_made():
-    mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    init = lambda: [{"w": torch.randn(300, 300)} for _ in range(4)]  # noqa: E731
-    x = torch.ones(4, 300)
-    train = ff.sgd(0.1)(ff.value_and_grad(chain()))
-    torch.manual_seed(5)
-    expected = ff.init_state(train, init, ff.sgd(0.1), x).params
-
-    def main():
-        torch.manual_seed(5)
-        step = ff.pipeline(train, mesh, "pipe", n_microbatches=2)
-        with LiveBytes(fakes=False) as seen:
-            state = ff.init_state(step, init, ff.sgd(0.1), x)
-        return ff.unshard(state.params), seen.peak
-
-    for found, peak in ff.spmd(main, mesh)():
-        same(found, expected)
-        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * random_blocks.BLOCK
 
 
 # Shapes alone

@@ -1,7 +1,6 @@
 """Every leaf of a sharded function's state is laid out: in parts, whole, or own."""
 
 import copy
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,30 +75,6 @@ def test_what_stays_laid_out():
         same(each, [once] * 4 + [sgd(once, X)])
 
 
-@pytest.mark.parametrize("optimizer", [ff.sharded_adam(0.1), ff.ema(ff.sgd(0.1))])
-def test_an_optimizer_outside_of_the_step_keeps_the_layouts(optimizer):
-    def trained(f, w):
-        state = optimizer.init(w)
-        for _ in range(3):
-            g = f(w, mine())[1]
-            w, state = optimizer.apply(g, state, w)
-        if isinstance(optimizer.configuration[0][1], ff.Optimizer):
-            f(ff.eval_params(state, w), mine())
-        return ff.unshard(w)
-
-    def main():
-        f = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        return trained(f, ff.place(f, W, mine()))
-
-    alone = W
-    state = optimizer.init(W)
-    for _ in range(3):
-        g = ff.value_and_grad(loss)(alone, X)[1]
-        alone, state = optimizer.apply(g, state, alone)
-    for found in everywhere(main):
-        torch.testing.assert_close(found, alone)
-
-
 def carried(state, x):
     """A hidden state of each rank's rows, and a gradient by it."""
     h = torch.tanh(state["h"] + unit(state["w"], x))
@@ -136,43 +111,6 @@ def test_own_values_may_differ_from_the_start_and_others_may_not():
     found = ff.spmd(main, MESH)(True)
     assert [x[0, 0].item() for x in found] == [0, 1]
     refused(lambda: ff.spmd(main, MESH)(False), RanksDiffer, "'h': rank 0")
-
-
-class Pair(NamedTuple):
-    params: Any
-    momenta: Any
-
-
-PAIRS = {
-    "a tuple": lambda w, m: (w, m),
-    "a named tuple": Pair,
-    "a tuple, and a metric": lambda w, m: ((w, m), 0.0),
-}
-
-
-@pytest.mark.parametrize("made", PAIRS)
-def test_a_state_may_be_a_tuple(made):
-    def step(state, x):
-        w, m = state
-        g = ff.value_and_grad(loss)(w, x)[1]
-        m = tree.map(lambda m, g: 0.5 * m + g, m, g)
-        return PAIRS[made](tree.map(lambda w, m: w - 0.1 * m, w, m), m)
-
-    def run(f, state, x):
-        for _ in range(3):
-            state = f(state, x)
-            state = state[0] if made.endswith("metric") else state
-        return ff.unshard(state)
-
-    def main():
-        f = ff.shard(step, MESH, "data")
-        begun = Pair(W, W) if made == "a named tuple" else (W, W)
-        named = made == "a named tuple"
-        like = {"momenta": "params"} if named else {"1": "0"}
-        return run(f, ff.place(f, begun, mine(), like=like), mine())
-
-    for found in everywhere(main):
-        close(tree.leaves(found), tree.leaves(run(step, (W, W), X)))
 
 
 @pytest.mark.parametrize("donated", [False, True])
@@ -230,17 +168,6 @@ def test_an_own_place_that_is_given_a_whole_leaf_leaves_that_whole():
     mean = X.view(2, 2, 3).mean(0)
     for found, rows in zip((one, other), X.chunk(2), strict=True):
         same(found, (mean, mean, rows))
-
-
-def test_what_is_own_stays_so_in_the_library_s_hands():
-    def main():
-        x, f = mine(), ff.shard(by_hidden, MESH, "data")
-        s = with_hidden(f, x)
-        alike = ff.lay_like({**s, "s": s["s"] * 0.5}, s)
-        return f(alike, x), f(s, x), f(ff.place(f, s, x), x)
-
-    for found, rows in zip(everywhere(main), X.chunk(2), strict=True):
-        same(found, (rows, rows, rows))
 
 
 KINDS_OF_STEPS = {

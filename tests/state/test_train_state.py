@@ -14,7 +14,7 @@ from fsfunc.sharded.packing import split_buffers
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
 from tests.checks import close, held, same
-from tests.models import chain, floats, layer, layers
+from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
@@ -164,129 +164,6 @@ def test_the_state_shares_no_memory_with_what_it_was_made_of():
     for found in on_each_rank(main):
         close(found, state.params, 1e-9)
     same(held(params), before)
-
-
-def own_state(seed=0):
-    """Two models, an average of one, a count: a state of the user's own make."""
-    return {
-        "critic": params_of(seed + 1),
-        "count": torch.tensor(0),
-        "model": params_of(seed),
-        "temperature": torch.tensor(2.0, dtype=torch.float64),
-    }
-
-
-def own_step(state, x):
-    """Two optimizers and an average, by tree_map alone."""
-
-    def model_loss(p, x):
-        return loss_fn(p, x) + loss_fn(state["critic"], x)
-
-    _, grads = ff.value_and_grad(model_loss)(state["model"], x)
-    _, critic_grads = ff.value_and_grad(loss_fn)(state["critic"], x)
-    rate = 0.1 / state["temperature"]
-    model = tree.map(lambda p, g: p - rate * g, state["model"], grads)
-    critic = tree.map(lambda p, g: p - 0.01 * g.sign(), state["critic"], critic_grads)
-    average = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], model)
-    new = {"model": model, "critic": critic, "average": average}
-    return {**state, **new, "count": state["count"] + 1}
-
-
-def averaged(state):
-    """The state with an average that starts from the model, laid out as it is."""
-    return {**state, "average": tree.map(torch.clone, state["model"])}
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
-    def main():
-        step = ff.shard(own_step, MESH, "data", zero=zero)
-        start = lambda state, x: step(averaged(state), x)  # noqa: E731
-        state = averaged(ff.place(start, own_state(), mine()))
-        for _ in range(3):
-            state = step(state, mine())
-        assert type(state["temperature"]) is type(state["count"]) is torch.Tensor
-        sizes = {k: len(split_buffers(state[k]).tensors) for k in ("model", "average")}
-        return ff.unshard(state), sizes
-
-    expected = averaged(own_state())
-    for _ in range(3):
-        expected = own_step(expected, X)
-    for found, sizes in on_each_rank(main):
-        close(found, expected, 1e-9)
-        assert sizes == {"model": 2, "average": 2}  # packed again on the way out
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
-    """Low-rank adapters beside a frozen matrix of the same unit."""
-    adapted = ff.unit(lambda p, x: x @ (p["base"] + p["down"] @ p["up"]))
-    params = {
-        "base": torch.eye(4),
-        "down": torch.ones(4, 1) * 0.5,
-        "up": torch.ones(1, 4) * 0.5,
-    }
-    x = torch.ones(2, 4)
-    trained = lambda p: {k: v for k, v in p.items() if k != "base"}  # noqa: E731
-
-    def step(state, x):
-        base = {"base": state.extra["base"]}
-
-        def loss(p, x):
-            return adapted(base | p, x).square().mean()
-
-        _, grads = ff.value_and_grad(loss)(state.params, x)
-        return state.apply_gradients(grads, optimizer)
-
-    def main():
-        run = ff.shard(step, MESH, "data", zero=zero)
-        start = trained(params)
-        base = {"base": params["base"]}
-        state = ff.init_state(run, start, optimizer, x, extra=base)
-        state = run(state, x)
-        with ff.ledger() as log:
-            state = run(state, x)
-        op = "psum" if zero == 0 else "psum_scatter"
-        assert (
-            len([r for r in log.of(MESH.rank) if (r.op, r.unit) == (op, "<lambda>")])
-            == 1
-        )
-        assert is_sharded(state.extra["base"])
-        return ff.unshard(state)
-
-    start = trained(params)
-    state = ff.TrainState(start, optimizer.init(start), 0, {"base": params["base"]})
-    for _ in range(2):
-        state = step(state, x)
-    for found in on_each_rank(main):
-        close(found, state, 1e-5)
-
-
-@pytest.mark.parametrize("zero, n", [(0, 2), (1, 1), (3, 2)])
-def test_weighted_losses_are_exact_over_uneven_parts(zero, n):
-    x = torch.randn(7, 3, dtype=torch.float64)[: 6 if n == 2 else 7]
-    mesh = ff.make_mesh({"data": 3}, "simulated")
-
-    def loss(p, x):
-        out = layer(p["layers"][0], x).square().sum(-1)
-        return ff.Weighted(out.sum(), out.shape[0]), {"mean": out.mean(), "n": len(out)}
-
-    def main():
-        part = ff.local_batch(x, mesh, "data", uneven=True)
-        grad = ff.value_and_grad(loss, has_aux=True)
-        step = ff.shard(ff.accumulate(grad, n), mesh, "data", zero=zero)
-        params = ff.place(step, params_of(), part)
-        (value, aux), grads = step(params, part)
-        return value, ff.unshard(grads), aux, part
-
-    (value, aux), grads = ff.value_and_grad(loss, has_aux=True)(params_of(), x)
-    every = ff.spmd(main, mesh)()
-    parts = [loss(params_of(), part)[1]["mean"] for *_, part in every]
-    for found, unsharded, beside, part in every:
-        close(found, value, 1e-9)
-        close(unsharded, grads, 1e-9)
-        close(beside["mean"], sum(parts) / 3, 1e-9)  # scalars are averaged,
-        assert beside["n"] == len(part) // n  # the rest is this rank's
 
 
 def test_unshard_for_one_rank_and_to_a_dtype_of_device():

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import same
 from tests.models import layers as plain_layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -158,22 +156,6 @@ def test_a_drawn_dataclass_is_rebuilt_as_it_was(values, frozen, slots):
         assert tree.flatten(getattr(again, name))[1] == tree.flatten(v)[1]
 
 
-def test_what_was_not_set_is_not_set_again_and_what_was_computed_is_anew():
-    @dataclass
-    class Late:
-        x: Any
-        y: Any = field(init=False)
-
-        @functools.cached_property
-        def total(self):
-            return self.x.sum()
-
-    value = Late(torch.ones(3))
-    assert value.total == 3
-    again = tree.map(lambda x: x, value)
-    assert not hasattr(again, "y") and "total" not in vars(again)
-
-
 def test_a_tensor_beside_the_fields_is_refused():
     @dataclass
     class Masked:
@@ -220,34 +202,6 @@ def test_a_class_that_others_knew_before_is_what_it_was(how):
     assert leaves[0] is value.x and all(x in ("other", 2) for x in leaves[1:])
     again = tree.unflatten(treedef, leaves)
     assert again.name == ("other" if how == "export" else "h")
-
-
-def test_who_registers_it_later_may():
-    cls = held()
-    value = cls(torch.ones(1))
-    assert len(tree.leaves(value)) == 2
-    rules = (lambda h: ((h.x,), None), lambda _, c: cls(*c))
-    optree.register_pytree_node(cls, *rules, namespace="another")
-    optree.register_pytree_node(cls, *rules, namespace=GLOBAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it is known already
-        torch_pytree.register_dataclass(cls)
-    assert len(tree.leaves(value)) == 2
-    other = held()
-    assert len(tree.leaves(other(torch.ones(1)))) == 2
-    tree.register_node(other, lambda h: ([h.x], h.name), lambda n, c: other(c[0], n))
-    assert len(tree.leaves(other(torch.ones(1)))) == 1
-    assert len(torch_pytree.tree_leaves(other(torch.ones(1)))) == 1
-
-
-def test_who_registers_after_a_refusal_is_heard():
-    hidden = type("Late", (Opaque,), {})
-    with pytest.raises(TypeError, match="register_node"):
-        tree.shown([hidden(torch.ones(1))], "f", "is given")
-    torch_pytree.register_pytree_node(
-        hidden, lambda v: ([v.x], None), lambda c, _: hidden(*c)
-    )
-    assert tree.shown([hidden(torch.ones(1))], "f", "is given")[0].tolist() == [1]
 
 
 # Units, states and batches of them
@@ -313,40 +267,12 @@ def test_a_state_of_dataclasses_is_that_of_one_device(stack):
     assert_equals_one_device(step, STACKS[stack](step), MESH, state, X, **goes_on)
 
 
-def test_a_gradient_by_dataclasses_is_that_by_their_tensors():
-    def plain(pairs, x):
-        for w, b in pairs:
-            x = affine(w, b, x)
-        return x.sum(-1).mean()
-
-    def pairs(m):
-        return [(p.w, p.b) for p in [*m.layers, m.head]]
-
-    value, grads = ff.value_and_grad(loss_of_classes)(model(), X)
-    same((value, pairs(grads)), ff.value_and_grad(plain)(pairs(model()), X))
-    assert isinstance(grads, Model) and grads.head.name is None
-
-
 def test_precision_casts_what_one_holds():
     RAN.clear()
     ff.precision(ff.remat(ff.value_and_grad(loss_of_classes)), torch.bfloat16)(
         model(), X
     )
     assert set(RAN) == {torch.bfloat16} and len(RAN) >= 8  # each twice
-
-
-def test_a_pipeline_of_them_cuts_a_batch_of_them():
-    mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    grad = ff.value_and_grad(lambda params, h: loss_of_classes(params, h.x))
-
-    def main():
-        step = ff.pipeline(grad, mesh, "pipe", n_microbatches=2)
-        value, grads = step(ff.place(step, model(), Hidden(X)), Hidden(X))
-        return value, ff.unshard(grads)
-
-    same(ff.spmd(main, mesh)()[0], grad(model(), Hidden(X)))
-    first, second = ff.spmd(lambda: ff.local_batch(Hidden(X), MESH, "data"), MESH)()
-    assert torch.equal(first.x, X[:2]) and torch.equal(second.x, X[2:])
 
 
 # What is out of sight
