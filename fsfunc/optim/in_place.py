@@ -8,7 +8,7 @@ All of that is seen to here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -63,9 +63,10 @@ def fused(
             new = writing.targets(kept)
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, by_leaf)
-            for (_, dtype, decay, _), columns in groups.items():
+            for (_, dtype, decay), columns in groups.items():
                 if cast and not _ready(columns, dtype):
-                    _write(run, columns, dtype, decay)
+                    for row in zip(*columns, strict=True):
+                        _write_row(run, row, dtype, decay)
                 else:
                     run(*columns, weight_decay=decay)
         writing.end()
@@ -168,10 +169,7 @@ def _groups(
     new: list[Target],
     decays: Sequence[Any],
 ) -> dict[Any, list[list[Tensor]]]:
-    """Columns (params, grads, *moments) by device, dtype and decay.
-
-    A row with offloaded tensors may have to be copied: it is a group of its own.
-    """
+    """Columns (params, grads, *moments) by device, dtype and decay."""
     if (alike := _alike(matched, new, decays)) is not None:
         return alike
     groups: dict[Any, list[list[Tensor]]] = {}
@@ -187,10 +185,7 @@ def _groups(
             for m in moments:
                 if m.dtype != dtype:
                     dtype = torch.promote_types(dtype, m.dtype)
-            apart = -1
-            if any_offloaded() and any(map(_is_offloaded, row)):
-                apart = len(groups)
-            key = (p.device, dtype, decay, apart)
+            key = p.device, dtype, decay
             found = groups.setdefault(key, [[] for _ in row])
             for column, t in zip(found, row, strict=True):
                 column.append(t)
@@ -215,7 +210,7 @@ def _alike(
     if not all(map(Tensor.numel, params)):
         return None
     grads = matched.buffers[1].tensors
-    return {(*kind, decays[0], -1): [params, grads, *moments]}
+    return {(*kind, decays[0]): [params, grads, *moments]}
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:
@@ -236,63 +231,21 @@ def _ready(columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
     )
 
 
-def _write(
-    kernel: Callable[..., None],
-    columns: list[list[Tensor]],
-    dtype: torch.dtype,
-    decay: float,
+def _write_row(
+    kernel: Callable[..., None], row: Sequence[Tensor], dtype: torch.dtype, decay: float
 ) -> None:
-    """Run ``kernel`` over columns; what is not dense or not of ``dtype`` is copied.
+    """Run ``kernel`` on one row; what is not dense or not of ``dtype`` is copied.
 
     Fused kernels read any tensor as if it were dense: an expanded gradient (that of a
-    sum) would give garbage, silently. Copies are made of as much at a time as the
-    largest tensor has: of gradients in fewer bits there is no whole in ``dtype``.
+    sum) would give garbage, silently. Row by row, for of gradients in fewer bits there
+    is to be no whole in ``dtype``.
     """
-    for part in _parts(columns, dtype):
-        _write_part(kernel, part, dtype, decay)
-
-
-def _parts(columns: list[list[Tensor]], dtype: torch.dtype) -> list[list[list[Tensor]]]:
-    """The columns, cut into as many rows as are to be copied at a time."""
-    if all(t.dtype == dtype for column in columns for t in column):
-        return [columns]
-    sizes = list(map(Tensor.numel, columns[0]))
-    cuts, held = [0], 0
-    for i, size in enumerate(sizes):
-        if held and held + size > max(sizes):
-            cuts.append(i)
-            held = 0
-        held += size
-    cuts.append(len(sizes))
-    return [[c[a:b] for c in columns] for a, b in pairwise(cuts)]
-
-
-def _write_part(
-    kernel: Callable[..., None],
-    columns: list[list[Tensor]],
-    dtype: torch.dtype,
-    decay: float,
-) -> None:
-    beside = []
-    if any_offloaded():
-        beside = [_is_offloaded(t) for c in columns for t in c]
-    if any(beside) and not all(beside):
-        work = [[_here(t, dtype) for t in column] for column in columns]
-    else:
-        work = [_dense_ones(column, dtype) for column in columns]
-    kernel(*work, weight_decay=decay)
-    for k, (targets, sources) in enumerate(zip(columns, work, strict=True)):
-        if k == 1 or sources is targets:  # the gradients are only read
-            continue
-        for target, source in zip(targets, sources, strict=True):
-            if target is not source:
-                target.copy_(source)
-
-
-def _dense_ones(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    if set(map(_dtype, column)) == {dtype} and all(map(Tensor.is_contiguous, column)):
-        return column
-    return [dense(t, dtype) for t in column]
+    beside = any_offloaded() and len(set(map(_is_offloaded, row))) > 1
+    work = [_here(t, dtype) if beside else dense(t, dtype) for t in row]
+    kernel(*([x] for x in work), weight_decay=decay)
+    for k, (target, source) in enumerate(zip(row, work, strict=True)):
+        if k != 1 and target is not source:  # the gradients are only read
+            target.copy_(source)
 
 
 def _here(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,8 +22,7 @@ Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
 Kind = tuple[torch.device, torch.dtype]
 
-_lies, _layout = attrgetter("shape", "device"), attrgetter("layout")
-_shape = attrgetter("shape")
+_layout, _shape = attrgetter("layout"), attrgetter("shape")
 _WHOLE = {Tensor, torch.nn.Parameter}
 
 
@@ -175,14 +174,6 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     if not any(map(is_sharded, columns[0])):
         return [Loose(column) for column in columns]
     return split_alike(*map(list, columns))
-
-
-def whole_and_alike(columns: Sequence[Sequence[Any]]) -> bool:
-    """True if all are plain tensors that fit each other; cheap."""
-    if not all(_WHOLE.issuperset(map(type, column)) for column in columns):
-        return False
-    first, *others = (list(map(_lies, column)) for column in columns)
-    return all(other == first for other in others)
 
 
 def one_kind(columns: list[list[Any]]) -> Kind | None:

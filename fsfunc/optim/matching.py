@@ -29,7 +29,6 @@ from fsfunc.optim.leaves import (
     said,
     split,
     trainable,
-    whole_and_alike,
 )
 from fsfunc.sharded.leaf import is_sharded
 
@@ -73,16 +72,15 @@ class Matched:
             if grad is not None and trainable(leaf)
         ]
         columns = _chosen(trees, active)
-        if not whole_and_alike(columns):
-            for what, column in zip(names, others, strict=True):
-                if (i := first_unfit(leaves, column, active)) is not None:
-                    at, its = paths_of(treedef)[i], said(column[i])
-                    apart = is_sharded(leaves[i]) != is_sharded(column[i])
-                    raise tree.TreeMismatch(
-                        f"{what} do not fit the parameters at {at!r}: "
-                        f"expected one like {said(leaves[i])}, found {its}"
-                        + (_WHOLE if apart else "")
-                    )
+        for what, column in zip(names, others, strict=True):
+            if (i := first_unfit(leaves, column, active)) is not None:
+                at, its = paths_of(treedef)[i], said(column[i])
+                apart = is_sharded(leaves[i]) != is_sharded(column[i])
+                raise tree.TreeMismatch(
+                    f"{what} do not fit the parameters at {at!r}: "
+                    f"expected one like {said(leaves[i])}, found {its}"
+                    + (_WHOLE if apart else "")
+                )
         return cls(treedef, trees, active, split(columns))
 
     @property

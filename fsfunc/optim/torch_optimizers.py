@@ -176,39 +176,30 @@ class _TorchFunctions:
         self, grads: Tree, state: TorchState, params: Tree
     ) -> Callable[[], tuple[Tree, TorchState]]:
         matched, kept = self._matched(grads, state, params), self.kept()
-        make, found = self.at(state.count), []
+        make, first = self.at(state.count), state.count == 0
 
         def kernel(ps: Any, gs: Any, *ms: Any) -> None:
+            moments = dict(zip(kept.moments, ms, strict=True))
+            here = self.kept(_torch.device_of(ps[0]))
             try:
-                numbers = run_step(
-                    make,
-                    self.kept(_torch.device_of(ps[0])),
-                    ps,
-                    gs,
-                    dict(zip(kept.moments, ms, strict=True)),
-                    state.numbers,
-                    first=state.count == 0,
-                )
+                run_step(make, here, ps, gs, moments, state.numbers, first=first)
             except Exception as error:
                 # Without data a step that reads a number of its own ends here: what it
                 # would still have computed is missing in a plan.
                 if not _torch.is_data_dependent(error):
                     raise
-            else:
-                found[:] = [numbers] if all(map(_on_host, numbers.values())) else []
 
         commit = fused(matched, kernel)
 
         def finish() -> tuple[Tree, TorchState]:
             params, *moments = commit()
-            numbers = as_numbers(found[0]) if found else self._following(state)
             kept_now = dict(zip(kept.moments, moments, strict=True))
-            return params, TorchState(state.count + 1, numbers, kept_now)
+            return params, TorchState(state.count + 1, self._following(state), kept_now)
 
         return finish
 
     def _following(self, state: TorchState) -> dict[str, Any]:
-        """The numbers after a step, where no step of this rank shows them."""
+        """The numbers after a step, which follow from those before it."""
         with at_rest():
             p = torch.zeros(1)
             kept = self.kept()
@@ -226,10 +217,3 @@ class _TorchFunctions:
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
         return update_of(self.prepare, grads, state, params)
-
-
-def _on_host(x: Any) -> bool:
-    """True if a number can be read without waiting for a device."""
-    if isinstance(x, _torch.FakeTensor):
-        return False
-    return not isinstance(x, Tensor) or x.device.type == "cpu"
