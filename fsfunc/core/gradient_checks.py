@@ -149,10 +149,30 @@ def _numbers(
         elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
             continue
         if isinstance(g, Tensor) and g.is_floating_point() and g.numel():
-            wide = strided(g).detach().double()
-            norm = torch.linalg.vector_norm(wide)
-            found[path] = torch.stack([norm, wide.sum()])
+            found[path] = norm_and_sum(g)
     return found
+
+
+def norm_and_sum(x: Tensor) -> Tensor:
+    """Two numbers by which tensors of several ranks are compared."""
+    wide = strided(x).detach().double()
+    return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
+
+
+def unlike(
+    found: dict[str, Tensor], where: RankGroup, share: float
+) -> tuple[Tensor, Tensor]:
+    """The numbers of all ranks, and which tensors differ by a share of their norm.
+
+    Args:
+        found: by path, their `norm_and_sum`.
+    """
+    with silence(), label("", "values that should be equal"):
+        sent = torch.stack(list(found.values()))
+        every = where.start("all_gather", sent).wait()
+    every = every.view(where.size, len(found), 2).cpu()
+    most = share * every[..., :1].amax(0)
+    return every, ((every - every[:1]).abs() > most).any(-1).any(0)
 
 
 def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
@@ -161,15 +181,9 @@ def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
     Raises:
         LawError: a gradient differs.
     """
-    names = list(found)
-    with silence(), label("", "gradients that should be equal"):
-        sent = torch.stack(list(found.values()))
-        every = where.start("all_gather", sent).wait()
-    every = every.view(where.size, len(names), 2).cpu()
-    norms = every[..., :1].amax(0)
-    unlike = ((every - every[:1]).abs() > 0.02 * norms).any(-1).any(0)
-    if bool(unlike.any()):
-        i = int(unlike.nonzero()[0])
+    names, (every, differ) = list(found), unlike(found, where, 0.02)
+    if bool(differ.any()):
+        i = int(differ.nonzero()[0])
         said = ", ".join(f"{n:.4g}" for n in every[:, i, 0].tolist())
         raise LawError(
             f"the gradient by {names[i].partition('/')[2]!r} differs along "
@@ -178,7 +192,7 @@ def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
             f'ff.pcast(w, {where.name}, to="V"), which sums its gradient. If ranks '
             "along it have samples of their own, make it an axis of the shard"
         )
-    tells = (norms != 0).squeeze(-1) & every.isfinite().all(-1).all(0)
+    tells = (every[..., 0].amax(0) != 0) & every.isfinite().all(-1).all(0)
     return {name for name, told in zip(names, tells.tolist(), strict=True) if not told}
 
 

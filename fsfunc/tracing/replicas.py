@@ -9,10 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.comparison import Section, compare, has_values, whole_values
+from fsfunc.comm.comparison import (
+    RanksDiffer,
+    Section,
+    compare,
+    has_values,
+    whole_values,
+)
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import Frame
+from fsfunc.core.gradient_checks import norm_and_sum, unlike
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
@@ -136,7 +143,7 @@ class Replicas:
             RanksDiffer: names the leaves, the ranks, and the ways out.
 
         Cost: each leaf compared is read once; a gather of 16 bytes a set of axes over
-        processes.
+        processes, and of 16 a leaf along axes over which others are split.
         """
         at, (leaves, structure) = found.at, tree.flatten(out, is_leaf=is_sharded)
         pair = issubclass(structure.type or int, tuple) and structure.num_children > 0
@@ -151,6 +158,33 @@ class Replicas:
         for over in (apart, means):
             for axes, values in _one_value(leaves, given, over, at):
                 _compare_state(axes, over is apart, values, group(axes, at))
+        split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
+        for axes, values in _one_value(leaves, given, split - means, at):
+            _compare_near(axes, values, group(axes, at))
+
+
+def _compare_near(
+    axes: tuple[str, ...], leaves: dict[str, Any], where: RankGroup
+) -> None:
+    """Compares leaves that ranks compute alike, with kernels that may round apart."""
+    found = {
+        path: norm_and_sum(x)
+        for path, x in leaves.items()
+        if has_values(x) and x.is_floating_point() and x.numel()
+    }
+    if not found:
+        return
+    every, differ = unlike(found, where, 1e-3)
+    if bool(differ.any()):
+        i = int(differ.nonzero()[0])
+        names = " and ".join(map(repr, axes))
+        said = ", ".join(f"{n:.4g}" for n in every[:, i, 0].tolist())
+        raise RanksDiffer(
+            f"the ranks along {names}, over which parameters are split, return other "
+            f"values of {[*found][i]!r}, which is one value on all of them (norms "
+            f"{said}): give them one batch and one seed, let nothing outside units "
+            f"depend on the rank, and take ff.pmean(x, {axes[0]!r}) of what does"
+        )
 
 
 def _compare_generators(where: RankGroup) -> None:

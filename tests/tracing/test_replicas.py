@@ -148,3 +148,31 @@ def test_a_branch_that_is_first_taken_later_is_told_where_leaves_part(zero):
 
     with pytest.raises(RanksDiffer, match="return different states.*one value"):
         ff.spmd(main, NODES)()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_states_that_part_along_an_axis_of_split_parameters_are_told(zero):
+    @ff.unit
+    def biased(p, x):
+        return split({**p["split"], "drops": False}, x) + p["bias"]
+
+    def step(params, batch):
+        _, g = ff.value_and_grad(lambda p, x: biased(p, x).square().mean())(
+            params, batch
+        )
+        apart = 0 if ff.recording() else MODEL.coordinate("model")
+        bias = ff.tree.map(lambda g: g * (1 + 0.01 * apart), g["bias"])
+        return ff.tree.map(torch.sub, params, {**g, "bias": bias})
+
+    def main():
+        f, batch = ff.shard(step, MODEL, "data", zero=zero), floats(4, 4)
+        params = {"split": split_params(), "bias": floats(4)}
+        del params["split"]["drops"]
+        layouts = {f"split/{name}": how for name, how in SPLITS.items()}
+        batch = ff.local_batch(batch, MODEL, "data")
+        params = ff.place(f, params, batch, layouts=layouts)
+        for _ in range(4):
+            params = f(params, batch)
+
+    with pytest.raises(RanksDiffer, match="along 'model', over.*values of 'bias'"):
+        ff.spmd(main, MODEL)()
