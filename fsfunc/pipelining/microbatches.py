@@ -163,9 +163,19 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
 
 
 def _in_two(x: float) -> tuple[float, float]:
-    """A number as a float64, and what that leaves of an integer past its 53 bits."""
+    """A number as a float64, and what that leaves of an integer past its 53 bits.
+
+    Raises:
+        ValueError: an integer that two float64 do not hold.
+    """
     near = float(x)
-    return near, float(x - int(near)) if isinstance(x, int) else 0.0
+    rest = float(x - int(near)) if isinstance(x, int) else 0.0
+    if isinstance(x, int) and int(near) + int(rest) != x:
+        raise ValueError(
+            f"a pipelined loss returns {x} beside its value, which ranks are sent "
+            "as two float64, and these do not hold it: return it in several numbers"
+        )
+    return near, rest
 
 
 def sum_shared(grads: Any, where: RankGroup) -> Any:

@@ -134,6 +134,16 @@ def test_numbers_beside_the_loss_are_those_of_now_on_every_rank():
     assert [numbers for numbers, *_ in found] == [now] * 2  # as recorded
 
 
+def test_an_integer_that_would_be_rounded_is_refused():
+    def found(n):
+        grad = piped(ff.value_and_grad(lambda p, x: (mean(p, x), n), has_aux=True))
+        return on_ranks(lambda: grad(parameters(), X)[0][1])
+
+    assert set(found(2**105 + 1)) == {2**105 + 1} and set(found(2**200)) == {2**200}
+    with pytest.raises(ValueError, match="do not hold it"):
+        found(2**120 + 2**60 + 1)
+
+
 def test_autocast_around_a_step_that_was_recorded_without():
     params, x = [{"w": torch.eye(4) * 2} for _ in range(4)], torch.sign(X).float()
     call = ff.value_and_grad(lambda p, x: mean(p, x).double())
