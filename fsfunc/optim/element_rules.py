@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -248,7 +248,7 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
 
         def step(p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
             *moments, decay = rest
-            p, g, *moments = (_wide(x) for x in (p, g, *moments))
+            p, g, *moments = _wide([p, g, *moments])
             u, *made = plain(p, g, *(m / old for m in moments), decay)
             if new == 1:
                 return [u, *made]
@@ -262,7 +262,7 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
         def scaled(*columns: Sequence[Tensor], weight_decay: float) -> None:
             for row in zip(*columns, strict=True):
                 for piece in chunks(row):
-                    wide = [_wide(x) for x in piece]
+                    wide = _wide(piece)
                     torch._foreach_div_(wide[2:], old)
                     write(*([x] for x in wide), weight_decay=weight_decay)
                     for x in wide[2:]:
@@ -276,8 +276,11 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
     return replace(rule, formula=formula, kernel=kernel)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _wide(row: Sequence[Tensor]) -> list[Tensor]:
+    """A row in the widest of its dtypes, float32 at least."""
+    dtypes = [x.dtype for x in row]
+    wide = reduce(torch.promote_types, dtypes, torch.float32)
+    return [x.to(wide) for x in row]
 
 
 def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:

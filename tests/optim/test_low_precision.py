@@ -166,6 +166,25 @@ def test_rounded_by_chance_it_is_right_in_the_mean_and_anew_each_step():
     assert str(kept.tolist()) == "[inf, -inf, nan]"
 
 
+@pytest.mark.parametrize("kind", [ff.sharded_adam, ff.lamb])
+@pytest.mark.parametrize("by", ["apply", "update"])
+def test_float16_moments_of_float64_parameters_are_near_their_own(kind, by):
+    params = {"w": torch.linspace(-1, 1, 8, dtype=torch.float64), "b": torch.ones(3)}
+
+    def run(moments):
+        optimizer, p = kind(0.1, moment_dtype=moments), params
+        state = optimizer.init(p)
+        for _ in range(3):
+            made, state = getattr(optimizer, by)(tree.map(torch.sin, p), state, p)
+            p = made if by == "apply" else tree.map(torch.add, p, made)
+        return p
+
+    found, wanted = run(FP16), run(None)
+    assert found["w"].dtype == torch.float64
+    for name in params:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-3)
+
+
 def test_float16_moments_follow_fairscales_scale():
     optimizer, w = ff.sharded_adam(0.1, moment_dtype=FP16), torch.ones(3)
     state = optimizer.init(w)
