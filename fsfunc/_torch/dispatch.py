@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,10 @@ def outside_modes() -> Iterator[None]:
     """Whatever modes are on, tensors that are copied here are what they were."""
     with beneath_all_modes(), torch.inference_mode(False):
         yield
+
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that are on."""
 
 
 @contextmanager

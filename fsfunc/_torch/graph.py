@@ -127,13 +127,6 @@ def saved_tensors_hooked() -> bool:
     return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def saves_plainly() -> bool:
-    """True if autograd saves values as they are here, and might be told otherwise."""
-    graph: Any = torch._C._autograd  # type: ignore[attr-defined]
-    on = graph._top_saved_tensors_default_hooks(True) is not None
-    return graph._saved_tensors_hooks_is_enabled() and not on
-
-
 class _Looking(threading.local):
     """``on`` while saved tensors are only looked at, and any will do."""
 
@@ -193,37 +186,25 @@ def _saved(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-_FUNCTIONS: Any = torch._C._functions  # type: ignore[attr-defined]
+def saved_handles(nodes: Iterable[Any]) -> list[Any]:
+    """Handles on the tensors that ``nodes`` save, but for those under hooks.
 
-
-def last_saving(roots: Iterable[Any], since: int) -> tuple[int, list[Tensor]]:
-    """The sequence number of the last node that saves tensors, and what all nodes save.
-
-    One more, where a node may save what nobody can see: under hooks, or as a function
-    of somebody's in C++ does. -1: none does.
-
-    Args:
-        roots: the nodes at which the graph ends.
-        since: the sequence number of the first of its nodes.
+    Raises:
+        RuntimeError: one was changed in place since it was saved.
     """
-    last, found, seen, todo = -1, [], {None}, list(roots)
-    while todo:
-        node = todo.pop()
-        if node in seen or hasattr(node, "variable") or node._sequence_nr() < since:
-            continue
-        seen.add(node)
-        todo += [n for n, _ in node.next_functions]
-        known = hasattr(_FUNCTIONS, type(node).__name__)
-        hidden = not known and not isinstance(node, torch._C._FunctionBase)
-        count = len(found)
-        for name, _ in _SAVED[type(node)]:
-            for raw in _handles(node, name):
-                hidden = hidden or raw.unpack_hook is not None
-                if raw.unpack_hook is None and isinstance(raw.data, Tensor):
-                    found.append(raw.data)
-        if hidden or len(found) > count:
-            last = max(last, node._sequence_nr() + hidden)
-    return last, found
+    found = []
+    for node in nodes:
+        handles = [raw for raw, x in _saved(node) if isinstance(x, Tensor)]
+        if handles:
+            for _, name in _SAVED[type(node)]:
+                getattr(node, name)
+        found += handles
+    return found
+
+
+def forbids_hooks(error: RuntimeError) -> bool:
+    """True if a transform of ``torch.func`` refuses to run under hooks of autograd."""
+    return "support saved tensor hooks" in str(error)
 
 
 def hook_residuals(

@@ -48,12 +48,6 @@ def kinds_of(tensors: list[Tensor]) -> set[tuple[torch.device, torch.dtype]]:
     return set(group([tensors], False)) if tensors else set()
 
 
-def is_held_once(x: Tensor) -> bool:
-    """True if Python alone holds ``x``: no graph, and no view of it."""
-    count: Any = x._use_count  # type: ignore[attr-defined]
-    return count() == 1
-
-
 def held(storage: torch.UntypedStorage) -> int:
     """The number of tensors that hold ``storage``, this handle counted as one more."""
     return uses_of(storage._cdata)

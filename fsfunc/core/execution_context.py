@@ -20,7 +20,7 @@ class Running:
     Args:
         thread: see :class:`UnitToken`; none where nobody ties it to a loss.
         recompute: whether a backward pass runs the call a second time; ``forgotten``:
-            whether it will, so that this run's graph goes unused.
+            whether it will, so that this run saves nothing.
         around: calls the function of the outermost unit, as ``around(fn, ...)``.
     """
 

@@ -53,9 +53,6 @@ class Interpretation:
         same_batch: the axes along which all ranks must be given one batch.
         scales: whether it scales losses, so that gradients may be in float16.
         observes: whether :meth:`begins` and :meth:`ends` are called.
-        reads_outputs: whether its ``unit`` reads the values that a unit returns: then a
-            recompute computes them, though the backward does not need them. True by
-            default where ``unit`` is overridden.
     """
 
     lays_out = False
@@ -64,11 +61,6 @@ class Interpretation:
     called = ""
     same_batch: tuple[str, ...] = ()
     scales = observes = False
-    reads_outputs = False
-
-    def __init_subclass__(cls) -> None:
-        if "unit" in vars(cls) and "reads_outputs" not in vars(cls):
-            cls.reads_outputs = True
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

@@ -11,7 +11,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class Unit:
         # The number of first inputs that ``precision`` does not cast: buffers.
         self.as_given: int = getattr(fn, "as_given", 0)
         self._seen: set[Any] = set()  # the shapes of which captures were checked
-        self.tails: dict[Any, Any] = {}  # see `unread_tail`, by kind of arguments
+        # By kind of arguments, how values are not saved: see `repeated_calls`.
+        self.derives: dict[Any, Any] = {}
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
@@ -238,11 +239,16 @@ def _lies_in(x: Any, leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A unit call: the unit, the frame in which it was called, and its number there."""
+    """A unit call: the unit, the frame in which it was called, and its number there.
+
+    ``savers``: autograd nodes that save its arguments for a second run, and to which
+    its outputs do not lead.
+    """
 
     unit: Unit
     frame: Frame
     number: int
+    savers: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
     def path(self) -> tuple[str, ...]:
@@ -300,7 +306,7 @@ class Call:
                     fn = self.unit.fn
                     if f.compiler is not None and not f.composable:
                         fn = f.compiler.of(self)
-                    elif now.around is not None:
+                    if now.around is not None:
                         fn = functools.partial(now.around, fn)
                     out = self.unit.checked(params, inputs, keywords, fn)
                 if casts is None or casts.output is None:

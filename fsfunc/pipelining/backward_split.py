@@ -25,7 +25,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc import _torch
 from fsfunc._torch import products
-from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.memory import BufferPool
 
@@ -56,11 +55,6 @@ class WeightGroup:
 
 class SplitBackward:
     """A graph whose backward comes in halves, each of them once.
-
-    A node that computes again in its backward parts too, if it has an attribute
-    ``pull_recomputed``: what it calls, as ``pull_recomputed(ys, gs, wanted, beside)``,
-    in place of ``torch.autograd.grad``, where ``wanted`` are its own inputs that need a
-    gradient, in order, and ``beside`` other leaves.
 
     Args:
         roots: where cotangents come in.
@@ -113,8 +107,7 @@ class SplitBackward:
             user, group = next(iter(by_user)), group_of[c]
             if group.crossed:
                 continue
-            parted = hasattr(user, "pull_recomputed") or products.has_two_products(user)
-            if len(by_user) == 1 and parted:
+            if len(by_user) == 1 and products.has_two_products(user):
                 late[user] += dict.fromkeys(by_user[user])
                 group.users.add(user)
             else:
@@ -145,24 +138,16 @@ class SplitBackward:
         self, roots: Sequence[tuple[GradientEdge, Tensor]]
     ) -> Sequence[Tensor | None]:
         """The gradients of inputs, and then of early edges, which take them."""
-        pulling = {
-            n: n.pull_recomputed for n in self.inner if hasattr(n, "pull_recomputed")
-        }
-        deferred = [n for n in self.late if n not in pulling]
-        hooks = [n.register_prehook(partial(self._keep, n)) for n in deferred]
+        hooks = [n.register_prehook(partial(self._keep, n)) for n in self.late]
         try:
-            for node in pulling:
-                node.pull_recomputed = partial(self._pull, node)
             found = torch.autograd.grad(
                 [edge for edge, _ in roots],
                 [*self.wanted, *(GradientEdge(*edge) for edge in self.early)],
                 [g for _, g in roots],
-                retain_graph=bool(deferred),
+                retain_graph=bool(hooks),
                 allow_unused=True,
             )
         finally:
-            for node, pull in pulling.items():
-                node.pull_recomputed = pull
             for hook in hooks:
                 hook.remove()
         for edge, g in zip(self.early, found[len(self.wanted) :], strict=True):
@@ -176,28 +161,6 @@ class SplitBackward:
 
     def _keep(self, node: Any, grads: Sequence[Tensor | None]) -> None:
         self.kept[node] = grads
-
-    def _pull(
-        self,
-        node: Any,
-        ys: Sequence[Tensor],
-        gs: Sequence[Tensor],
-        wanted: Sequence[Tensor],
-        beside: Sequence[Tensor],
-    ) -> list[Tensor | None]:
-        """A recomputed graph, parted as ours is."""
-        edges = [edge for edge in node.next_functions if edge[0] is not None]
-        edges = edges[len(edges) - len(wanted) :]
-        late = set(self.late.get(node, ()))
-        waits = [edge in late for edge in edges]
-        now = [x for x, wait in zip(wanted, waits, strict=True) if not wait]
-        later = [x for x, wait in zip(wanted, waits, strict=True) if wait]
-        roots = [get_gradient_edge(y) for y in ys]
-        again = SplitBackward(roots, now, [*later, *beside], self.pool)
-        found = iter(again.input_gradient(gs))
-        targets = [edge for edge, wait in zip(edges, waits, strict=True) if wait]
-        self.kept[node] = _Recomputed(again, later, targets, running())
-        return [None if wait else next(found) for wait in waits]
 
     def weight_gradient(self) -> None:
         """Runs the deferred nodes, and each group once its cotangents are there."""
@@ -214,22 +177,19 @@ class SplitBackward:
     def _run_deferred(self, node: Any, kept: Any) -> None:
         edges = self.late.pop(node, [])
         groups = list(dict.fromkeys(self.group_of[c] for c, _ in edges))
-        if isinstance(kept, _Recomputed):
-            kept.run(self)
+        pairs = [(k, g) for k, g in enumerate(kept) if g is not None]
+        roots = [GradientEdge(node, k) for k, _ in pairs]
+        grads = [g for _, g in pairs]
+        if all(g.users == {node} and not g.found for g in groups):
+            left = self._added(node, kept, edges, groups)
+            inputs = [self.names[leaf] for g in left for leaf in g.leaves]
+            if roots and inputs:
+                torch.autograd.backward(roots, grads, inputs=inputs)
         else:
-            pairs = [(k, g) for k, g in enumerate(kept) if g is not None]
-            roots = [GradientEdge(node, k) for k, _ in pairs]
-            grads = [g for _, g in pairs]
-            if all(g.users == {node} and not g.found for g in groups):
-                left = self._added(node, kept, edges, groups)
-                inputs = [self.names[leaf] for g in left for leaf in g.leaves]
-                if roots and inputs:
-                    torch.autograd.backward(roots, grads, inputs=inputs)
-            else:
-                targets = [GradientEdge(*edge) for edge in edges]
-                found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
-                for edge, g in zip(edges, found, strict=True):
-                    self._arrive(edge, g)
+            targets = [GradientEdge(*edge) for edge in edges]
+            found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
+            for edge, g in zip(edges, found, strict=True):
+                self._arrive(edge, g)
         for group in groups:
             group.users.discard(node)
 
@@ -253,23 +213,6 @@ class SplitBackward:
             roots = [GradientEdge(*edge) for edge, _ in found]
             leaves = [self.names[leaf] for leaf in group.leaves]
             pull_back(roots, [g for _, g in found], [], leaves, self.pool)
-
-
-@dataclass
-class _Recomputed:
-    """A recomputed graph whose weight gradients are due, and where they go."""
-
-    split: SplitBackward
-    leaves: list[Tensor]
-    edges: list[Edge]
-    scope: Running
-
-    def run(self, outer: SplitBackward) -> None:
-        with run_as(self.scope):
-            self.split.weight_gradient()
-        for edge, leaf in zip(self.edges, self.leaves, strict=True):
-            outer._arrive(edge, leaf.grad)
-            leaf.grad = None
 
 
 def _below(roots: Iterable[Any], ends: set[Any]) -> dict[Any, list[Edge]]:

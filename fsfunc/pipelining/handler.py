@@ -56,7 +56,7 @@ class Pipelining(Interpretation):
     stages: Stages
     batch_argnums: BatchArgnums | None
 
-    lays_out, reads_outputs = True, False
+    lays_out = True
     called = "pipeline"
 
     def __post_init__(self) -> None:

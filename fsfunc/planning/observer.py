@@ -215,12 +215,14 @@ class Observer(Tracer, OperatorMode):
         self._copies = set()
         if (compiler := call.frame.compiler) is not None and compiler.means(call):
             self.compiled.add(call.name)
-        with self._unit(call.name), self.kernels():
-            out = super().body(call, params, inputs, keywords)
-        if not running().recompute and not is_silent():
-            self._keep_copies(call.name, out)
-        self._params, self._copies = before
-        return out
+        try:
+            with self._unit(call.name), self.kernels():
+                out = super().body(call, params, inputs, keywords)
+            if not running().recompute and not is_silent():
+                self._keep_copies(call.name, out)
+            return out
+        finally:  # a recompute ends with the last value that the backward reads
+            self._params, self._copies = before
 
     def _keep_copies(self, name: str, out: Any) -> None:
         """Notes the copies that a body made; outputs are somebody else's to keep."""
@@ -263,8 +265,7 @@ class Observer(Tracer, OperatorMode):
             return self._units[-1]
         unit, phase = current_label()
         node = _torch.current_node()
-        # The node that recomputes, and not one of those that it then runs.
-        again = running().recompute and hasattr(node, "pull_recomputed")
+        again = running().recompute
         if unit:
             return unit, "recompute" if again else phase
         if node is not None:

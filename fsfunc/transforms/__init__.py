@@ -24,7 +24,6 @@ gradients.py        the tree of gradients: sums as means; checks of derivatives
 ownership.py        whether a plain tensor is replicated or rank-local; assume
 rematerialization.py policies.py   remat and remat_calls; their policies
 repeated_calls.py   a unit call that is run a second time
-unread_tail.py      the operators of a recompute that the backward does not need
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units

@@ -19,8 +19,7 @@ from fsfunc.comm.attribution import is_inner, traceback_line
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
-from fsfunc.transforms.policies import keeping
-from fsfunc.transforms.rematerialization import share_kept
+from fsfunc.transforms.rematerialization import keeps_names, share_kept
 from fsfunc.tree.structure import matches
 
 
@@ -130,7 +129,7 @@ class _Compiler:
         name, plain = call.name, call.unit.fn
         if not self.means(call):
             return plain
-        if keeping():
+        if keeps_names(call):
             raise ValueError(_NAMED.format(name))
         share = share_kept(call)
         with self._lock:

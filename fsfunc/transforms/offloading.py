@@ -151,7 +151,6 @@ def stores_of(f: Callable[..., Any]) -> Stores:
 
 class _Offload(Interpretation):
     called = "offload"
-    reads_outputs = False
 
     def __init__(self, stores: Stores):
         self.stores = stores

@@ -119,11 +119,6 @@ def recomputes(
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
 
 
-def keeping() -> bool:
-    """True if what runs is of a unit of which named values are kept."""
-    return bool(_TAPES.get())
-
-
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """``x``, known by ``name`` to the policy of a ``remat`` around the unit.
 
@@ -243,7 +238,9 @@ class _Counting(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_internal() or func.namespace == "prim":  # such as asking for a device
+        # Asking for a device; and what autograd saves.
+        apart = func.namespace == "prim" or func is torch.ops.aten.detach.default
+        if apart or is_internal():
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         return self.run(number, func, args, kwargs)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.attribution import internal
-from fsfunc.core.execution_context import Running, UnitToken, run_as, running
+from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Frame, Interpretation, transformed
-from fsfunc.core.outcomes import add_gradients
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, MinCut, Policy, recomputes
-from fsfunc.transforms.repeated_calls import Output, RepeatedCall
+from fsfunc.transforms.repeated_calls import RepeatedCall
 from fsfunc.transforms.sharded_calls import Sharding
 
 
@@ -45,9 +42,8 @@ def remat(
         ValueError: ``MinCut`` of a unit that ``jit`` does not compile.
 
     Cost: one more forward of each unit, but for what it computes after the last value
-    that the backward reads, such as a block's last product (with it, where a transform
-    of one's own reads what units return: see ``Interpretation``); under ``shard``, in
-    either order, each unit is gathered twice, the last one once. Under ``torch.func``
+    that the backward reads, such as a block's last product; under ``shard``, in either
+    order, each unit is gathered twice, the last one once. Under ``torch.func``
     transforms the function runs as it is: they keep the whole backward differentiable,
     and a recompute with it. Of a unit that ``jit`` compiles the compiled backward
     computes again what it reads, and calls nothing twice.
@@ -105,8 +101,6 @@ def remat_calls(
 
 
 class _Remat(Interpretation):
-    reads_outputs = False
-
     def __init__(
         self, policy: Policy | MinCut | str | None, calls: frozenset[int] | None = None
     ):
@@ -135,14 +129,19 @@ class _Remat(Interpretation):
         return Interpretation()  # what is recorded is computed once
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        f, calls = call.frame, self.calls
-        chosen = calls is None or not f.path and call.number in calls
-        if not chosen or not recomputes(self.policy, f.micro):
+        f = call.frame
+        if not self.means(call):
             return run
         if f.compiler is not None or self.least:
             if self.share(call) is not None:
                 return run
         return partial(self._recomputed, run, call)
+
+    def means(self, call: Call) -> bool:
+        """True if a call is one to recompute."""
+        f, calls = call.frame, self.calls
+        chosen = calls is None or not f.path and call.number in calls
+        return chosen and recomputes(self.policy, f.micro)
 
     def reads_again(self, call: Call) -> bool:
         return self.share(call) is not None
@@ -152,9 +151,8 @@ class _Remat(Interpretation):
 
         Its backward computes the rest again, and the call runs once.
         """
-        f, calls = call.frame, self.calls
-        chosen = calls is None or not f.path and call.number in calls
-        if f.composable or not (chosen and recomputes(self.policy, f.micro)):
+        f = call.frame
+        if f.composable or not self.means(call):
             return None
         compiled = f.compiler is not None and f.compiler.parts(call)
         if self.least is not None:
@@ -174,7 +172,9 @@ class _Remat(Interpretation):
         **named: Any,
     ) -> Any:
         """Runs a unit call, which the backward runs again."""
-        if call.frame.composable or not torch.is_grad_enabled():
+        f = call.frame
+        tried = f.tracer is not None and not f.tracer.complete
+        if tried or f.composable or not torch.is_grad_enabled():
             return run(params, *inputs, **named)
         leaves, treedef = tree.flatten((params, inputs, named), is_sharded)
         tensors, places = [], []
@@ -187,16 +187,13 @@ class _Remat(Interpretation):
             elif isinstance(x, Tensor):
                 tensors.append(x)
                 places.append(i)
-        thread = running().thread
-        token = None if thread is None else thread.token
-        if token is None and not any(x.requires_grad for x in tensors):
+        now = running()
+        if now.thread is None and not any(x.requires_grad for x in tensors):
             return run(params, *inputs, **named)
-        replay = RepeatedCall(run, leaves, places, treedef, self.kept, call, tensors)
-        output = Output()
-        token, *outs = _Recompute.apply(replay, output, token, *tensors)
-        if thread is not None:
-            thread.token = token
-        return output.give(outs)
+        again = RepeatedCall(run, leaves, places, treedef, self.kept, call, tensors)
+        out = again.first(params, inputs, named, tensors, now)
+        call.savers.extend(again.savers)
+        return out
 
 
 def share_kept(call: Call) -> float | None:
@@ -204,6 +201,12 @@ def share_kept(call: Call) -> float | None:
     remats = [h for h in call.frame.handlers if isinstance(h, _Remat)]
     shares = [s for h in remats if (s := h.share(call)) is not None]
     return min(shares, default=None)
+
+
+def keeps_names(call: Call) -> bool:
+    """True if a recompute of a call keeps named values."""
+    remats = [h for h in call.frame.handlers if isinstance(h, _Remat)]
+    return any(h.kept is not None and h.means(call) for h in remats)
 
 
 def _alone(f: Frame) -> bool:
@@ -229,75 +232,3 @@ _UNCOMPILED = (
     "by torch's own compiler, which alone knows what costs least to keep: put jit "
     "around the step (with the unit among its only=), or give remat another policy"
 )
-
-
-class _Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, replay: RepeatedCall, output, token, *tensors):  # type: ignore[override]
-        thread = None if token is None else UnitToken(token.device)
-        with torch.enable_grad():
-            found = output.take(*replay.first(tensors, thread))
-        kept = [] if replay.tape is None else replay.tape.tensors()
-        ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
-        ctx.tracked = token is not None
-        ctx.pull_recomputed = _pull  # a pipeline's I and W put their own in its place
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *kept)
-        outs = list(map(Tensor.detach, found))
-        pairs = zip(outs, found, strict=True)
-        ctx.mark_non_differentiable(*[y for y, x in pairs if not x.requires_grad])
-        return (None if token is None else token.clone(), *outs)
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        saved = ctx.saved_tensors
-        saved, kept = saved[: ctx.count], saved[ctx.count :]
-        twice = torch.is_grad_enabled()
-        needs = ctx.needs_input_grad[3:]
-        # Views: one input may be made from another, which has its own gradient here.
-        tensors = [
-            x.view_as(x) if twice else x.detach().requires_grad_(need)
-            for x, need in zip(saved, needs, strict=True)
-        ]
-        thread = UnitToken(saved[0].device if saved else None) if ctx.tracked else None
-        flat = ctx.replay.again(tensors, kept, thread)
-        pairs = [
-            (flat[i], g)
-            for i, g in zip(ctx.at, grads, strict=True)
-            if g is not None and flat[i].requires_grad
-        ]
-        # A backward of the loss's own, by a value between units, brings no token, and
-        # must reach no parameter; a pipeline asks for these one by one, without it.
-        own = token is not None or ctx.replay.staged
-        if own and thread is not None and thread.token is not thread.start:
-            pairs.append((thread.token, torch.zeros_like(thread.token)))
-        wanted = list(compress(tensors, needs))
-        beside = [] if thread is None else [thread.start]
-        parts = ctx.replay.parts() if own else []
-        beside += parts
-        found: Any = [None] * len(wanted)
-        if pairs and (wanted or beside):
-            ys, gs = zip(*pairs, strict=True)
-            pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
-            with run_as(Running(None, recompute=True)):
-                found = pull(ys, gs, wanted, beside)
-            if parts and len(found) > len(wanted):  # else they are added to
-                add_gradients(parts, found[len(found) - len(parts) :])
-        each = iter(found)
-        given = [next(each) if need else None for need in needs]
-        return (None, None, token, *given)
-
-
-def _pull(
-    ys: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    twice: bool = False,
-) -> Sequence[Tensor | None]:
-    """The gradients of ``wanted``; the backward also reaches ``beside``."""
-    inputs = [*wanted, *beside]
-    with internal():
-        return torch.autograd.grad(
-            ys, inputs, gs, allow_unused=True, create_graph=twice
-        )

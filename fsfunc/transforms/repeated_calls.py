@@ -1,18 +1,30 @@
-"""A unit call that is run twice: what it was given, and what it gives."""
+"""A unit call that is run a second time, when its backward first reads a value.
+
+In the first run a unit's function saves nothing: autograd gets a :class:`_Residual` in
+place of each tensor. The second run gives these their values, in the same order, and
+ends with the last: what a function computes after it, such as a block's last product,
+makes its output alone. The graph is that of the first run, so it may be differentiated
+twice or in parts, and buffers are gathered and dropped by it as without ``remat``.
+
+Source: torch.utils.checkpoint, the variant that is not reentrant.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.core.execution_context import Running, run_as
+from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
@@ -22,11 +34,47 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.transforms.policies import Policy, Tape
-from fsfunc.transforms.unread_tail import NO_TAIL, TailNotes, TailSkipping
+
+
+class _Residual:
+    """A tensor that a backward reads, from the second run until it has been read."""
+
+    __slots__ = ("value", "version", "__weakref__")
+    value: Tensor | None
+
+
+class _Done(BaseException):
+    """All residuals have values. Not an Exception: a unit must not swallow it."""
+
+
+class _Passing(_torch.UnheardMode):
+    """A dispatch mode that only is there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class How(Enum):
+    """How the tensors that a function saves are replaced, by what it does.
+
+    Args:
+        DROPS: as they are saved.
+        KEEPS: the same, and they stay until it returns: it computes gradients itself.
+        AFTER: when it has returned: it uses torch.func, which allows no hooks.
+    """
+
+    DROPS = auto()
+    KEEPS = auto()
+    AFTER = auto()
 
 
 class RepeatedCall:
-    """A unit call that can be run a second time."""
+    """A unit call whose residuals are computed again.
+
+    Args:
+        tensors: the arguments' leaves that are saved, at ``places`` of ``leaves``.
+        policy: the named values to keep, if any.
+    """
 
     def __init__(
         self,
@@ -39,175 +87,225 @@ class RepeatedCall:
         tensors: Sequence[Tensor],
     ):
         self.run, self.places, self.treedef = run, places, treedef
-        held = set(places)
         # What is differentiated is saved by autograd, not here.
-        self.leaves = [
-            (x.with_local(None) if isinstance(x, Sharded) else None) if i in held else x
-            for i, x in enumerate(leaves)
-        ]
+        self.leaves = list(leaves)
+        for i in places:
+            x = leaves[i]
+            self.leaves[i] = x.with_local(None) if isinstance(x, Sharded) else None
+        self.needs = [x.requires_grad for x in tensors]
         self.tape = None if policy is None else Tape(policy)
         self.casts = {
             kind: torch.get_autocast_dtype(kind)
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         }
-        self.staged, around = call.frame.staged, call.frame
         # In a gradient call the unit's body sets the generators by itself.
-        seeded = around.seed is not None
-        self.states: States = [] if seeded else generator_states()
-        self.tails = call.unit.tails if around.compiler is None else None
-        self.traced = around.tracer is not None
-        for handler in around.handlers:
-            if handler.reads_outputs:
-                self.tails = None
+        f = call.frame
+        self.states: States = [] if f.seed is not None else generator_states()
         # Calls of one key do the same, as far as anybody can tell.
-        key = [-1 if around.at is None else around.at.rank, treedef]
-        for x in tensors:
-            key += type(x), x.shape, x.dtype, x.requires_grad
-        self.key = tuple(key)
+        kinds = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
+        self.key = (f.at and f.at.rank, treedef, *kinds)
+        # A plan is that of a first call, whoever has planned before.
+        self.known = call.unit.derives if f.tracer is None else {}
+        self.how = self.known.get(self.key)
+        # Each with the shape and dtype of what it stands for.
+        self.residuals: list[tuple[weakref.ref[_Residual], Any, Any]] = []
+        self.modes = 0  # dispatch modes around the function, which see other operators
+        self.device: Any = None  # of the unit token
+        self.running, self.within = True, False
+        self.derives = self.missed = False
+        # Nodes that save the arguments, and what is kept.
+        self.savers: list[Any] = []
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """The call's output, flat, and its structure."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.places, tensors, strict=True):
-            old = leaves[i]
-            leaves[i] = old.with_local(x) if isinstance(old, Sharded) else x
-        params, inputs, keywords = tree.unflatten(self.treedef, leaves)
-        return tree.flatten(self.run(params, *inputs, **keywords))
-
-    def parts(self) -> list[Tensor]:
-        """Its leaves that are used outside units, maybe in this call."""
-        found = {}
-        for x in self.leaves:
-            if isinstance(x, Sharded) and x.parts:
-                part = x.parts.get((id(x.packed), id(x.layout)))
-                found |= {} if part is None else {id(part): part}
-        return list(found.values())
-
-    def first(self, tensors: Sequence[Tensor], thread: Any) -> tuple[list[Any], Any]:
+    def first(
+        self,
+        params: Any,
+        inputs: Any,
+        named: Any,
+        tensors: Sequence[Tensor],
+        now: Running,
+    ) -> Any:
         """The first run: as without ``remat``, so that torch takes the same kernels."""
-        tail = None if self.tails is None else self.tails.get(self.key)
-        if tail is not None and not tail.inner and self.tape is None:
-            # A plan is that of a first call too, when no tail is known yet.
-            if _torch.saves_plainly() and not self.traced:
-                found = self._unsaved(tensors, thread)
-                if found is not None:
-                    return found
-                self.tails[self.key] = tail._replace(inner=True)  # type: ignore[index]
-        notes = None
-        if self.tails is not None and self.key not in self.tails:
-            notes = TailNotes()
-        with run_as(Running(thread, forgotten=True, around=notes)):
-            if self.tape is None:
-                found, spec = self(tensors)
-            else:
-                with self.tape.keep():
-                    found, spec = self(tensors)
-        if notes is not None and notes.count and self.tails is not None:
-            self.tails[self.key] = notes.tail(found)
-        return found, spec
+        if (thread := now.thread) is None:
+            anchor = next(x for x in tensors if x.requires_grad)
+        else:
+            anchor, self.device = thread.token, thread.start.device
+        self.savers = [_Saver.apply(anchor, *tensors).grad_fn]
+        with run_as(replace(now, forgotten=True, around=self._unsaved)):
+            out = self.run(params, *inputs, **named)
+        if self.tape is not None:
+            self.savers.append(_Saver.apply(anchor, *self.tape.tensors()).grad_fn)
+        self.running = self.within = False
+        return out
 
-    def _unsaved(self, tensors: Sequence[Tensor], thread: Any) -> Any:
-        """The first run, with nothing saved; None where something was asked for.
+    def _unsaved(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Calls the unit's function, which saves residuals."""
+        if self.within:  # that of a unit which it calls
+            return fn(*args, **keywords)
+        self.within, self.modes = True, _torch.dispatch_modes()
+        with nullcontext() if self.tape is None else self.tape.keep():
+            if self.how is None:
+                return self._tried(fn, args, keywords)
+            if self.how is not How.AFTER:
+                return self._hooked(fn, args, keywords)
+            out, handles = saving(fn, args, keywords)
+            for handle in handles:
+                handle.register_hooks(self._pack, self._unpack)
+            return out
 
-        What is saved would be freed with the run's graph, when the call is over. Freed
-        as soon as nobody reads it, its memory is in the processor's caches still when
-        the next operator takes it.
+    def _hooked(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            out = fn(*args, **keywords)
+        if self.missed:
+            raise RuntimeError(_MISSED)
+        if self.how is not How.DROPS:
+            for each, *_ in self.residuals:
+                if (one := each()) is not None:
+                    one.value = None
+        return out
 
-        Raises:
-            RuntimeError: something was asked for after units within had run.
-        """
-        missed = []
-
-        def miss(nothing: None) -> Tensor:
-            missed.append(True)
-            raise RuntimeError("this value was not saved")
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(_FORGET, miss)
+    def _tried(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Calls a function of which it is not known what it does."""
+        thread, states = running().thread, generator_states()
+        token = None if thread is None else thread.token
         try:
-            with hooks, run_as(Running(thread, forgotten=True)):
-                found = self(tensors)
-        except Exception:
-            if not missed:
+            out = self._hooked(fn, args, keywords)
+            self.how = How.KEEPS if self.derives else How.DROPS
+        except RuntimeError as error:
+            if not _torch.forbids_hooks(error):
                 raise
-            found = None
-        if missed:
-            if thread is not None and thread.token is not thread.start:
+            self.how = How.AFTER
+        self.known[self.key] = self.how
+        if self.how is How.AFTER:
+            if thread is not None and token is not None:
+                thread.token = token
+            set_generators(states)
+            self.residuals, self.within = [], False
+            return self._unsaved(fn, *args, **keywords)
+        return out
+
+    def _pack(self, x: Tensor) -> _Residual:
+        one = _Residual()
+        if self.how is None or self.how is How.KEEPS:
+            one.value = x = x.detach()
+            one.version = x._version
+        else:
+            one.value = None
+        self.residuals.append((weakref.ref(one), x.shape, x.dtype))
+        return one
+
+    def _unpack(self, one: _Residual) -> Tensor:
+        self.derives = self.derives or self.running
+        if one.value is None:
+            if self.running:
+                self.missed = True
                 raise RuntimeError(_MISSED)
-            if self.states:
-                set_generators(self.states)
-            return None
-        return found
+            self._compute()
+        if (value := one.value) is None:
+            raise RuntimeError(_UNLIKE)
+        if value._version != one.version:
+            raise RuntimeError(_CHANGED)
+        return value
 
-    def again(
-        self, tensors: Sequence[Tensor], kept: Sequence[Tensor], thread: Any
-    ) -> list[Any]:
-        """The second run: its values are right where the backward reads them."""
-        tail = NO_TAIL if self.tails is None else self.tails.get(self.key, NO_TAIL)
-        if tail.ops and self.tails is not None and not torch.is_grad_enabled():
-            skipping = TailSkipping(tail)
-            try:
-                flat = self._again(
-                    tensors, kept, Running(thread, True, False, skipping)
-                )
-                if skipping.is_unheld(flat):
-                    return flat
-            except Exception:
-                if not skipping.has_skipped:
-                    raise
-            self.tails[self.key] = tail._replace(ops=())
-        return self._again(tensors, kept, Running(thread, recompute=True))
-
-    def _again(
-        self, tensors: Sequence[Tensor], kept: Sequence[Tensor], how: Running
-    ) -> list[Any]:
-        """The second run: with the casts and random numbers of the first."""
-        with torch.enable_grad(), run_as(how), ExitStack() as stack:
-            if self.states:
-                stack.enter_context(generators_kept())
-                set_generators(self.states)
-            for kind in ("cpu", "cuda"):
-                dtype = self.casts.get(kind)
-                if dtype is not None or torch.is_autocast_enabled(kind):
-                    cast = torch.autocast(kind, dtype, enabled=dtype is not None)
-                    stack.enter_context(cast)
-            if self.casts:  # an autocast around us would keep our leaves' casts
-                stack.callback(torch.clear_autocast_cache)
-            if self.tape is not None:
-                stack.enter_context(self.tape.replay(kept))
+    def _compute(self) -> None:
+        """The second run: gives the residuals their values, and ends with the last."""
+        (saved, *kept), leaves = [n.saved_tensors for n in self.savers], [*self.leaves]
+        for i, x, need in zip(self.places, saved, self.needs, strict=True):
+            x, old = x.detach().requires_grad_(need), leaves[i]
+            leaves[i] = old.with_local(x) if isinstance(old, Sharded) else x
+        params, inputs, named = tree.unflatten(self.treedef, leaves)
+        thread = None if self.device is None else UnitToken(self.device)
+        self.within = False
+        with ExitStack() as stack:
+            now = Running(thread, recompute=True, around=self._saved)
+            stack.enter_context(run_as(now))
+            self._enter_as_before(stack, *kept)
             stack.enter_context(internal())
-            return self(tensors)[0]
+            with torch.enable_grad(), suppress(_Done):
+                self.run(params, *inputs, **named)
+
+    def _enter_as_before(self, stack: ExitStack, kept: Sequence[Tensor] = ()) -> None:
+        """Enters the casts and the random numbers of the first run."""
+        if self.states:
+            stack.enter_context(generators_kept())
+            set_generators(self.states)
+        for kind in ("cpu", "cuda"):
+            dtype = self.casts.get(kind)
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                cast = torch.autocast(kind, dtype, enabled=dtype is not None)
+                stack.enter_context(cast)
+        if self.casts:  # an autocast around us would keep our leaves' casts
+            stack.callback(torch.clear_autocast_cache)
+        if self.modes and not _torch.dispatch_modes():
+            stack.enter_context(_Passing())
+        if self.tape is not None:
+            stack.enter_context(self.tape.replay(kept))
+
+    def _saved(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Calls the unit's function a second time; residuals get what it saves."""
+        if self.within:
+            return fn(*args, **keywords)
+        self.within = True
+        due = iter(self.residuals)
+        left = len(self.residuals)
+
+        def fill(x: Tensor) -> Tensor:
+            nonlocal left
+            x, left = x.detach(), left - 1
+            if left >= 0:
+                each, *kind = next(due)
+                if kind != [x.shape, x.dtype]:
+                    raise RuntimeError(_UNLIKE)
+                if (one := each()) is not None:
+                    one.value, one.version = x, x._version
+            if left <= 0:
+                raise _Done
+            return x
+
+        if self.how is not How.AFTER:
+            with saved_tensors_hooks(fill, _as_it_is):
+                return fn(*args, **keywords)
+        out, handles = saving(fn, args, keywords)
+        for handle in handles:
+            fill(handle.data)
+        return out
 
 
-_FORGET: Any = deque(maxlen=0).append  # gives None and keeps nothing, in C
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[Any]]:
+    """The result of ``fn``, and handles on what autograd saved for its backward."""
+    given = [x for x in tree.leaves((args, keywords)) if isinstance(x, Tensor)]
+    stop = {x.grad_fn for x in given}
+    if (thread := running().thread) is not None:
+        stop.add(thread.token.grad_fn)
+    out = fn(*args, **keywords)
+    made = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
+    nodes = _torch.graph_nodes([x.grad_fn for x in made if x.requires_grad], stop)
+    return out, _torch.saved_handles(nodes)
+
+
+class _Saver(torch.autograd.Function):
+    """Saves tensors. Its node leads to ``anchor``, and nothing leads to it."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
 
 _MISSED = (
-    "a unit under remat computes gradients itself, of units that it calls, and did not "
-    "when it was first called with arguments of these shapes: make what differs a part "
-    "of its arguments' structure, or two units of it"
+    "a unit under remat computes gradients itself, and did not when first called with "
+    "arguments of these shapes: make what differs a part of its arguments' structure, "
+    "or two units of it"
 )
-
-
-class Output:
-    """A call's output: the tensors travel through the Function, the rest stays here."""
-
-    def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
-        """The tensors, each once, of a call's flat output."""
-        numbers: dict[int, int] = {}
-        self.rest, self.at, self.spec = list(flat), list[int](), spec
-        for i, x in enumerate(flat):
-            if isinstance(x, Tensor):
-                if id(x) not in numbers:
-                    numbers[id(x)] = len(self.at)
-                    self.at.append(i)
-                self.rest[i] = _Place(numbers[id(x)])
-        return list(map(flat.__getitem__, self.at))
-
-    def give(self, tensors: Sequence[Tensor]) -> Any:
-        """The output, with ``tensors`` in their places."""
-        flat = [tensors[x] if isinstance(x, _Place) else x for x in self.rest]
-        return tree.unflatten(self.spec, flat)
-
-
-class _Place(int):
-    """The position of a tensor of the output."""
+_UNLIKE = (
+    "a unit under remat saved something else for its backward when it ran again: it "
+    "must do the same again"
+)
+_CHANGED = (
+    "a value that a unit's backward needs was changed by an in-place operation after "
+    "it was saved: write into a copy"
+)

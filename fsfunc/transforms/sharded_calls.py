@@ -49,7 +49,7 @@ class Sharding(Interpretation):
     rank, the number of these leaves, and ``argnums``.
     """
 
-    lays_out, reads_outputs = True, False
+    lays_out = True
     called = "shard"
 
     def __init__(self, options: ShardOptions, first_calls: FirstCalls):

@@ -88,7 +88,8 @@ def _gather_and_forget(
         calls, shards, flats, order = _gathered_calls(
             leaves, treedef, mine, call, runtime
         )
-        calls = runtime.take(calls, shards, call.frame.casts, now.recompute)
+        found = now.recompute and not now.forgotten  # else it is gathered once more
+        calls = runtime.take(calls, shards, call.frame.casts, found)
         token = None if thread is None else thread.token
         apart = call.frame.staged
         token, views = enter(runtime, calls, shards, flats, token, apart)
@@ -103,7 +104,7 @@ def _gather_and_forget(
         if any(h.reads_again(call) for h in call.frame.handlers):
             calls[0].forgets = True
     token, again = token if thread is None else thread.token, now.recompute
-    token = leave(runtime, calls, shards, token, views, given, outs, again)
+    token = leave(runtime, calls, shards, token, views, given, outs, again, call.savers)
     if thread is not None and token is not None:
         thread.token = token
     return tree.unflatten(spec, outs)
