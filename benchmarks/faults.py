@@ -93,7 +93,6 @@ class Case:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
                 GLOO_SOCKET_IFNAME="lo",
-                FSFUNC_FLIGHT=self.folder,
             )
             self._meet(rank)
             work(self.side, self.fault, rank, self.path(rank, "notes"))

@@ -117,7 +117,6 @@ def processes(tmp_path: Path) -> Callable[[str | Path, int], str]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(nproc),
-            "FSFUNC_FLIGHT": str(logs),
         }
         ranks = [
             forking.Program(

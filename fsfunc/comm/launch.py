@@ -103,9 +103,8 @@ def make_mesh(
             seconds or as a timedelta, for every group of the mesh; None: as long as
             the process group does (30 minutes by default). The error, a RuntimeError,
             says where each rank is. After half of that time (5 minutes at most, or
-            ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr, and each rank
-            writes its last 100 collectives to a file (in the folder ``FSFUNC_FLIGHT``;
-            removed if the run ends well). On other backends it has no effect.
+            ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr. On other
+            backends it has no effect.
 
     A mesh is closed after an error: to continue, every rank calls
     ``torch.distributed.destroy_process_group()`` and makes another one. A forked

@@ -8,15 +8,10 @@ the line is read from its thread's stack.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from types import FrameType
 from typing import Any
 
 from fsfunc.comm.attribution import called_by_user, current_label
@@ -64,29 +59,6 @@ class FlightRecord:
     def __str__(self) -> str:
         return f"#{self.number} {self.call}"
 
-    def row(self) -> dict[str, Any]:
-        """The record as a row of a dump."""
-        op, how, axis, shape, dtype, what = self.said
-        clock = time.time() - time.monotonic()
-        came = "ended" if self.ended else "waiting" if self.waiting else "issued"
-        return {
-            "number": self.number,
-            "op": op,
-            "how": {k: repr(v) for k, v in how},
-            "axis": axis,
-            "ranks": self.where.ranks,
-            "shape": list(shape),
-            "dtype": str(dtype).removeprefix("torch."),
-            "what": what,
-            "unit": self.label[0],
-            "phase": self.label[1],
-            "line": self.call.where,
-            "state": "failed" if self.failed else came,
-            "begun": clock + self.begun,
-            "waited": clock + self.waited if self.waited else None,
-            "ended": clock + self.ended if self.ended else None,
-        }
-
 
 class FlightRecorder:
     """The records of this process, and the last that it has to say."""
@@ -94,7 +66,6 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
         self.said = ""  # the error that stopped it, if any
-        self.folder = ""  # where it was written, once it was
 
     def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
         record = FlightRecord(said, where, number)
@@ -118,49 +89,10 @@ class FlightRecorder:
         last = f"; its last was {self.records[-1]}" if self.records else ""
         return f"runs{f', at {line}' if line else ''}{last}"
 
-    def dump(self, rank: int) -> str:
-        """Writes JSON lines: where the process is, then its records, oldest first.
-
-        Returns the file, in a folder that this process makes below ``FSFUNC_FLIGHT``
-        or the folder of temporary files, for this user alone.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        stack = [
-            f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-            for frame in _frames(threading.main_thread().ident)
-        ]
-        first = {"rank": rank, "state": self.state(), "at": time.time(), "stack": stack}
-        rows = [first, *(record.row() for record in list(self.records))]
-        if not self.folder:
-            parent = os.environ.get("FSFUNC_FLIGHT") or None
-            self.folder = tempfile.mkdtemp(prefix=f"fsfunc-{os.getpid()}-", dir=parent)
-        path = os.path.join(self.folder, f"rank{rank}.jsonl")
-        part, name = tempfile.mkstemp(dir=self.folder)  # 0600; it follows no link
-        with open(part, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(name, path)  # one before it may be read right now
-        return path
-
-    def clear(self) -> None:
-        """Removes what was written, after a run that ended well."""
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _frames(thread: int | None) -> list[FrameType]:
-    """The frames of a thread, the innermost first."""
-    frame, found = sys._current_frames().get(thread or 0), []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
 
 def line_of(thread: int | None) -> str:
     """``file:line`` where a thread is in the user's code; "" where it is in none."""
-    for frame in _frames(thread):
-        if called_by_user(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return ""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and not called_by_user(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

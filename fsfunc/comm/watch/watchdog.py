@@ -2,9 +2,9 @@
 
 A rank that waits in vain asks the others where they are (see ``mailboxes``), and raises
 with their answers. One that has waited for ``FSFUNC_WATCHDOG`` seconds (by default half
-the mesh's timeout, and five minutes at most) prints them to stderr, and all ranks write
-their last records to files. A rank that ends by an error tells all others first: those
-that wait for it raise within two seconds, with its error as the cause.
+the mesh's timeout, and five minutes at most) prints them to stderr. A rank that ends by
+an error tells all others first: those that wait for it raise within two seconds, with
+its error as the cause.
 """
 
 from __future__ import annotations
@@ -84,21 +84,15 @@ class Watchdog:
 
     def _answer(self, kind: str) -> str:
         """The answer to a question, from the thread that receives it."""
-        state = self.flight.state()
-        if kind != "dump":
-            return state
-        try:
-            return f"{state}\n    {self.flight.dump(self.rank)}"
-        except OSError as error:
-            return f"{state}\n    whose records cannot be written: {error}"
+        return self.flight.state()
 
-    def states(self, ranks: Iterable[int], kind: str = "where") -> dict[int, str]:
+    def states(self, ranks: Iterable[int]) -> dict[int, str]:
         """The states of ranks: where each is, or what became of it."""
         found = {self.rank: self.flight.state()}
         if self.mailbox is not None:
             size = self.mailbox.size
             every = range(size) if size <= _WHOLE else [*ranks]
-            heard, rest = self.mailbox.ask(every, kind)
+            heard, rest = self.mailbox.ask(every, "where")
             found = rest | found | heard
         return dict(sorted(found.items()))
 
@@ -163,8 +157,6 @@ class Watchdog:
             self.mailbox.close(self.flight.said)
         self.over.set()
         self.thread.join(_TICK)
-        if not self.flight.said:
-            self.flight.clear()
 
     # The thread
 
@@ -191,8 +183,8 @@ class Watchdog:
         return box is not None and any(box.last_words([*ranks]).values())
 
     def _say(self, record: FlightRecord) -> None:
-        """Of the ranks that wait the first says where everybody is; all dump."""
-        states = self.states(record.where.ranks, "dump")
+        """The first of the ranks that wait says where everybody is."""
+        states = self.states(record.where.ranks)
         if any(
             text.startswith("waits ") for r, text in states.items() if r < self.rank
         ):
