@@ -30,7 +30,7 @@ optimizers
 local updates
     local_sgd LocalState slowmo gossip consensus graphs
 pipelines
-    schedules Costs bubble verify clock balance profile program momentum_prediction
+    schedules Costs bubble verify clock balance profile program
 layers
     nn batch_norm init_statistics commit_statistics RunningStatistics
 checkpoints
@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     from fsfunc.optim.widening import master_weights, stochastic_rounding
     from fsfunc.pipelining import schedules
     from fsfunc.pipelining.balanced_cuts import balance, profile
-    from fsfunc.pipelining.pipelines import momentum_prediction, pipeline
+    from fsfunc.pipelining.pipelines import pipeline
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
     from fsfunc.planning import hardware
@@ -196,7 +196,7 @@ _LATER = {
         "fsfunc.optim.torch_optimizers": "from_torch",
         "fsfunc.optim.widening": "master_weights stochastic_rounding",
         "fsfunc.pipelining.balanced_cuts": "balance profile",
-        "fsfunc.pipelining.pipelines": "momentum_prediction pipeline",
+        "fsfunc.pipelining.pipelines": "pipeline",
         "fsfunc.pipelining.schedules": "schedules",
         "fsfunc.pipelining.timing": "Costs bubble clock",
         "fsfunc.pipelining.verification": "verify",

@@ -1,7 +1,4 @@
-"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data.
-
-And ``momentum_prediction``, for stages that update in between.
-"""
+"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data."""
 
 from __future__ import annotations
 
@@ -9,18 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
-from fsfunc.optim.adam import AdamState
-from fsfunc.optim.descent import SgdState
-from fsfunc.optim.leaves import Tree
-from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.optim.schedules import Schedule as Rates
-from fsfunc.optim.schedules import rate_at
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -79,9 +68,9 @@ def pipeline(
         update: for a schedule with updates, such as ``ff.schedules.asynchronous``: the
             optimizer that a rank applies to its own leaves at each of them. ``f`` is
             a loss, and what comes back a train step.
-        predict: with ``update``: ``(params, opt_state, updates) -> params``, such as
-            ``ff.momentum_prediction``: a forward whose gradient will be some updates
-            late uses parameters predicted so many updates ahead.
+        predict: with ``update``: ``(params, opt_state, updates) -> params``: a forward
+            whose gradient will be some updates late uses parameters predicted so many
+            updates ahead, by the momentum in ``opt_state`` say.
 
     With ``update`` the result is ``step(state, *batch) -> (state, {"loss": loss})``;
     ``state.step`` counts calls, the optimizer's own count its updates. An update
@@ -200,84 +189,3 @@ def _made(schedule: MakeSchedule, stages: Stages, m: int, ranks: int) -> Schedul
     if count % ranks:
         raise ScheduleError(f"{count} stages do not part evenly over {ranks} ranks")
     return parse(schedule(count, m, chunks=count // ranks))
-
-
-def momentum_prediction(
-    learning_rate: float | Rates,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-) -> Predict:
-    """A ``predict`` for `pipeline`: as if every update to come were like the last.
-
-    With s the updates ahead, of ``sgd`` with momentum ``p - s l v``; of
-    ``sharded_adam`` ``p - s l m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``, of t
-    updates made. Weight decay is left out. Before the first update nothing changes.
-
-    Args:
-        learning_rate: the optimizer's: a number, or ``schedule(count)``.
-        b1, b2, eps: those of ``sharded_adam``; ``sgd`` has no use for them.
-
-    Returns:
-        ``predict(params, opt_state, updates) -> params``. The state of ``sgd`` or of
-        ``sharded_adam`` is found in it, also in that of a ``chain``.
-
-    Raises:
-        ValueError: later, a state without momentum, or with several.
-
-    Cost: one pass over the rank's parameters, and a copy of them, for each microbatch.
-
-    Source: Chen et al., SpecTrain, 2018.
-
-    >>> import torch, fsfunc as ff
-    >>> optimizer = ff.sgd(0.1, momentum=0.5)
-    >>> w = torch.ones(2)
-    >>> w, state = optimizer.apply(torch.ones(2), optimizer.init(w), w)
-    >>> w, ff.momentum_prediction(0.1)(w, state, 2)
-    (tensor([0.9000, 0.9000]), tensor([0.7000, 0.7000]))
-    """
-
-    def predict(params: Tree, opt_state: Any, updates: int) -> Tree:
-        state = _moments(opt_state)
-        count, rate = state.count, rate_at(learning_rate, state.count)
-        # Before the first update moments are 0, and so is what they would divide by.
-        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        # Moments are where gradients are: a leaf without them takes no part.
-        if isinstance(state, SgdState):
-            matched = Matched.of(params, state.momentum)
-        else:
-            matched = Matched.of(params, state.mu, state.nu)
-
-        def rule(p: Tensor, m: Tensor, *rest: Any):
-            *squares, _ = rest
-            if not squares:
-                return (p - (updates * rate) * m,)
-            (v,) = squares
-            scale = v.sqrt() / (1 - b2**count) ** 0.5 + eps
-            far = updates * rate / (1 - b1**count)
-            return p - far * (m / scale).to(p.dtype), v
-
-        return matched.composed(rule, [0.0] * len(matched.active), as_params=True)[0]
-
-    return predict
-
-
-def _moments(opt_state: Any) -> SgdState | AdamState:
-    """The one state with momentum among the states of a chain."""
-    found, todo = [], [opt_state]
-    while todo:
-        state = todo.pop()
-        if isinstance(state, AdamState) or (
-            isinstance(state, SgdState) and state.momentum is not None
-        ):
-            found.append(state)
-        elif isinstance(state, tuple):
-            todo += state
-    if len(found) != 1:
-        raise ValueError(
-            f"the optimizer's state has {len(found)} states with momentum: a "
-            "prediction needs one, of sgd(momentum=) or sharded_adam; write another "
-            "predict=(params, opt_state, updates) -> params"
-        )
-    return found[0]
