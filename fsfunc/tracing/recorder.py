@@ -36,7 +36,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing import runs
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
-from fsfunc.tracing.refusals import refuse_cut
+from fsfunc.tracing.refusals import refuse_cut, scripts_told
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import OwnValues, Reads
 
@@ -79,7 +79,8 @@ def record(
             again = None if planned else partial(_numbers_again, run, remembers)
             found.steadiness = Steadiness(found.said, again, found.calls_at)
             return found
-    return run()
+    with scripts_told():
+        return run()
 
 
 def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:

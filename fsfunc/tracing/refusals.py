@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.attribution import source_line
+from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.typed_maps import LawError
+from fsfunc.sharded.leaf import NotATensor
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Rows
 from fsfunc.tracing.types import PARTS, Kind
@@ -63,6 +65,25 @@ def refusal(
         second=given[-1] if given else None,
     )
     return LawError(text)
+
+
+@contextmanager
+def scripts_told() -> Iterator[None]:
+    """Inside, what torch.jit.script made is told what it may be given, and where.
+
+    Raises:
+        NotATensor: in place of torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "instead found type 'Recorded'" not in str(error):
+            raise
+        raise NotATensor(
+            f"at {traceback_line(error)} a function of torch.jit.script, which takes "
+            "nothing but tensors, is given a leaf of the step's first argument outside "
+            "units: call it in an @ff.unit, or for each leaf by ff.tree.map(fn, ...)"
+        ) from error
 
 
 def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:

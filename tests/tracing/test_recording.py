@@ -168,6 +168,24 @@ def test_a_step_that_asks_for_a_value_is_told_where(kind):
     close(ff.spmd(main, MESH)()[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_scripted_functions_run_in_units_and_by_maps_and_are_told_elsewhere():
+    scripted = torch.jit.script(stepped)
+    inside = ff.unit(lambda p, x: scripted(x @ p["w"], p["s"]))
+    loss = lambda p, x: inside(p["layers"][0], x).sum()  # noqa: E731
+    assert paths(recorded(loss, layers(1))[0]) == [["layers/0/s", "layers/0/w"]]
+
+    def beside(p, x):
+        return loss(p, x) + scripted(p["scale"], x.mean())  # beside
+
+    with pytest.raises(TypeError, match=f"{here('# beside')}.*torch.jit.script.*unit"):
+        recorded(beside, layers(1, scale=torch.ones(())))
+
+
+def stepped(w, g):
+    return w - 0.1 * g
+
+
 def test_recording_leaves_no_trace():
     """Nothing is sent, drawn or written, also where it fails."""
     unit = ff.unit(lambda p, x: torch.dropout(x * p, 0.5, True))
