@@ -44,8 +44,8 @@ def check(
     fake tensors, or, if it cannot, on copies of its arguments, as if all ranks had the
     same. If it reads a value, it is run with several numbers in its place; a rank's own
     value differs between ranks. Of simulated ranks, which run one program, the first to
-    come and the last of the mesh run the check, or all of them if the step reads its
-    rank.
+    come and the last of the mesh (or the first of it, if the last came first) run the
+    check, or all of them if the step reads its rank.
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.
@@ -61,14 +61,15 @@ def check(
         Unsteady: it does not repeat itself.
         Exception: what the step itself raises on copies.
     """
-    notes, last = at.link.notes, at.rank == at.mesh.size - 1
+    notes, last = at.link.notes, at.mesh.size - 1
     key, known = None, None
     if notes is not None:
         count = notes["checks", at.rank] = notes.get(("checks", at.rank), 0) + 1
         key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
         known, asks = notes.get(key, (None, False))
-        if known is not None and not (last or asks):
-            return known
+        if known is not None and not asks:
+            if at.rank != (0 if known.stand_ins.rank == last else last):
+                return known
     asked: set[str] = set()
     trial = _Trial(call, args, keywords, axes, asked)
     found = there = trial.first(at)

@@ -236,3 +236,20 @@ def test_processes_are_told_too(processes):
         2,
     )
     assert out.count(f"told {len(CASES)}") >= 1, out
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_whichever_rank_comes_first_a_number_that_differs_is_told(waits, odd):
+    def step(by, ws, x):
+        return tree.map(lambda g: g * by, ff.value_and_grad(loss)(ws, x)[1])
+
+    def main():
+        ws = ff.place(ff.shard(loss, MESH, "data"), params(), X)
+        if waits:  # after a collective the last to come goes on first
+            ff.psum(torch.ones(()), "data")
+        by = 2.0 if MESH.rank == odd else 1.0
+        ff.shard(partial(step, by), MESH, "data")(ws, X)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        ff.spmd(main, MESH)()
