@@ -62,11 +62,11 @@ def of_integers():
 OTHERS = {
     "no optimizer": (
         lambda: ff.spmd(lambda: ff.init_state(SHARDED, W, 3, X), MESH)(),
-        TypeError, "got 3 of type int as its optimizer",
+        TypeError, "'int' object is not callable",
     ),
     "nor is None": (
         lambda: ff.spmd(lambda: ff.abstract_state(SHARDED, W, None, X), MESH)(),
-        TypeError, "of type NoneType as its optimizer",
+        TypeError, "'NoneType' object is not callable",
     ),
     "a batch size": (
         lambda: ff.batches(DATA, MESH, "data", 1.5), TypeError,

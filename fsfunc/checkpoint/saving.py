@@ -33,7 +33,7 @@ from fsfunc.checkpoint.contents import (
     mesh_here,
 )
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, dtype_name
-from fsfunc.checkpoint.parsing import LEAVES, check_depth
+from fsfunc.checkpoint.parsing import check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import pmax
@@ -221,11 +221,10 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
         if (earlier := in_flight(at)) is not None:
             earlier.wait()
         where = Path(os.path.abspath(os.fspath(path)))
-        said = _checked(metadata or {})
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(
-                f"keep={keep!r}: it is how many checkpoints stay, at least 1"
-            )
+        said = json.loads(json.dumps(dict(metadata or {})))  # it may change meanwhile
+        check_depth(said)
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep!r}: how many checkpoints stay, at least 1")
         folders.check_absent(where)
         found = _saveable(state, at)
         return where, found, copies_of(found, at), said
@@ -246,12 +245,6 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
 def _saveable(state: Any, at: Here | None) -> Contents:
     refuse_spent(state)
     found = contents_of(state)
-    many = len(found.tensors) + len(found.values)
-    if many > LEAVES:
-        raise ValueError(
-            f"a state of {many} leaves cannot be saved, {LEAVES} at the most: stack "
-            "leaves of one shape, or save it in parts"
-        )
     for path, held in found.tensors.items():
         if held.part.dtype not in SAFE_DTYPES:
             raise TypeError(
@@ -260,15 +253,3 @@ def _saveable(state: Any, at: Here | None) -> Contents:
             )
         check_mesh(held.layout, at, "save")
     return found
-
-
-def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        copy = json.loads(json.dumps(dict(metadata)))  # it may change meanwhile
-        check_depth(copy)
-        return copy
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"metadata must be what JSON can hold: {error}; turn it into numbers, "
-            "strings, lists and dicts"
-        ) from error

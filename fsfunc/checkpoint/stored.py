@@ -285,10 +285,6 @@ def bytes_of(x: Tensor) -> memoryview:
     >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
     [1, 0, 2, 1]
     """
-    if x.device.type != "cpu" or not x.is_contiguous():
-        raise ValueError(
-            f"a view of bytes needs a contiguous CPU tensor, not {x.device}"
-        )
     if x.nbytes == 0:
         return memoryview(bytearray())
     memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())

@@ -81,8 +81,6 @@ def computed(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_kind(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
     for name, m in module.named_modules():
         kind = type(m).__name__
         at = f"{name!r} is" if name else "the module is"

@@ -65,9 +65,6 @@ def by_size(
         whole: classes that are not looked into: they stay with what is around them.
         through: classes that are looked into, and never units themselves.
 
-    Raises:
-        ValueError: ``min_params`` below 1.
-
     Source: FairScale's ``default_auto_wrap_policy``.
 
     >>> from torch import nn
@@ -75,8 +72,6 @@ def by_size(
     >>> by_size(20).names(model)
     ['0', '2']
     """
-    if not isinstance(min_params, int) or min_params < 1:
-        raise ValueError(f"by_size({min_params!r}): a number of elements, 1 or more")
     return BySize(min_params, tuple(whole), tuple(through))
 
 

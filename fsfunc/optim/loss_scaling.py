@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.core.frames import Interpretation, composable, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
@@ -82,8 +82,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
         step is 0.
 
     Raises:
-        ValueError: an update under ``vmap``, where each sample would skip for itself; a
-            `loss_scale` within, which skips by itself.
+        ValueError: a `loss_scale` within, which skips by itself.
 
     Cost: a pass over the gradients, and one pmax of one number over all axes of the
     mesh, before anything is written. Nothing is copied. The number is read on the host,
@@ -114,23 +113,11 @@ class _IfFinite(Skipping):
     def counted(
         self, grads: Tree, state: ApplyIfFiniteState
     ) -> tuple[bool, ApplyIfFiniteState]:
-        finite = _read(all_finite(grads))
+        finite = holds(all_finite(grads))
         row = 0 if finite else state.notfinite_count + 1
         total = state.total_notfinite + (not finite)
         after = ApplyIfFiniteState(row, finite, total, state.inner_state)
         return finite or row > self.most, after
-
-
-def _read(flag: Tensor) -> bool:
-    try:
-        return holds(flag)
-    except RuntimeError as error:
-        if not composable():
-            raise
-        raise ValueError(
-            "apply_if_finite under vmap: each sample would skip for itself; skip by "
-            "torch.where(ff.all_finite(grads), ...) there"
-        ) from error
 
 
 class LossScaleState(NamedTuple):

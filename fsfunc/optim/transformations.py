@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsfunc.core.frames import composable
-from fsfunc.optim.leaves import Mask, Tree, differentiated, map_flat, scaled
+from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
@@ -180,15 +178,7 @@ def clip_by_value(max_value: float) -> Optimizer:
     """
 
     def clipped(tensors: list[Tensor]) -> list[Tensor]:
-        if composable():
-            return [t.clamp(-max_value, max_value) for t in tensors]
-        if not tensors:
-            return []
-        least = torch._foreach_clamp_min(tensors, -max_value)
-        if not differentiated(tensors):
-            torch._foreach_clamp_max_(least, max_value)
-            return list(least)
-        return list(torch._foreach_clamp_max(least, max_value))
+        return [t.clamp(-max_value, max_value) for t in tensors]
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(clipped, grads), state

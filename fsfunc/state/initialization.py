@@ -126,7 +126,7 @@ def init_state(
     >>> ff.spmd(main, mesh)()[3]
     True
     """
-    _check_given(step, optimizer, "init_state")
+    check_function(step, "init_state")
     first = _first_state(optimizer, extra)
     return _begun(step, params_or_init_fn, first, batch, record, layouts, like)
 
@@ -163,7 +163,7 @@ def abstract_state(
     >>> w.local.device, w.local.numel() == 2**32 / 4
     (device(type='meta'), True)
     """
-    _check_given(step, optimizer, "abstract_state")
+    check_function(step, "abstract_state")
     first, source = _first_state(optimizer, extra), Shapes()
     return _begun(step, params_or_init_fn, first, batch, "fake", layouts, like, source)
 
@@ -320,16 +320,6 @@ def _in_own_memory(
 
 def _memory(x: Any) -> Any:
     return _torch.storage_key(x) if isinstance(x, Tensor) else None
-
-
-def _check_given(step: Any, optimizer: Any, who: str) -> None:
-    check_function(step, who)
-    if not callable(getattr(optimizer, "init", optimizer)):
-        raise TypeError(
-            f"{who}(step, params, optimizer, *batch) got {optimizer!r} of type "
-            f"{type(optimizer).__name__} as its optimizer, which has no init(params), "
-            "and is no function that makes the state"
-        )
 
 
 class _Whole(NamedTuple):

@@ -127,7 +127,6 @@ def renamed(p):
 
 
 @refusals({
-    "a class": (of(lambda: Block), TypeError, "expected an nn.Module"),
     "lazy": (of(lambda: nn.LazyLinear(2)), ValueError, "'weight' has no shape yet"),
     "wrapped": (of(lambda: nn.DataParallel(Block())), TypeError, r"Parallel.*\.module"),
     "compiled": (of(lambda: compiled(Block())), TypeError, r"OptimizedM.*\._orig_mod"),
@@ -167,7 +166,6 @@ def renamed(p):
     "a type": (of(Stack, int), TypeError, "units has"),
     "a tensor": (of(Stack, torch.ones(1)), TypeError, "units has"),
     "a truth value": (of(Stack, True), TypeError, "units has"),
-    "size 0": (lambda: ff.by_size(0), ValueError, "1 or more"),
 })  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out):
     refused(call, error, way_out)

@@ -86,7 +86,6 @@ VALUES = [
      updated(ff.schedule_free(ff.sgd(0.1), 0.1))),
     *[(f"put that around.*{name}", lambda make=make: make(SCALED))
       for name, make in AROUND.items()],
-    ("each sample would skip for itself", vmapped(ff.apply_if_finite(ff.sgd(0.1)))),
     *[("p is", lambda p=p: ff.leaf_norms(P, p)) for p in (0, -1, math.nan)],
     ("orthogonalises a matrix", torchs("Muon")),
     ("sparse gradients", torchs("SparseAdam")),
