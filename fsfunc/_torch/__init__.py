@@ -88,6 +88,7 @@ from fsfunc._torch.internals import (
     held,
     hook_tables,
     is_compiled,
+    is_compiled_function,
     is_of_compiler,
     is_recompile_limit,
     keep_process_groups,

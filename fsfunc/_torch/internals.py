@@ -105,6 +105,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_compiled_function(fn: Callable[..., Any]) -> bool:
+    """True if torch.compile made it: a mode around it would have it compile again."""
+    return hasattr(fn, "_torchdynamo_orig_callable")
+
+
 def is_of_compiler(error: BaseException) -> bool:
     """True if torch.compile raised this, of what it was to compile."""
     module: Any = sys.modules.get("torch._dynamo.exc")

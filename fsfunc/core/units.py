@@ -87,8 +87,10 @@ class Unit:
         # The number of first inputs that ``precision`` does not cast: buffers.
         self.as_given: int = getattr(fn, "as_given", 0)
         self._seen: set[Any] = set()  # the shapes of which captures were checked
-        # By kind of arguments, how values are not saved: see `repeated_calls`.
+        # By kind of arguments, how values are not saved; and where Python's generators
+        # are not drawn of: see `repeated_calls`.
         self.derives: dict[Any, Any] = {}
+        self.quiet: set[Any] = set()
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
@@ -338,8 +340,6 @@ _UNSCALED = (
     "loss, by ff.loss_scale(optimizer)(grad_fn), or compute in bfloat16"
 )
 _PARTS = ("params", "inputs", "keywords")
-
-
 _VERSION = operator.attrgetter("_version")
 
 

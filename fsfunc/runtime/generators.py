@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
 
 MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
-States = list[tuple[torch.Generator, Tensor]]
+States = list[tuple[Any, Any]]  # of generators: how they stand
+
+
+class _Python:
+    """Python's default generator, as torch's and numpy's are asked."""
+
+    get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
 
 
 def generator_states() -> States:
@@ -27,8 +36,14 @@ def generator_states() -> States:
     generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    states = map(torch.Generator.get_state, generators)
-    return list(zip(generators, states, strict=True))
+    return [(g, g.get_state()) for g in generators]
+
+
+def other_states() -> States:
+    """Those of Python and of numpy, if that is there, and how they stand."""
+    numpy = sys.modules.get("numpy")
+    generators = [_Python, numpy.random] if numpy else [_Python]
+    return [(g, g.get_state()) for g in generators]
 
 
 def set_generators(states: States) -> None:
@@ -38,9 +53,9 @@ def set_generators(states: States) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[States]:
-    """Whatever is drawn inside, the default generators stand as before at the end."""
-    states = generator_states()
+def generators_kept(more: Iterable[Any] = ()) -> Iterator[States]:
+    """Whatever is drawn inside, default generators and ``more`` end as they began."""
+    states = [*generator_states(), *[(g, g.get_state()) for g in more]]
     try:
         yield states
     finally:
@@ -54,18 +69,35 @@ def other_generators_kept(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: with which they begin inside; None: as they stand.
     """
-    numpy = sys.modules.get("numpy")
-    python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
+    states = other_states()
     try:
         if seed is not None:
             random.seed(seed)
-            if numpy:
+            if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(seed)
         yield
     finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(theirs)
+        set_generators(states)
+
+
+class NotedDraws(TorchFunctionMode):
+    """Notes generators that operators are given, each as it is before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[weakref.ref[torch.Generator], Tensor]] = []
+
+    @property
+    def found(self) -> States:
+        """Those that are there still: one that the function made, it makes again."""
+        return [(g, x) for ref, x in self.seen if (g := ref()) is not None]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        g = (kwargs or {}).get("generator")
+        if isinstance(g, torch.Generator) and g is not torch.default_generator:
+            if all(g is not one for one, _ in self.found):
+                self.seen.append((weakref.ref(g), g.get_state()))
+        return func(*args, **(kwargs or {}))
 
 
 def one_number(generator: torch.Generator | None = None) -> int:

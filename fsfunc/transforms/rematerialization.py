@@ -24,8 +24,9 @@ def remat(
 ) -> Callable[..., Any]:
     """``f`` with each unit keeping its inputs alone, and computing again in backward.
 
-    The recompute runs under the same autocast, with the same random numbers, and with
-    the transforms that were in reach of the call.
+    The recompute runs under the same autocast, with the same random numbers (of torch's
+    default generators, your own ``torch.Generator``, Python's ``random`` and numpy's
+    ``numpy.random``), and with the transforms that were in reach of the call.
 
     Args:
         f: a unit, a loss, or a train step.

@@ -11,6 +11,7 @@ Source: torch.utils.checkpoint, the variant that is not reentrant.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -27,9 +28,11 @@ from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
+    NotedDraws,
     States,
     generator_states,
     generators_kept,
+    other_states,
     set_generators,
 )
 from fsfunc.sharded.leaf import Sharded
@@ -104,7 +107,12 @@ class RepeatedCall:
         self.states: States = [] if f.seed is not None else generator_states()
         # Calls of one key do the same, as far as anybody can tell.
         kinds = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
-        self.key = (f.at and f.at.rank, treedef, *kinds)
+        flags: list[Any] = []
+        if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
+            flags = [x for x in leaves if x.__class__ in _FLAGS]
+        self.key = (f.at and f.at.rank, treedef, *kinds, *flags)
+        self.quiet = call.unit.quiet
+        self.others = [] if self.key in self.quiet else other_states()
         # A plan is that of a first call, whoever has planned before.
         self.known = call.unit.derives if f.tracer is None else {}
         self.how = self.known.get(self.key)
@@ -136,7 +144,16 @@ class RepeatedCall:
         if self.tape is not None:
             self.savers.append(_Saver.apply(anchor, *self.tape.tensors()).grad_fn)
         self.running = self.within = False
+        if self.others:
+            self._forget_others()
         return out
+
+    def _forget_others(self) -> None:
+        """Forgets how generators stood of which the first run has not drawn."""
+        before, now = ([x for _, x in s] for s in (self.others, other_states()))
+        if pickle.dumps(before) == pickle.dumps(now):
+            self.quiet.add(self.key)
+            self.others = []
 
     def _unsaved(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Calls the unit's function, which saves residuals."""
@@ -166,20 +183,24 @@ class RepeatedCall:
 
     def _tried(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Calls a function of which it is not known what it does."""
-        thread, states = running().thread, generator_states()
-        token = None if thread is None else thread.token
+        thread, states = running().thread, [*generator_states(), *self.others]
+        token, draws = None if thread is None else thread.token, NotedDraws()
         try:
-            out = self._hooked(fn, args, keywords)
+            with nullcontext() if _torch.is_compiled_function(fn) else draws:
+                out = self._hooked(fn, args, keywords)
             self.how = How.KEEPS if self.derives else How.DROPS
         except RuntimeError as error:
             if not _torch.forbids_hooks(error):
                 raise
             self.how = How.AFTER
-        self.known[self.key] = self.how
+        if found := draws.found:  # another call may draw of others
+            self.states = [*self.states, *found]
+        else:
+            self.known[self.key] = self.how
         if self.how is How.AFTER:
             if thread is not None and token is not None:
                 thread.token = token
-            set_generators(states)
+            set_generators([*states, *found])
             self.residuals, self.within = [], False
             return self._unsaved(fn, *args, **keywords)
         return out
@@ -226,9 +247,9 @@ class RepeatedCall:
 
     def _enter_as_before(self, stack: ExitStack, kept: Sequence[Tensor] = ()) -> None:
         """Enters the casts and the random numbers of the first run."""
-        if self.states:
-            stack.enter_context(generators_kept())
-            set_generators(self.states)
+        if states := [*self.states, *self.others]:
+            stack.enter_context(generators_kept(g for g, _ in states))
+            set_generators(states)
         for kind in ("cpu", "cuda"):
             dtype = self.casts.get(kind)
             if dtype is not None or torch.is_autocast_enabled(kind):
@@ -296,6 +317,7 @@ class _Saver(torch.autograd.Function):
         return anchor.detach()
 
 
+_FLAGS = frozenset((bool, str))
 _MISSED = (
     "a unit under remat computes gradients itself, and did not when first called with "
     "arguments of these shapes: make what differs a part of its arguments' structure, "

@@ -1,5 +1,8 @@
 """`remat`: the same bits and gradients as without it, in less memory."""
 
+import random
+
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,3 +183,33 @@ def test_memory_falls_to_the_inputs_and_one_unit() -> None:
     assert after > 63
     after, peak = live(ff.remat)
     assert after <= 8.1 and peak <= 8 + 8 + 8 + 4, (after, peak)
+
+
+OWN = torch.Generator()
+DRAWS = {
+    "python": lambda x: random.random() * x,
+    "numpy": lambda x: float(numpy.random.rand()) * x,
+    "torch.Generator": lambda x: torch.rand(x.shape, generator=OWN) * x,
+    "one made inside": lambda x: x.normal_(generator=torch.Generator().manual_seed(3)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_recompute_draws_the_same_of_every_generator(draw) -> None:
+    @ff.unit
+    def noisy(p, x, on):
+        return torch.tanh((draw((x @ p["w"]).detach()) if on else x) * p["b"])
+
+    def loss(ps, x, on):
+        for p in ps:
+            x = noisy(p, x, on)
+        return (x**2).sum()
+
+    def run(f):
+        random.seed(1), numpy.random.seed(1), OWN.manual_seed(1)
+        out = [f(P, X, on) for on in (False, True, True)]
+        return out, random.random(), numpy.random.rand(), OWN.get_state()
+
+    step = ff.value_and_grad(loss, batch_argnums=1)
+    for f in (ff.remat(step), ff.remat(step, policy=ff.SaveOnly("h"))):
+        same(run(f), run(step))
