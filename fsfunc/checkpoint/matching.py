@@ -141,10 +141,20 @@ def _check_kinds(
             else "give a target of the shapes and dtypes that were saved, and convert "
             "what comes back"
         )
+        if not {"codes", "scales"}.isdisjoint(path.split("/")):
+            way = _CODED
         raise ValueError(
             f"cannot load {stored.path}: {path!r}{as_} is {_say(found[path])} in the "
             f"checkpoint and {_say(here[path])} in the target{more}; {way}"
         )
+
+
+_CODED = (
+    "moments in 8 bits have scales of blocks of what one rank holds, and load where the "
+    "parameters lie as they did: on this mesh, zero and units. Load the rest, by "
+    'only=["params", "step"] for a TrainState, and the moments begin anew; or train on '
+    "the old mesh (a simulated one, say)"
+)
 
 
 def _casts(there: Any, here: Any) -> bool:

@@ -372,3 +372,22 @@ def test_what_a_state_carries_beside_parameters_comes_back_on_every_rank(
 
     on(axes, main)
     assert not own_of(tmp_path / "a")
+
+
+def test_moments_in_8_bits_of_another_layout_are_told_what_to_leave_out(tmp_path):
+    optimizer = ff.sharded_adam(0.1, moment_dtype=torch.uint8)
+    params, x = [{"w": torch.ones(4, 4), "b": torch.zeros(4)}], torch.ones(4, 4)
+
+    def made(mesh, zero):
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
+        return step, ff.init_state(step, params, optimizer, x)
+
+    on({"data": 2}, lambda mesh: ff.save(tmp_path / "a", made(mesh, 3)[1]))
+
+    def other(mesh):
+        step, state = made(mesh, 0)
+        with pytest.raises(ValueError, match=r"8 bits.*only=\[.params., .step.\]"):
+            ff.load(tmp_path / "a", state)
+        return step(ff.load(tmp_path / "a", state, only=["params", "step"]), x)[1]
+
+    on({"data": 4}, other)
