@@ -150,10 +150,9 @@ def _check_kinds(
 
 
 _CODED = (
-    "moments in 8 bits have scales of blocks of what one rank holds, and load where the "
-    "parameters lie as they did: on this mesh, zero and units. Load the rest, by "
-    'only=["params", "step"] for a TrainState, and the moments begin anew; or train on '
-    "the old mesh (a simulated one, say)"
+    "moments in 8 bits have a scale for each block of what one rank holds, and load "
+    "where the parameters lie as they did: with that mesh, zero and units. Load the "
+    'rest, by only=["params", "step"] of a TrainState, and the moments begin anew'
 )
 
 

@@ -376,7 +376,8 @@ def test_what_a_state_carries_beside_parameters_comes_back_on_every_rank(
 
 def test_moments_in_8_bits_of_another_layout_are_told_what_to_leave_out(tmp_path):
     optimizer = ff.sharded_adam(0.1, moment_dtype=torch.uint8)
-    params, x = [{"w": torch.ones(4, 4), "b": torch.zeros(4)}], torch.ones(4, 4)
+    params, x = [{"w": torch.ones(4, 4), "b": torch.zeros(4)}] * 2, torch.ones(4, 4)
+    params = ff.tree.map(torch.clone, params)
 
     def made(mesh, zero):
         step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
