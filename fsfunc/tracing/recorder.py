@@ -36,7 +36,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing import runs
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
-from fsfunc.tracing.refusals import refuse_cut, scripts_told
+from fsfunc.tracing.refusals import refuse_cut, refuse_hidden, scripts_told
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import OwnValues, Reads
 
@@ -154,7 +154,8 @@ class Recorder(Findings, Tracer, Watcher):
         axes: those of its collectives (except of numbers outside losses), and those
             whose ``axis_index`` it read.
         updates: whether it returns sharded leaves that are no gradients.
-        own: what may be a rank's own outside losses and units.
+        own: what may be a rank's own outside losses and units; ``hidden``: the leaves
+            that were written by ``.data``.
     """
 
     forward_only: bool = False
@@ -168,6 +169,7 @@ class Recorder(Findings, Tracer, Watcher):
     axes: set[str] = field(default_factory=set)
     updates: bool = False
     own: OwnValues = field(default_factory=OwnValues)
+    hidden: set[str] = field(default_factory=set)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -196,8 +198,8 @@ class Recorder(Findings, Tracer, Watcher):
         apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
         means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
         self.plain &= self.forward_only and apart and not asked & means
-        done = "nothing" if self.plain else "something"
-        self.claims.append(("done with gradients or leaves outside units", done))
+        said = "done with gradients or leaves outside units"
+        self.claims.append((said, "nothing" if self.plain else "something"))
 
     def know(self, x: Tensor, path: str) -> None:
         self._known[id(x)] = path
@@ -238,6 +240,7 @@ class Recorder(Findings, Tracer, Watcher):
         """Records the returned state, of which leaves may be each rank's own."""
         state = returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
+        refuse_hidden(self, args, leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
         if isinstance(state, Tensor):  # such as a loss

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.typed_maps import LawError
-from fsfunc.sharded.leaf import NotATensor
+from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.provenance import Gradient, Rows
 from fsfunc.tracing.types import PARTS, Kind
@@ -106,6 +106,29 @@ def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
             if x.requires_grad or _torch.is_wrapped(x) or unwrapped:
                 leaf = repr(name) if name else "of the first argument"
                 raise LawError(_CUT.format(reader, leaf, source_line(), around))
+
+
+def refuse_hidden(recorder: Any, given: Any, returned: Sequence[Any]) -> None:
+    """Raises where a unit's leaves were written by ``.data`` and returned as they came.
+
+    Args:
+        recorder: of the step; ``given``: its arguments; ``returned``: its leaves.
+
+    Raises:
+        NotATensor: at zero=1 and 2 units would read what was gathered before.
+    """
+    if not recorder.hidden:
+        return
+    written = {p for t in recorder.taken for p in t.leaves} & recorder.hidden
+    came = set(map(id, tree.leaves(given, is_leaf=is_sharded)))
+    for x in returned:
+        if is_sharded(x) and x.name in written and id(x) in came:
+            raise NotATensor(
+                f"the step writes into {x.name!r} by .data, which no version counter "
+                "shows, and returns the leaf as it came: what ranks have gathered of "
+                "it would be read on. Write into the part under torch.no_grad(), or "
+                "return the tree that ff.tree.map makes"
+            )
 
 
 _CUT = (

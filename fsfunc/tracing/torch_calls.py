@@ -29,6 +29,7 @@ _READS_NOTHING = {
     "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
     "split",
 }  # fmt: skip
+_DATA: Any = Tensor.data.__get__  # type: ignore
 _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 
 
@@ -62,6 +63,7 @@ class Reads(Outside):
     def __init__(self, recorder: Any):
         super().__init__()
         self.recorder = recorder
+        self._data: dict[int, tuple[str, Tensor]] = {}  # of leaves, by its id
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, library = getattr(func, "__name__", ""), is_own_call()
@@ -70,6 +72,8 @@ class Reads(Outside):
         own = self._touched(values, library)
         if asks:
             out = func(*args)
+            if func == _DATA and (path := self.recorder.path_of(args[0])) is not None:
+                self._data[id(out)] = path, out
         else:
             if (words := said(func, args, kwargs)) is not None:
                 self.recorder.said.append(words)
@@ -84,6 +88,13 @@ class Reads(Outside):
         if own:
             self.recorder.own.add(flat(out))
         return out
+
+    def _hold(self, x: Any) -> None:
+        super()._hold(x)
+        if self._data and isinstance(x, Tensor):
+            for key in (id(x), id(x._base)):
+                if key in self._data:
+                    self.recorder.hidden.add(self._data[key][0])
 
     def _touched(self, values: Sequence[Any], library: bool) -> bool:
         """True if the result of a function of ``values`` may be a rank's own.

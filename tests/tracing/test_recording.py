@@ -1,6 +1,7 @@
 """What a run on fake tensors shows of a step: groups, order, refusals."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,31 @@ def test_a_step_that_asks_for_a_value_is_told_where(kind):
 
     expected = ff.value_and_grad(loss)(layers(2), X)[1]
     close(ff.spmd(main, MESH)()[0], expected)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_leaves_that_are_written_by_data_come_back_as_others(zero):
+    def step(rebuilt, p, x):
+        def write(w, g):
+            w, g = (w.data, g) if rebuilt else (w.data.view(-1), g.view(-1))
+            return w.sub_(0.1 * g)
+
+        made = tree.map(write, p, ff.value_and_grad(stack)(p, x)[1])
+        return made if rebuilt else p
+
+    def main(rebuilt):
+        f = ff.shard(partial(step, rebuilt), MESH, "data", zero=zero)
+        placed = ff.place(f, layers(2), X)
+        for _ in range(2):
+            placed = f(placed, X)
+        return ff.unshard(placed)
+
+    expected = layers(2)
+    for _ in range(2):
+        expected = step(True, expected, X)
+    close(ff.spmd(partial(main, True), MESH)()[0], expected)
+    with pytest.raises(TypeError, match=r"writes into .* by \.data.*as it came"):
+        ff.spmd(partial(main, False), MESH)()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
