@@ -42,6 +42,8 @@ class GradientCall:
         create_graph: whether the outcome is differentiable, with respect to the
             arguments and to what ``fn`` closes over.
         batch_argnums: the arguments to cut into microbatches, if the call names them.
+        into: the gradients of earlier microbatches, to which ``shard`` may add, in
+            place, those of this one.
     """
 
     fn: Callable[..., Any]
@@ -55,6 +57,7 @@ class GradientCall:
     cotangent: float = 1.0
     create_graph: bool = False
     batch_argnums: BatchArgnums | None = None
+    into: tuple[Any, ...] | None = None
 
     @property
     def composable(self) -> bool:
@@ -81,6 +84,7 @@ class Outcome:
             ``grads`` leaves this behind, and then nothing is written.
         scale: the loss scale that ``grads`` are multiplied by.
         shown: a function to apply to the final gradients, or None.
+        summed: whether ``grads`` are sums with those that the call was to add to.
     """
 
     total: Tensor
@@ -92,6 +96,7 @@ class Outcome:
     own: tuple[Any, ...] | None = None
     scale: float = 1.0
     shown: Callable[[Any], Any] | None = None
+    summed: bool = False
 
     def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
         """The mean value, and the mean gradients for each differentiated argument.

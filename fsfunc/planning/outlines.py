@@ -122,12 +122,13 @@ class Outlines:
     def _gradients(self, stack: Stack, owned: float) -> float:
         """Bytes of gradients at the end of a backward: of means, or of their parts."""
         several = stack.accumulate * stack.microbatches > 1
+        over = stack.parts_of(a for a in stack.means if a != NODE)
+        if stack.each and stack.zero != 1:  # summed as they come
+            return owned / (over if stack.zero else 1)
         size = size_in(stack.reduce or stack.compute)
-        if stack.zero in (2, 3) and (stack.each or not several):
-            over = stack.parts_of(a for a in stack.means if a != NODE)
-            return owned / over * (1 + several)
-        more = stack.zero == 0 and stack.accumulate > 1
-        return (size + more * (1 + stack.each)) * owned
+        if stack.zero in (2, 3) and not several:
+            return owned / over
+        return size * owned
 
     def _offloading(self, stack: Stack) -> float:
         """Seconds of what goes to the host and back, which is beside nothing."""

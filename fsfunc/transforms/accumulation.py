@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import Interpretation, frame, inside, transformed
+from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
 from fsfunc.core.losses import added, added_weights
 from fsfunc.core.outcomes import (
     Argnums,
@@ -24,6 +24,7 @@ from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike, split_buffers
 from fsfunc.transforms.microbatches import Microbatches
+from fsfunc.transforms.sharded_calls import Sharding
 
 
 def accumulate(
@@ -107,6 +108,7 @@ class _Accumulate(Interpretation):
                 outcome = cut.apart(run(cut.part(0)), own)
                 return cut.joined(outcome, own * self.n)
             f, sums, i = frame(), _Sums(), 0
+            adds = self._adds(f)
             tracer = f.tracer or Tracer()
             rounds = tracer.rounds()
             while i < self.n:
@@ -114,7 +116,11 @@ class _Accumulate(Interpretation):
                 before = [s.counts() for s in handed]
                 tracer.turn("m", i)
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
-                    sums.add(cut.apart(run(cut.part(i)), own))
+                    part = cut.part(i)
+                    if adds and sums.ours:
+                        part = replace(part, into=sums.grads)
+                    sums.add(cut.apart(run(part), own))
+                    del part
                 i += 1
                 if rounds is not None:  # the last is another: it may reduce
                     n = rounds.after(handed, sums.ours, self.n - 1 - i)
@@ -126,6 +132,17 @@ class _Accumulate(Interpretation):
             return cut.joined(sums.outcome(), own)
 
         return accumulated
+
+    def _adds(self, f: Frame) -> bool:
+        """True if `shard` is the next transform within that has to do with gradients.
+
+        It adds those of a microbatch to the sums as they come.
+        """
+        within = iter(f.handlers)
+        if not any(handler is self for handler in within):
+            return False
+        own = (h for h in within if type(h).gradient is not Interpretation.gradient)
+        return isinstance(next(own, None), Sharding)
 
 
 class _Sums:
@@ -150,7 +167,7 @@ class _Sums:
                 "them outcome.with_mean(...), of the same gradients where none change"
             )
         weight = added_weights(a.weight, b.weight)
-        self.grads = self._added(outcome.grads)
+        self.grads = outcome.grads if outcome.summed else self._added(outcome.grads)
         aux = added(a.aux, b.aux)
         total, count = a.total + b.total, a.count + b.count
         # Without its gradients: they would be held until the last microbatch.

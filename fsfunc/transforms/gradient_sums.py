@@ -67,6 +67,7 @@ class GradientSums:
         self.before = _divided_before(groups.mean_size)
         self.depth = len(frame().micro)
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
+        self.earlier: frozenset[int] = frozenset()  # those that began with means
         # By the id of a buffer: the unit calls that have read it, and whose gradients
         # are still to come.
         self.open: dict[int, set[Any]] = {}
@@ -76,6 +77,10 @@ class GradientSums:
         self.waiting: list[_Flow] = []
         self.reducing: list[_Flow] = []
         self.summing: list[_Flow] = []
+
+    def add_to(self, sums: dict[int, Tensor]) -> None:
+        """Begins with sums of earlier microbatches' means, which grow in place."""
+        self.grads, self.earlier = dict(sums), frozenset(sums)
 
     def reads(self, calls: Calls, graph: bool) -> None:
         """Notes that a unit call reads buffers; ``graph``: whether grad is enabled."""
@@ -226,7 +231,8 @@ class GradientSums:
             given = one.given
         halved = self.before if one.dtype == torch.float16 else 1
         # Divided at once, where that dtype might not hold the sum.
-        if mean := given != own or own == torch.float16:
+        added = id(shard) in self.earlier
+        if mean := given != own or own == torch.float16 or added:
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(by / halved) if by != halved else grad
@@ -237,7 +243,7 @@ class GradientSums:
             grad.mul_(halved)
         if before is not None:
             if before.dtype != given:  # of calls that asked for another dtype
-                summed = before.dtype == own != torch.float16
+                summed = before.dtype == own != torch.float16 and not added
                 before = before.div_(by) if summed and by > 1 else before
                 before = home.put(before, given)
             grad = before.add_(grad)

@@ -88,12 +88,6 @@ class Gradients:
         every = enumerate(self.leaves)
         return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
 
-    @property
-    def are_sums(self) -> bool:
-        """True if the runtime sums all of them, in memory that it has made."""
-        tensors = [x for x in self.leaves if is_sharded(x) or isinstance(x, Tensor)]
-        return len(self._kept()) == len(tensors)
-
     def take_parts(self) -> None:
         """Adds gradients of parts that were read outside units to the tree."""
         for i in self._kept() if self.runtime.parts else ():
@@ -129,6 +123,8 @@ class Gradients:
             shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
         sums, half = [], torch.float16  # GradientSums._keep divided float16 and casts
         for key, s in shards.items():
+            if key in runtime.sums.earlier:
+                continue  # divided as it came
             if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
                 sums.append(s.flat)
         if sums and runtime.groups.mean_size > 1:

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import tree
 from fsfunc.core.casts import Casts
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.runtime.memory import BufferPool
-from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+from fsfunc.sharded.packing import complete_shards
 from fsfunc.transforms.gathers import Calls, GatheredCall, Gathers, Micro
 from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.ownership import Ownership
@@ -80,6 +82,29 @@ class ShardRuntime:
     def averages(self, x: Tensor) -> bool:
         """True if ``gradients`` averages the gradient of ``x`` when this call ends."""
         return bool(self.differentiated) and self.ownership.is_replicated(x)
+
+    @property
+    def sums_all(self) -> bool:
+        """True if all gradients of the call are summed here, in memory of its own."""
+        for x in tree.leaves(self.differentiated, is_leaf=is_sharded):
+            if not is_sharded(x) and isinstance(x, Tensor):
+                return False
+            if is_sharded(x) and id(x.packed) not in self.keeps:
+                return False
+        return True
+
+    def add_to(self, into: Any) -> None:
+        """Begins the sums with gradients of earlier microbatches, if all are here."""
+        tracer = frame().tracer
+        if into is None or not self.sums_all or tracer and not tracer.complete:
+            return
+        given = tuple(self.differentiated)
+        leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
+        found: list[Any] = treedef.flatten_up_to(into)  # type: ignore[arg-type]
+        groups = complete_shards(found).values()
+        sums = {id(leaves[at[0]].packed): shard.flat for at, shard in groups}
+        if sums.keys() == self.keeps.keys():
+            self.sums.add_to(sums)
 
     @property
     def passed(self) -> int:

@@ -232,13 +232,15 @@ class Sharding(Interpretation):
             args, keywords = tree.unflatten(treedef, leaves)
             call = replace(call, args=args, keywords=keywords)
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
+        runtime.add_to(call.into)
         places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
         # In place of the runtime of the call around.
         others = [(h, kept) for h, kept in f.runtimes if h is not self]
         runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
         with inside(replace(f, runtimes=runtimes, varies=varies)):
             kept = {**call.packed, **runtime.keeps}
-            outcome = run(replace(call, packed=kept, parts=runtime.parts))
+            mine = replace(call, packed=kept, parts=runtime.parts, into=None)
+            outcome = run(mine)
         runtime.sums.finish()
         runtime.gathers.close()
         if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
@@ -297,8 +299,8 @@ class Sharding(Interpretation):
             found.take_sums()
             grads = found.trees()
         total = None if f.tracer is None else outcome.total
-        own = grads if found.are_sums else None
-        outcome = replace(outcome, grads=grads, own=own)
+        own, summed = grads if runtime.sums_all else None, bool(runtime.sums.earlier)
+        outcome = replace(outcome, grads=grads, own=own, summed=summed)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
             by = tuple(chosen)
