@@ -121,18 +121,6 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
             ff.testing.assert_equal(read, found)
 
 
-@pytest.mark.parametrize("read", [lambda o: o.mean(), lambda o: o.settled()])
-@pytest.mark.parametrize("n", [1, 2])
-def test_to_read_a_mean_changes_nothing(n, read):
-    def look(run, call):
-        read(outcome := run(call))
-        return outcome
-
-    plain = ff.accumulate(PLAIN, n)
-    found = ff.transformed(plain, Gradients(look))(*given())
-    ff.testing.assert_equal(found, plain(*given()))
-
-
 def by_hand(how):
     """Changes gradients by hand, which within shard are not there."""
 
@@ -301,32 +289,6 @@ def test_a_place_to_offload_to(kind):
     assert store.taken
     with pytest.raises(ValueError, match=f"{kind}='host', but .* to counted already"):
         ff.offload(beside, **{kind: "host"})
-
-
-class Pages(Counted):
-    """Memory of whole pages, of which a tensor shows the first bytes."""
-
-    def allocate(self, count, dtype, device):
-        whole = super().allocate(-(-count // 1024) * 1024, dtype, device)
-        return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, (count,))
-
-
-def test_memory_of_a_place_is_used_again():
-    optimizer, taken = ff.sharded_adam(0.1), []
-    for store in (Counted(), Pages()):
-        step = ff.donate(ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data"))
-        step, (params, x) = ff.offload(step, params=store, moments=store), given()
-
-        def main(step=step, store=store, params=params, x=x):
-            rows = ff.local_batch(x, mesh, "data")
-            state = ff.init_state(step, params, optimizer, rows)
-            for i in range(6):
-                state, _ = step(state, rows)
-                if i == 2:
-                    taken.append(len(store.taken))
-            return len(store.taken)
-
-        assert set(ff.spmd(main, mesh)()) <= set(taken)
 
 
 STRANGE = {
@@ -557,11 +519,6 @@ REFUSED = {
 def test_what_is_not_right_is_refused(call, error, said):
     with pytest.raises(error, match=said):
         call()
-
-
-def test_a_gradient_call_around_shard_may_run_twice():
-    around = ff.transformed(ff.shard(PLAIN, mesh, "data"), TWICE)
-    assert_equals_one_device(PLAIN, around, mesh, *given())
 
 
 @pytest.mark.parametrize("cut", (lambda w: w[:1], lambda w: w, lambda w: w[:2].T))

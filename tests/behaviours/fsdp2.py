@@ -26,7 +26,7 @@ test_fully_shard_training.py
   not     | explicit prefetching lists | gathers fly one unit ahead, in the order that was recorded
   has     | activation checkpointing, inside and outside | core/test_units.py::test_every_body_is_right_under_every_interpretation
   has     | a weight that two wrappers share | transforms/test_shard_ledger.py::test_a_step_sends_what_the_closed_form_says
-  has     | gradient accumulation, with and without reducing each | transforms/test_accumulate.py::test_with_shard_in_either_order_it_equals_one_device
+  has     | gradient accumulation, with and without reducing each | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | microbatches in 1F1B order, with sharded parameters | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | tensor parallelism over a second axis | nn/test_four_axes.py::test_a_step_over_all_axes_is_that_of_one_device
   has     | HSDP: replicas of shards | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device

@@ -23,7 +23,6 @@ pytestmark = [
 
 MESH, PIPE, BOTH = simulated(2), simulated(pipe=2), simulated(data=2, pipe=2)
 WIDTH, UNITS, STEPS = 4, 3, 2
-BUFFER = 2 * WIDTH * 8 * 8  # bytes of one unit's parameters
 RAN = []  # once for each run of a compiled graph
 
 
@@ -154,28 +153,6 @@ def watching_gathers(monkeypatch):
 
 
 SLOW = pytest.mark.slow  # the real compiler
-
-
-@pytest.mark.parametrize(
-    ("stack", "backend"),
-    [
-        pytest.param("zero=3", "inductor", marks=SLOW),
-        ("zero=3 remat", "aot_eager"),
-    ],
-)
-def test_what_a_compiled_unit_gathered_goes_after_its_forward(
-    monkeypatch, stack, backend
-):
-    """At the end of the forward one rank's last buffer is alive, and gathered again."""
-    alive, look = watching_gathers(monkeypatch)
-    unit = ff.unit(torch.compile(layer, backend=backend))
-    losses, _, sent = trained(loss_of(unit, after=look), *STACKS[stack])
-    torch.testing.assert_close(losses, trained(loss_of(plain), *STACKS[stack])[0])
-    gathers = [r for r in sent if r[0] == "all_gather"]
-    assert len(gathers) == STEPS * (2 * UNITS - 1)
-    assert {r[2] for r in gathers} == {BUFFER // 2}
-    # Of two ranks each, after the step was recorded, and tried on fake tensors.
-    assert alive[-2 * STEPS :] == [2] * (2 * STEPS)
 
 
 def compile_(fn, **options):

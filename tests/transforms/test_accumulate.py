@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.packing import split_buffers
-from tests.checks import refusals, same, simulated
+from tests.checks import refusals, same
 from tests.models import integers
 from tests.probes import LiveBytes
 
@@ -66,42 +64,6 @@ def test_it_equals_the_plain_loop_or_the_whole_batch_bit_by_bit(f, n):
         same(found, loop(f, P, BATCH, n))
     if f is not total:
         same(found, vag(f)(P, BATCH))
-
-
-@settings(max_examples=15)
-@given(
-    st.sampled_from([total, mean, weighted]),
-    st.integers(0, 3),
-    st.sampled_from([(2, 2), (2, 4), (4, 2), (4, 1)]),
-    st.sampled_from(["shard(accumulate)", "accumulate(shard)", "both"]),
-)
-def test_with_shard_in_either_order_it_equals_one_device(f, zero, how, order):
-    """Gradients stay one tensor for each unit, and are reduced as often as promised."""
-    ranks, n = how
-    mesh = simulated(ranks)
-
-    def main():
-        within, outside = {
-            "shard(accumulate)": (n, 1),
-            "accumulate(shard)": (1, n),
-            "both": (max(n // 2, 1), min(n, 2)),
-        }[order]
-        g = ff.shard(ff.accumulate(vag(f), within), mesh, "data", zero=zero)
-        g = ff.accumulate(g, outside)
-        mine = ff.local_batch(BATCH, mesh, "data")
-        params = ff.place(g, P, mine)
-        with ff.ledger() as log:
-            value, grads = g(params, mine)
-        kept = tree.leaves(grads, is_leaf=is_sharded)
-        assert all(not is_sharded(x) or x.packed is not None for x in kept)
-        assert len(split_buffers(grads).tensors) == 2
-        reduction = "psum" if zero == 0 else "psum_scatter"
-        units = [r for r in log.of(0) if r.op == reduction and r.phase != "loss"]
-        return value, ff.unshard(grads), len(units) == 2 * outside
-
-    value, grads, as_promised = ff.spmd(main, mesh)()[0]
-    same((value, grads), ff.accumulate(vag(f), n * ranks)(P, BATCH))
-    assert as_promised
 
 
 class Hand(torch.autograd.Function):

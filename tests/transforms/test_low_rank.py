@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from tests.checks import refusals
 from tests.models import chain, floats, layers
-from tests.transforms.test_split_leaves import KINDS
 
 WIDTH, RANK, RATE = 8, 2, 0.5
 loss = chain()
@@ -81,23 +80,6 @@ def test_it_is_what_torch_does_by_the_bytes_it_says(zero, ranks, around, min_byt
         lost = summed - share * directions  # of it, the loss
         assert planned and not scattered
         assert min_bytes or abs(lost) <= share * 16
-
-
-@pytest.mark.parametrize("model", KINDS, ids=lambda m: m.__name__)
-def test_in_all_directions_it_is_the_sum(model):
-    mesh = ff.make_mesh(model.axes, "simulated")
-
-    def main(optimizer, zero):
-        step = optimizer(ff.value_and_grad(model.loss))
-        step, x = ff.shard(step, mesh, model.over, zero=zero), model.part(model.batch)
-        state = ff.init_state(step, model.params, optimizer, x, layouts=model.layouts)
-        for _ in range(3):
-            state, _ = step(state, x)
-        return ff.unshard(state.params)
-
-    wanted = ff.spmd(main, mesh)(ff.sgd(0.01), 3)[0]
-    for found in ff.spmd(main, mesh)(ff.powersgd(ff.sgd(0.01), 4, 0.1), 3):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("zero", [3])
