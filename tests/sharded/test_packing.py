@@ -4,19 +4,16 @@ import pytest
 import torch
 
 from fsfunc.sharded.layout import Layout, Owned, Split
-from fsfunc.sharded.leaf import KEPT, Sharded
+from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import (
     chunk_here,
-    in_a_row,
     joined,
     pack,
     packed_of,
-    split_buffers,
 )
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
-from tests.sharded.packed_trees import repack
 
 SHAPES, NAMES = [(3,), (0,), (2, 2), ()], ["a", "b", "c", "d"]
 AT = [{"data": i} for i in range(3)]
@@ -50,16 +47,6 @@ def test_what_is_joined_is_differentiable_in_each_leaf(at):
     assert plain is packed.flat
 
 
-def test_what_is_empty_keeps_its_history():
-    x = torch.zeros(0, requires_grad=True)
-    y = in_a_row([x, torch.ones(2)])
-    assert y.shape == (2,)
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert g.shape == (0,) and g.requires_grad is False
-    (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
-    assert g.grad_fn is not None
-
-
 def test_a_rank_has_no_room_for_what_others_own():
     owned = pack_flat(
         [(4,)], torch.float32, ["w"], ["data"], 2, "u", outer=[[Owned("pipe", 2, 1)]]
@@ -70,15 +57,3 @@ def test_a_rank_has_no_room_for_what_others_own():
     away = {"pipe": 0, "data": 1}
     leaf = Sharded(torch.zeros(0), owned[0])
     assert pack([leaf], away).flat.shape == joined([leaf], away).shape == (0,)
-
-
-def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
-    kept = Sharded(None, members()[0])
-    kept.spent = KEPT
-    packed = split_buffers([kept, torch.ones(2)])
-    assert packed.tensors[0] is None
-    assert packed.rebuild([None, torch.zeros(2)])[0] is kept
-    t = {"g": kept}
-    assert repack(t, AT[0]) is t
-    with pytest.raises(RuntimeError, match="outside, as in mine"):
-        kept.local.mul(2)
