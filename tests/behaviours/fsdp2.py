@@ -2,7 +2,7 @@
 
 ROWS = """
 test_fully_shard_init.py
-  has     | parameters lie as parts, of the shape that is theirs | state/test_train_state.py::test_what_a_rank_holds
+  has     | parameters lie as parts, of the shape that is theirs | state/test_train_state.py::test_unshard_undoes_place
   has     | a mesh, or a way to lie, that makes no sense is refused | comm/test_mesh.py::test_bad_axes_names_and_batches_are_refused
   has     | leaves of one wrapper travel together; of several dtypes apart | tracing/test_recording.py::test_dtypes_and_untrained_leaves_lie_apart
   differs | a scalar parameter raises | it is a leaf as any other, in a buffer with its neighbours | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
@@ -51,7 +51,7 @@ test_fully_shard_clip_grad_norm_.py
 test_fully_shard_mixed_precision.py
   has     | param_dtype: computing narrow over wide parameters | transforms/test_precision.py::test_it_is_the_cast_done_by_hand
   has     | reduce_dtype apart from it | transforms/test_precision.py::test_a_wider_reduction_sums_what_the_narrow_one_loses
-  has     | accumulation in the reduce dtype | pipelining/test_pipeline_composition.py::test_precision_inside_and_outside
+  has     | accumulation in the reduce dtype | transforms/test_precision.py::test_a_wider_reduction_sums_what_the_narrow_one_loses
   has     | one submodule in float16, norms in float32 | transforms/test_precision.py::test_what_is_excepted_computes_in_its_own_dtype_wherever_it_lies
   has     | output_dtype | transforms/test_precision.py::test_what_units_return
   has     | inputs that are dataclasses are cast | tree/test_nodes.py::test_precision_casts_what_one_holds

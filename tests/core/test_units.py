@@ -62,15 +62,16 @@ def uses_many(w, x):
 
 
 class Old(torch.autograd.Function):
-    """Keeps the weight past autograd's sight, as code from before 2020 does."""
+    """Keeps the weight, and what is new, past autograd's sight, as in 2020."""
 
     @staticmethod
     def forward(ctx, x, w):
-        ctx.x, ctx.w = x, w
-        return x @ w
+        ctx.x, ctx.w, ctx.y = x, w, torch.tanh(x @ w)
+        return ctx.y + 1
 
     @staticmethod
     def backward(ctx, g):
+        g = g * (1 - ctx.y**2)
         return g @ ctx.w.t(), ctx.x.t() @ g
 
 
@@ -126,7 +127,7 @@ BODIES = {
     "detached": lambda w, x: x @ w.detach() * w.sum(),
     "torch.func inside": func_inside,
     "checkpoint inside": checkpoint_inside,
-    "old-style Function": lambda w, x: torch.tanh(Old.apply(x, w)),
+    "old-style Function": lambda w, x: Old.apply(x, w),
     "embedding": lambda w, x: F.embedding(torch.arange(3), w) * x.sum(),
     "normalised weight": lambda w, x: torch.tanh(x @ F.normalize(w)),
     "causal attention": causal,

@@ -4,10 +4,8 @@ import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
 from tests.examples.programs import (
     SCRIPT,
@@ -145,21 +143,6 @@ def test_bad_options_and_meshes_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("axes", "options", "expected"),
-    [
-        (None, "", (4, 4, 1, 32)),
-        (None, "--ranks 6 --pipe 2", (6, 3, 2, 33)),
-        ({"data": 8}, "--ranks 2", (8, 8, 1, 32)),
-        ({"data": 1024}, "--accumulate 2", (1024, 1024, 1, 2048)),
-        ({"data": 16, "pipe": 2}, "--batch 64", (32, 16, 2, 64)),
-    ],
-)
-def test_ranks_and_batch_follow_the_mesh(axes, options, expected, examples) -> None:
-    args = examples["options"].parse("", options.split(), axes)
-    assert (args.ranks, args.data, args.pipe, args.batch) == expected
-
-
 @pytest.mark.processes
 def test_processes_train_like_simulated_ranks(
     simulated: Run, processes, tmp_path: Path
@@ -182,42 +165,3 @@ def test_experts_learn(mesh: str, steps: int, to: float, tmp_path: Path) -> None
     counts, *_ = numbers_sent(run.out)
     if mesh == "data=2":  # of each block two forward and two backward
         assert counts["all_to_all", "data"] == 2 * 4
-
-
-def test_corpus_is_text_only(examples: dict[str, ModuleType], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no text in"):
-        examples["text"].read_corpus(tmp_path)
-    for name, content in {
-        "b.txt": b"b" * 20,
-        "a/a.txt": b"a" * 10,
-        "binary": b"x\0y",
-        "test/skipped.txt": b"t" * 10,
-        ".git/skipped.txt": b"g" * 10,
-    }.items():
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content)
-    corpus = examples["text"].read_corpus(tmp_path)
-    assert bytes(corpus.train.tolist()) == b"a" * 9 + b"b" * 18
-    assert bytes(corpus.validation.tolist()) == b"abb"
-    assert corpus.files == 2
-    limited = examples["text"].read_corpus(tmp_path, max_bytes=15)
-    assert len(limited.train) + len(limited.validation) == 15
-
-
-def test_batch_is_windows_of_the_text(examples: dict[str, ModuleType]) -> None:
-    text = torch.arange(100, dtype=torch.uint8)
-    draw = examples["text"].draw_batch
-    batch, again = (
-        draw(text, 64, 7, torch.Generator().manual_seed(0)) for _ in range(2)
-    )
-    start = batch["tokens"][:, :1]
-    assert torch.equal(batch["tokens"], start + torch.arange(7))
-    assert torch.equal(batch["targets"], batch["tokens"] + 1)
-    assert torch.equal(again["tokens"], batch["tokens"])
-    windows = examples["text"].Windows(text, 97)
-    assert len(windows) == 3 and windows[2]["targets"].tolist() == [*range(3, 100)]
-    with pytest.raises(ValueError, match="part of 100 bytes, and a window takes 101"):
-        draw(text, 1, 100, torch.Generator())
-    with pytest.raises(ValueError, match="part of 100 bytes, and a window takes 101"):
-        examples["text"].Windows(text, 100)

@@ -15,15 +15,7 @@ import fsfunc as ff
 from fsfunc import tree
 from tests.checks import close, simulated
 from tests.fairscale import wrappers
-from tests.fairscale.wrappers import (
-    CASES,
-    FROM,
-    MAX_NORM,
-    STEPS,
-    THAWED,
-    Case,
-    numbers,
-)
+from tests.fairscale.wrappers import CASES, FROM, MAX_NORM, STEPS, THAWED, Case, numbers
 from tests.models import chain, floats, layer, layers, train_step
 
 HERE = Path(__file__).parent

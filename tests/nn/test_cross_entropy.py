@@ -12,10 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.nn import (
-    linear_cross_entropy,
-    vocab_cross_entropy,
-)
+from fsfunc.nn import linear_cross_entropy, vocab_cross_entropy
 from tests.checks import close, refusals, refused, simulated, unchanged
 from tests.probes import LiveBytes
 

@@ -11,13 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.nn import (
-    column_linear,
-    layer_norm,
-    rms_norm,
-    row_linear,
-    sync_batch_norm,
-)
+from fsfunc.nn import column_linear, layer_norm, rms_norm, row_linear, sync_batch_norm
 from tests.checks import close, refusals, refused, simulated
 from tests.models import floats
 from tests.nn.models import wide

@@ -3,7 +3,6 @@ the parameters are those of one device, and gradients are reduced when the order
 """
 
 import pytest
-import torch
 
 import fsfunc as ff
 from fsfunc import tree
@@ -67,10 +66,6 @@ def data(f, mesh, **options):
     return ff.shard(f, mesh, "data", **options)
 
 
-def bf16(f):
-    return ff.precision(f, torch.float32, torch.float64)
-
-
 ORDERS = {
     "shard(pipeline)": lambda f, mesh, **o: data(pipe(f, mesh), mesh, **o),
     "pipeline(shard)": lambda f, mesh, **o: pipe(data(f, mesh, **o), mesh),
@@ -85,18 +80,6 @@ def test_over_three_axes_with_replicas(order, zero):
         f, mesh, zero=zero, replicate="node"
     )
     trains_as_one_device(NODES, build, 4 * M)
-
-
-PRECISE = {
-    "outside": lambda f, mesh: bf16(data(pipe(f, mesh), mesh)),
-    "in shard in pipeline": lambda f, mesh: pipe(data(bf16(f), mesh), mesh),
-}
-
-
-@pytest.mark.parametrize("name", PRECISE)
-def test_precision_inside_and_outside(name):
-    # float32 in the units: what travels has the dtype that the units return.
-    trains_as_one_device(MESH, PRECISE[name], 2 * M, bf16, 2e-6)
 
 
 class Squared(ff.Interpretation):

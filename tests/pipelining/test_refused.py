@@ -7,13 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.pipelining.actions import (
-    Action,
-    ScheduleError,
-    owners,
-    parse,
-    ranks_for,
-)
+from fsfunc.pipelining.actions import Action, ScheduleError, owners, parse, ranks_for
 from fsfunc.pipelining.player import other_end
 from fsfunc.pipelining.schedules import greedy
 from fsfunc.pipelining.stage_plans import cut

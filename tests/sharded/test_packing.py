@@ -6,12 +6,7 @@ import torch
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import (
-    chunk_here,
-    joined,
-    pack,
-    packed_of,
-)
+from fsfunc.sharded.packing import chunk_here, joined, pack, packed_of
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
 

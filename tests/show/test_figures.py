@@ -5,10 +5,7 @@ import sys
 
 import pytest
 
-from fsfunc.pipelining.schedules import (
-    gpipe,
-    zb_h1,
-)
+from fsfunc.pipelining.schedules import gpipe, zb_h1
 from fsfunc.show import memory, plan, streams, timeline
 from fsfunc.show.figures import (
     COMPUTING,

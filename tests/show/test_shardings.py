@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.planner import plan as plan_of
 from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.slices import take
@@ -207,21 +206,3 @@ activations  block  aten.mm              forward         2  400 B   22 %
 parameters          (given to the step)                  3  264 B   14 %
 moments             (given to the step)                  3  264 B   14 %
 buffers             (given to the step)                  1   32 B    2 %""")  # noqa: E501
-
-
-def test_a_real_plan_says_what_the_plan_says():
-    mesh = ff.make_mesh({"data": 256}, "abstract")
-    optimizer = ff.sgd(0.1)
-    step = ff.shard(optimizer(ff.value_and_grad(chain())), mesh, "data")
-    init = lambda: layers(10, 64, bias=False)  # noqa: E731
-    found = plan_of(step, init, optimizer, torch.zeros(4, 64))
-    shown = plan(found, rank=200)
-    (unit,) = [row for row in shown.tables["units"].rows if row[1]]
-    assert unit[1:6] == ("10", "10", "41.0 k", "flat over data=256", "640 B")
-    rows = shown.tables["collectives"].rows
-    assert [(row[0], int(row[3])) for row in rows if row[2] != "loss"] == [
-        ("all_gather", found.count("all_gather") - int(rows[1][3])),
-        ("all_gather", int(rows[1][3])),
-        ("psum_scatter", 10),
-    ]
-    assert len(str(shown).splitlines()) < 70

@@ -136,11 +136,7 @@ def test_a_whole_copy_that_meets_parts_by_hand_is_refused(size):
 
 
 REFUSED = {
-    "no tensor": (
-        lambda p: {"ema": p["w"].clone()},
-        TypeError,
-        "is sharded.*tree_map",
-    ),
+    "no tensor": (lambda p: {"ema": p["w"].clone()}, TypeError, "is sharded.*tree_map"),
     "another shape": (
         lambda p: {"n": tree.map(lambda x: x[:1].sum(), p)},
         LawError,

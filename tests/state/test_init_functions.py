@@ -282,13 +282,6 @@ def test_seeds_inside_the_function_count():
         same(found["a"], one)
 
 
-def test_two_states_of_one_generator_differ():
-    torch.manual_seed(0)
-    init = lambda: {"a": {"w": torch.randn(9)}}  # noqa: E731
-    made = [ff.init_state(step_of("a"), init, optimizer, X).params for _ in range(2)]
-    assert not torch.equal(made[0]["a"]["w"], made[1]["a"]["w"])
-
-
 def test_a_given_tensor_is_taken_from_and_left_as_it_is():
     weight, buffer = nn.Parameter(torch.ones(6)), torch.zeros(6)
 

@@ -235,24 +235,6 @@ def test_ranks_that_wrote_unlike_values_outside_are_told():
         everywhere(main)
 
 
-def test_laid_out_leaves_of_other_arguments_stay_so():
-    def second(p, q, x):
-        return ff.value_and_grad(loss)(q, x)[1]
-
-    def main():
-        f = ff.shard(sgd, MESH, "data")
-        p, q = (ff.place(f, W, mine()) for _ in "pq")
-        g = ff.shard(second, MESH, "data")(p, q, mine())
-        returned = ff.shard(lambda p, x: ff.value_and_grad(loss)(p, x), MESH, "data")
-        step = ff.shard(lambda p, g: tree.map(lambda a, g: a - g, p, g), MESH, "data")
-        both = step(step(p, g), returned(p, mine())[1])
-        return ff.unshard(g), ff.unshard(both)
-
-    g = ff.value_and_grad(loss)(W, X)[1]
-    for found in everywhere(main):
-        close(found, (g, tree.map(lambda a, g: a - g - g, W, g)))
-
-
 OUTSIDE = {
     "value_and_grad": lambda f, p, x: ff.value_and_grad(f)(p, x)[1],
     "torch.func.grad": lambda f, p, x: torch.func.grad(f)(p, x),

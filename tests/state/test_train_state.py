@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.packing import split_buffers
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
 from tests.checks import close, held, same
@@ -19,7 +18,6 @@ from tests.models import chain, floats, layers
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
 
-ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 optimizer = ff.sharded_adam(0.1)
 
 
@@ -95,51 +93,6 @@ def real(layout):
 
 def leaves_of(t):
     return tree.leaves(t, is_leaf=is_sharded)
-
-
-@ZEROS
-def test_what_a_rank_holds(zero):
-    def main():
-        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), MESH, "data", zero=zero)
-        state = ff.init_state(step, params_of(), optimizer, mine())
-        state, _ = step(state, mine())
-        count = lambda t: sum(x.numel() for x in split_buffers(t).tensors)  # noqa: E731
-        mu = state.opt_state.mu if hasattr(state.opt_state, "mu") else None
-        return count(state.params), None if mu is None else count(mu), state.step
-
-    for params, moments, step in on_each_rank(main):
-        assert step == 1
-        # Two buffers of 12 elements; at zero=0 everything is whole.
-        assert params == (24 if zero == 0 else 12)
-        assert moments in (None, params)
-
-
-def test_init_state_takes_a_function_and_runs_nothing_real():
-    calls = []
-
-    def init():
-        calls.append("init")
-        return params_of()
-
-    def loss(params, x):
-        calls.append(type(x).__name__)
-        return loss_fn(params, x)
-
-    def main():
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), MESH, "data")
-        with ff.ledger() as log:
-            state = ff.init_state(step, init, optimizer, mine())
-        assert log.records == []
-        return ff.unshard(state.params), state.step
-
-    alone = ff.init_state(
-        optimizer(ff.value_and_grad(loss_fn)), params_of, optimizer, X
-    )
-    for found, count in on_each_rank(main):
-        same(found, alone.params)
-        assert count == 0
-    # Each rank makes its parameters; the first and the last record, twice each.
-    assert sorted(calls) == ["FakeTensor"] * 3 + ["init"] * 2
 
 
 def test_the_state_shares_no_memory_with_what_it_was_made_of():

@@ -145,10 +145,7 @@ def test_only_the_units_that_are_meant_compile():
 
 @pytest.mark.parametrize(
     ("stack", "backend"),
-    [
-        pytest.param("zero=3", "inductor", marks=SLOW),
-        ("zero=3 remat", "aot_eager"),
-    ],
+    [pytest.param("zero=3", "inductor", marks=SLOW), ("zero=3 remat", "aot_eager")],
 )
 def test_what_a_jitted_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend

@@ -103,11 +103,7 @@ def test_a_kept_gather_of_two_levels():
 
     def main():
         step = ff.shard(
-            STEP,
-            mesh,
-            ("data", "node"),
-            gather=gather,
-            reshard_after_forward=KEPT,
+            STEP, mesh, ("data", "node"), gather=gather, reshard_after_forward=KEPT
         )
         mine = ff.local_batch(BATCH, mesh, ("data", "node")).clone()
         state = ff.init_state(step, lambda: PARAMS, OPTIMIZER, mine)

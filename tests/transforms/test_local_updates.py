@@ -17,14 +17,7 @@ from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.optim.coded_moments import decoded
 from tests.checks import close, refusals, same, simulated
-from tests.models import (
-    WIDTH,
-    affine,
-    chain,
-    floats,
-    layers,
-    train_step,
-)
+from tests.models import WIDTH, affine, chain, floats, layers, train_step
 
 LR = 0.125
 

@@ -363,8 +363,7 @@ def placed_step(folder, donate=False):
 
 
 @pytest.mark.parametrize(
-    ("how", "donate"),
-    [("full", True), ("limit", False), ("gone", True)],
+    ("how", "donate"), [("full", True), ("limit", False), ("gone", True)]
 )
 def test_a_disk_that_is_full_or_gone_leaves_the_state(
     tmp_path, monkeypatch, how, donate

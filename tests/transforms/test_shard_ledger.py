@@ -259,10 +259,7 @@ def test_precision_sends_the_smaller_dtype(zero, reduce, order):
     check(plain, params_of(), calls, zero=zero, order=order, dtypes=dtypes)
 
 
-@pytest.mark.parametrize(
-    ("zero", "order"),
-    [(0, ("shard",)), (3, ("remat", "shard"))],
-)
+@pytest.mark.parametrize(("zero", "order"), [(0, ("shard",)), (3, ("remat", "shard"))])
 def test_small_neighbours_share_a_buffer(zero, order):
     """Of no more bytes than the smallest has, than two have, and than all have."""
     check(plain, params_of(), PLAIN, zero=zero, min_bytes=48, order=order)
