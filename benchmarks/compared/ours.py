@@ -37,6 +37,7 @@ def build(
     remat: bool = False,
     donate: bool = True,
     jit: bool = False,
+    whole: bool = False,
 ) -> Competitor:
     """A competitor; `zero=None` is one device, with no transform around the step.
 
@@ -51,6 +52,8 @@ def build(
         step = ff.shard(step, mesh, "data", zero=zero)
     if jit:
         step = ff.jit(step, only="block")
+    if whole:
+        step = ff.jit(step, whole_step=True)
     params = init_params(setting.size, device=setting.device)
     batch = setting.batch()
     held = [ff.init_state(step, params, train.optimizer, batch)]
@@ -168,6 +171,9 @@ def _builders() -> dict[str, Callable[[Setting], Competitor]]:
         made[f"{name}_jit"] = functools.partial(build, jit=True, **kinds[name])
         more = {"jit": True, "donate": False, **kinds[name]}
         made[f"{name}_jit_pure"] = functools.partial(build, **more)
+        made[f"{name}_whole"] = functools.partial(build, whole=True, **kinds[name])
+        more = {"whole": True, "donate": False, **kinds[name]}
+        made[f"{name}_whole_pure"] = functools.partial(build, **more)
     return made
 
 

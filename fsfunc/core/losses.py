@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.core.frames import frame
+from fsfunc.runtime.scopes import refuse_in_graph
 
 
 class Weighted(NamedTuple):
@@ -196,6 +197,8 @@ def _are_numbers(*values: Any) -> bool:
     if all(isinstance(x, int | float) for x in values):
         return True
     real = all(isinstance(x, Tensor) and not x.is_meta for x in values)
+    if real:
+        refuse_in_graph("a loss returns integers, which microbatches must agree on")
     return real and not (_torch.fake_active() or _torch.functorch_active())
 
 

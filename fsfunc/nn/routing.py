@@ -26,6 +26,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, axis_size, group
+from fsfunc.runtime.scopes import refuse_in_graph
 
 
 class Routing(NamedTuple):
@@ -259,6 +260,7 @@ def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads,
         )
     if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
         # Nobody knows before it runs: plans and recordings take the load for even.
+        refuse_in_graph("a layer without a capacity sends each expert its tokens")
         even = -(-routing.indices.numel() // (n * here))
         return [[even] * here] * n, [[even] * here] * n, even * here
     me = 0 if axis is None else axis_index(axis)

@@ -18,6 +18,7 @@ from fsfunc.optim.leaves import local, trainable
 from fsfunc.optim.matching import Matched
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
+from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
@@ -197,6 +198,7 @@ class CodedStep:
         for k, (x, coder, (_, new), (_, scales)) in enumerate(rows):
             x[max(group.used - begin, 0) :].zero_()
             if isinstance(x, _torch.FakeTensor):
+                refuse_in_graph("moments in 8 bits are rounded by chance")
                 dither = spare
             else:
                 seed = mix(self.count, number, k, begin)

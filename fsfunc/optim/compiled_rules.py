@@ -30,7 +30,9 @@ def compiled_writer(rule: Any, count: Any, matched: Matched) -> Any:
     and where the rule has a fused kernel of torch's, which is as fast.
     """
     compiler = frame().compiler
-    if compiler is None or rule.kernel is not None or not _is_plain(matched):
+    if compiler is None or rule.kernel is not None and not compiler.whole:
+        return None  # a fused kernel is no node of a graph
+    if not (matched.active if compiler.whole else _is_plain(matched)):
         return None
     if (numbers := _Numbers.of(rule, count)) is None:
         return None

@@ -33,6 +33,7 @@ from fsfunc.optim.reductions import (
     over_axes,
 )
 from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
 _MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
@@ -120,7 +121,10 @@ def all_finite(values: Tree) -> Tensor:
 
 def holds(found: Tensor) -> bool:
     """The flag as a bool; True on fake tensors, where every step is a good one."""
-    return _torch.fake_active() or found.is_meta or bool(found)
+    if _torch.fake_active() or found.is_meta:
+        refuse_in_graph("the update is made only if all gradients are finite")
+        return True
+    return bool(found)
 
 
 def leaf_norms(values: Tree, p: float = 2.0) -> Tree:

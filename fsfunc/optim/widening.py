@@ -39,6 +39,7 @@ from fsfunc.optim.optimizer import (
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
+from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take as slice_of
@@ -312,6 +313,7 @@ def _drawn(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
     """16 random bits for each element of this rank's part, by its place in the leaf."""
     made = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
     if x.is_meta or _torch.fake_active() or isinstance(x, _torch.FakeTensor):
+        refuse_in_graph("parameters are rounded by chance")
         return made
     if not is_sharded(leaf):
         draw(any_bits(), stream, made, 0, made.numel())

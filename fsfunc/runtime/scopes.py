@@ -77,6 +77,29 @@ def plainly() -> AbstractContextManager[None]:
     return standing("force_eager")
 
 
+_IN_GRAPH: ContextVar[bool] = ContextVar("fsfunc_in_graph", default=False)
+
+
+def in_graph() -> Scoped:
+    """Inside, a step is traced to be run as a graph, with other values."""
+    return Scoped(_IN_GRAPH, True)
+
+
+def refuse_in_graph(what: str) -> None:
+    """Raises in the trace of a graph, where ``what`` depends on values.
+
+    A plan may assume them; a graph would have the assumption in it.
+
+    Raises:
+        RuntimeError: names the way out.
+    """
+    if _IN_GRAPH.get():
+        raise RuntimeError(
+            f"{what}: that depends on values, and a step that is compiled whole is "
+            "traced without them. Compile the step's units, jit(step)"
+        )
+
+
 def refuse_compiled(what: object) -> None:
     """Raises where a compiled function calls ``what``.
 

@@ -172,12 +172,17 @@ def draws(operator: Any, args: Any, kwargs: Any) -> bool:
     >>> draws(torch.ops.aten.native_dropout.default, (x, 0.0, True), {})
     False
     """
+    if not is_random(operator, args, kwargs):
+        return False
+    return _torch.arguments_of(operator, args, kwargs).get("generator") is None
+
+
+def is_random(operator: Any, args: Any, kwargs: Any) -> bool:
+    """True if a call draws of any generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     said = _torch.arguments_of(operator, args, kwargs)
-    chance = [said[name] for name in ("p", "dropout_p") if name in said]
-    given = said.get("generator") is not None
-    return not given and all(p != 0 for p in chance)
+    return all(said[name] != 0 for name in ("p", "dropout_p") if name in said)
 
 
 # Arguments and results

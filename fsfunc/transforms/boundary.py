@@ -25,12 +25,12 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import strided
 from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.core.execution_context import running
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathers import Calls, GatheredCall
+from fsfunc.transforms.gradient_sums import joined_gradients
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 
@@ -151,7 +151,7 @@ class _Enter(torch.autograd.Function):
                 i += len(call.views)
                 tracked, g = ctx.needs_input_grad[5 + k], None
                 if torch.is_grad_enabled():
-                    g = _joined(call, shard, mine) if tracked else None
+                    g = joined_gradients(call, shard, mine) if tracked else None
                 elif own and call.keeps or tracked:
                     g = runtime.gradient_of(call, shard, mine, before if own else [])
                 if g is not None:
@@ -248,23 +248,6 @@ def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     if replicas is not None:
         buffer = apply_map(buffer, mean, replicas)
     return buffer
-
-
-def _joined(call: GatheredCall, shard: FlatShard, grads: Sequence[Any]) -> Tensor:
-    """The gradients in one buffer, for a backward of the backward."""
-    flat, place, parts, at = shard.flat, shard.place, [], 0
-    for (shape, _, offset), g in zip(call.views, grads, strict=True):
-        g = flat.new_zeros(shape) if g is None else g
-        if not g.numel():
-            continue
-        g = strided(g).reshape(-1).to(flat.dtype)
-        if offset < at:  # a leaf that the unit was given twice
-            parts[-1] = parts[-1] + g
-            continue
-        parts += [flat.new_zeros(offset - at), g]
-        at = offset + g.numel()
-    parts.append(flat.new_zeros(place.size * place.chunk - at))
-    return torch.cat(parts)
 
 
 def _check_exact(runtime: ShardRuntime) -> None:

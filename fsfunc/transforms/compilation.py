@@ -27,6 +27,7 @@ def jit(
     f: Callable[..., Any],
     *,
     only: str | Sequence[str] = "**",
+    whole_step: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     """``f`` with its units compiled, forward and backward, each function once.
@@ -90,6 +91,8 @@ def jit(
     3.0
     """
     check_function(f, "jit")
+    if whole_step:
+        return _of_step(f, only, **options)
     patterns = (only,) if isinstance(only, str) else tuple(only)
     compiler = _Compiler(patterns, {"fullgraph": True, "dynamic": False, **options})
 
@@ -103,12 +106,28 @@ def jit(
     return run
 
 
+def _of_step(
+    f: Callable[..., Any],
+    only: Any,
+    *,
+    backend: str = "inductor",
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    if only != "**" or backend not in ("inductor", "eager"):
+        raise ValueError(_WHOLE)
+    from fsfunc.transforms.step_graphs import whole_step  # the compiler: dear
+
+    return whole_step(f, backend, options or {})
+
+
 class _Compiler:
     """Compiles the functions of unit calls, each once.
 
     Args:
         patterns: of the names of calls; ``options``: torch.compile's.
     """
+
+    whole = False  # whether the step around is compiled, with all that it calls
 
     def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
         self.patterns, self.options = patterns, options
@@ -216,6 +235,10 @@ def _said_of(error: Exception, name: str) -> str:
     return _REFUSED.format(name, line, first)
 
 
+_WHOLE = (
+    "jit(whole_step=True) compiles all of a step: it takes no only=, and of "
+    'torch.compile\'s arguments backend="inductor" or "eager", and options='
+)
 _TOO_MANY = (
     "unit {!r} was compiled for as many shapes, numbers and settings as "
     "torch._dynamo.config.recompile_limit allows one function. Give it a number that "

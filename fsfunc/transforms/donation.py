@@ -31,6 +31,10 @@ _GONE_ALREADY = (
     "old one: go on with the state that the step returned; inside the step, read it "
     "before the update, or keep a copy (x.clone()) made before it"
 )
+_WITHIN = (
+    "donate within jit(whole_step=True): put it around, donate(jit(step, "
+    "whole_step=True)), where it sees who else holds the state"
+)
 _SPOILED = (
     "a donated step raised after it had begun to write into this state: it is neither "
     "the old one nor the new one; start from a saved state"
@@ -79,6 +83,8 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         outer = frame()
         if outer.tracer is not None and not outer.tracer.complete:
             return step(state, *args, **keywords)
+        if outer.compiler is not None and outer.compiler.whole:
+            raise ValueError(_WITHIN)
         nonlocal structure
         leaves = None if structure is None else tree.fitted(structure, state)
         treedef = None

@@ -66,6 +66,8 @@ class GradientSums:
         self.observed = Observed(observers) if observers else None
         self.before = _divided_before(groups.mean_size)
         self.depth = len(frame().micro)
+        compiler = frame().compiler
+        self.joins = compiler is not None and compiler.whole
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
         self.earlier: frozenset[int] = frozenset()  # those that began with means
         # By the id of a buffer: the unit calls that have read it, and whose gradients
@@ -102,6 +104,8 @@ class GradientSums:
         else:  # it becomes the gradient: no larger memory than that
             buffer = home.new_empty(shard.flat, [count], call.reduce)
         count_as("gradients", [buffer, *grads])
+        if self.joins:
+            return joined_gradients(call, shard, grads).to(call.reduce)
         targets, sources, again, at = [], [], [], 0
         start = buffer.storage_offset()
         for (shape, steps, offset), g in zip(call.views, grads, strict=True):
@@ -326,3 +330,22 @@ def _divided_before(n: int) -> int:
     while n % before == 0 and n > before * before:
         before *= 2
     return before
+
+
+def joined_gradients(
+    call: GatheredCall, shard: FlatShard, grads: Sequence[Any]
+) -> Tensor:
+    """The gradients in one buffer, for a backward of the backward."""
+    flat, place, parts, at = shard.flat, shard.place, [], 0
+    for (shape, _, offset), g in zip(call.views, grads, strict=True):
+        g = flat.new_zeros(shape) if g is None else g
+        if not g.numel():
+            continue
+        g = strided(g).reshape(-1).to(flat.dtype)
+        if offset < at:  # a leaf that the unit was given twice
+            parts[-1] = parts[-1] + g
+            continue
+        parts += [flat.new_zeros(offset - at), g]
+        at = offset + g.numel()
+    parts.append(flat.new_zeros(place.size * place.chunk - at))
+    return torch.cat(parts)

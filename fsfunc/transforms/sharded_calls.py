@@ -104,6 +104,8 @@ class Sharding(Interpretation):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             given = treedef.child(0).child(0) if args else None
             self.first_calls.compare_state(f, found, given, out, call)
+            if found.compiler is not None and found.compiler.whole:
+                found.compiler.compares(self.first_calls, f, found)
             return out
 
     def entered(

@@ -1,0 +1,122 @@
+"""The graph of a step's operators: traced, with collectives as nodes, and compiled.
+
+torch offers no public function that traces a step with its backward and update, or
+compiles what was traced. ``fsfunc::start`` and ``fsfunc::wait`` stand for a collective.
+Each takes the token that the one before returned, so that no pass reorders them;
+``wait`` takes what is sent too, whose memory is in use until then.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_LIBRARY = torch.library.Library("fsfunc", "DEF")
+_SCHEMA = "(Tensor x, Tensor(a!) y, Tensor after, int number) -> Tensor"
+_RUNS = threading.local()  # ranks may be threads
+
+
+class Traced(NamedTuple):
+    """A graph of operators.
+
+    Args:
+        graph: of the inputs and the constants; returns ``made``.
+        made: the results, as tensors without data.
+        constants: tensors with data that the function read and was not given.
+        written: the positions of the inputs that it writes.
+    """
+
+    graph: torch.fx.GraphModule
+    made: list[Tensor]
+    constants: list[Tensor]
+    written: list[int]
+
+
+def _define(name: str) -> Any:
+    _LIBRARY.define(name + _SCHEMA)
+
+    def run(x: Tensor, y: Tensor, after: Tensor, number: int) -> Tensor:
+        getattr(_RUNS.now, name)(x, y, number)
+        return x.new_empty(0)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, lambda x, y, after, number: x.new_empty(0), "Meta")
+    return getattr(torch.ops.fsfunc, name).default
+
+
+START, WAIT = _define("start"), _define("wait")
+
+
+@contextmanager
+def running(now: Any) -> Iterator[None]:
+    """Inside, ``now.start(x, y, number)`` and ``now.wait(...)`` run a graph's nodes."""
+    before = getattr(_RUNS, "now", None)
+    _RUNS.now = now
+    try:
+        yield
+    finally:
+        _RUNS.now = before
+
+
+def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Traced:
+    """The graph of ``run()``, which reads ``inputs``, tensors without data."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # dear
+
+    made: list[Tensor] = []
+
+    def of_inputs(*same: Tensor) -> list[Tensor]:
+        assert all(map(operator.is_, same, inputs))
+        made.extend(run())
+        return made
+
+    versions = [x._version for x in inputs]
+    graph = make_fx(of_inputs, tracing_mode="real")(*inputs)
+    written = [i for i, x in enumerate(inputs) if x._version != versions[i]]
+    return Traced(graph, made, _lifted(graph), written)
+
+
+def is_operator(target: Any) -> bool:
+    """True if a node's target is an operator of torch's."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def _lifted(graph: torch.fx.GraphModule) -> list[Tensor]:
+    """Makes inputs of the constants of a graph: whoever holds them may write them."""
+    found: dict[str, torch.fx.Node] = {}
+    constants: list[Tensor] = []
+    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
+    for node in graph.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        if node.target not in found:
+            value = operator.attrgetter(node.target)(graph)
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+                raise RuntimeError(_UNKNOWN.format(node.target, value))
+            with graph.graph.inserting_after(last):
+                last = found[node.target] = graph.graph.placeholder(node.target)
+            constants.append(value)
+        node.replace_all_uses_with(found[node.target])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return constants
+
+
+def compiled(
+    graph: torch.fx.GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Sequence[Any]]:
+    """The kernels of a graph, for inputs of these shapes and strides."""
+    from torch._inductor.compile_fx import compile_fx  # dear
+
+    with torch.no_grad():
+        made: Any = compile_fx(graph, list(inputs), config_patches=options)
+        return made
+
+
+_UNKNOWN = "a step that is compiled whole reads {} = {}, which is no tensor with data"

@@ -1,0 +1,140 @@
+"""Collectives as nodes of a step's graph: noted in its trace, started in its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc._torch.operator_graphs import START, WAIT
+from fsfunc.comm.attribution import current_label, label
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.mesh import Here, Mesh, here
+from fsfunc.comm.operations import OPERATIONS
+
+
+@dataclass(frozen=True)
+class GraphCollective:
+    """A collective of a graph: what its node starts on ``axis`` of ``mesh``."""
+
+    op: str
+    mesh: Mesh
+    axis: tuple[str, ...]
+    what: str
+    how: dict[str, Any]
+    label: tuple[str, str]
+
+
+class GraphLink(AbstractLink):
+    """The link of a rank whose step is traced: collectives become nodes.
+
+    Args:
+        at: the rank.
+
+    Attributes:
+        calls: the collectives, by the number that their nodes have.
+        token: the result of the last node: the next one takes it, so that all ranks
+            start and await in the order of the trace.
+    """
+
+    def __init__(self, at: Here):
+        super().__init__(at.rank)
+        self.calls: list[GraphCollective] = []
+        self.token: Tensor | None = None
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: RankGroup,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        number = len(self.calls)
+        self.calls.append(
+            GraphCollective(op, here().mesh, where.axis, what, how, current_label())
+        )
+        shape = OPERATIONS[op].result_shape(x.shape, where.size)
+        if sizes := how.get("sizes"):
+            shape = (sum(row[where.index] for row in sizes), *x.shape[1:])
+        with torch.no_grad():
+            x = x.detach()
+            handle = _Noted(self, x, x.new_empty(shape), out, number)
+            self.note(START, handle)
+        return handle
+
+    def note(self, node: Any, of: _Noted) -> None:
+        """Adds a node of a collective to the graph."""
+        after = of.x.new_empty(0) if self.token is None else self.token
+        self.token = node(of.x, of.y, after, of.number)
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        raise RuntimeError(_APART)
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        raise RuntimeError(_APART)
+
+
+class _Noted(Handle):
+    """A collective of a graph on its way: from ``x`` into ``y``."""
+
+    result: Tensor | None = None
+
+    def __init__(
+        self, link: GraphLink, x: Tensor, y: Tensor, out: Tensor | None, number: int
+    ):
+        self.link, self.x, self.y, self.out, self.number = link, x, y, out, number
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            with torch.no_grad():
+                self.link.note(WAIT, self)
+                self.result = self.y if self.out is None else self.out.copy_(self.y)
+        return self.result
+
+    def done(self) -> bool:
+        return True
+
+
+class Run:
+    """The collectives of one run of a graph, which its nodes start and await."""
+
+    def __init__(self, calls: Sequence[GraphCollective]):
+        self.calls = calls
+        self.flights: dict[int, tuple[Handle, Tensor]] = {}
+        self.groups: dict[Any, RankGroup] = {}
+
+    def start(self, x: Tensor, y: Tensor, number: int) -> None:
+        call = self.calls[number]
+        where = self.groups.get((call.mesh, call.axis))
+        if where is None:
+            where = group(call.axis, here(call.mesh))
+            self.groups[call.mesh, call.axis] = where
+        x = x.contiguous()
+        with label(*call.label):
+            out = y if y.is_contiguous() else None
+            work = where.start(call.op, x, out=out, what=call.what, **call.how)
+        self.flights[number] = work, x
+
+    def wait(self, x: Tensor, y: Tensor, number: int) -> None:
+        found = self.flights.pop(number)[0].wait()
+        if found.data_ptr() != y.data_ptr():  # the compiler has copied ``y`` meanwhile
+            y.copy_(found)
+
+
+def at_now(at: Here | None) -> Here | None:
+    """``at`` of a trace, with the rank's link of now."""
+    return at and replace(at, link=here(at.mesh).link)
+
+
+_APART = (
+    "a step that is compiled whole sends from rank to rank: each would have a graph of "
+    "its own. Compile its units, jit(step)"
+)
