@@ -836,3 +836,37 @@ def test_a_compiled_forward_keeps_what_a_partitioner_says():
     assert at_0 == {x.untyped_storage()._cdata for x in given}, breaks(what)
     assert len(saved(1.0)[0]) > len(at_0), breaks(what)
     assert "custom_partitioner_fn" in torch._inductor.list_options(), breaks(what)
+
+
+def test_a_graph_has_writes_collectives_and_constants():
+    from fsfunc._torch import operator_graphs as graphs
+
+    beside, calls = torch.ones(2), []
+
+    class Run:
+        def start(self, x, y, number):
+            calls.append(("start", number))
+            y.copy_(x * 2)
+
+        def wait(self, x, y, number):
+            calls.append(("wait", number))
+
+    with fake_modes.fake_mode_of(()):
+        x, y = torch.empty(2), torch.empty(2)
+
+        def run():
+            token = x.new_empty(0)
+            sent, got = x + beside, x.new_empty(2)
+            token = graphs.START(sent, got, token, 7)
+            graphs.WAIT(sent, got, token, 7)
+            y.add_(got)
+            return [got]
+
+        found = graphs.traced(run, [x, y])
+    what = "jit(whole_step=True) writes, sends or reads other than the step"
+    assert found.written == [1] and found.constants[0] is beside, breaks(what)
+    given = [torch.tensor([1.0, 2.0]), torch.zeros(2)]
+    with graphs.running(Run()), torch.no_grad():
+        (made,) = found.graph(*given, beside)
+    assert calls == [("start", 7), ("wait", 7)], breaks(what)
+    assert made.tolist() == given[1].tolist() == [4.0, 6.0], breaks(what)

@@ -41,7 +41,8 @@ def build(
 ) -> Competitor:
     """A competitor; `zero=None` is one device, with no transform around the step.
 
-    Recomputation is put on the blocks alone, as the peers put theirs, and so is `jit`.
+    Recomputation is put on the blocks alone, as the peers put theirs, and so is `jit`,
+    unless it compiles the step `whole`.
     """
     loss_fn = functional_loss(setting.size, ff.unit, ff.remat if remat else _same)
     step = train = train_step(loss_fn)
@@ -171,9 +172,9 @@ def _builders() -> dict[str, Callable[[Setting], Competitor]]:
         made[f"{name}_jit"] = functools.partial(build, jit=True, **kinds[name])
         more = {"jit": True, "donate": False, **kinds[name]}
         made[f"{name}_jit_pure"] = functools.partial(build, **more)
-        made[f"{name}_whole"] = functools.partial(build, whole=True, **kinds[name])
-        more = {"whole": True, "donate": False, **kinds[name]}
-        made[f"{name}_whole_pure"] = functools.partial(build, **more)
+        more = {"whole": True, **kinds[name]}
+        made[f"{name}_jit_whole"] = functools.partial(build, **more)
+        made[f"{name}_jit_whole_pure"] = functools.partial(build, donate=False, **more)
     return made
 
 

@@ -11,6 +11,7 @@ Not exported here, as few modules use them:
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
 products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
+operator_graphs.py  a step's operators and collectives as one graph
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

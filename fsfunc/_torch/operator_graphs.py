@@ -23,7 +23,7 @@ _SCHEMA = "(Tensor x, Tensor(a!) y, Tensor after, int number) -> Tensor"
 _RUNS = threading.local()  # ranks may be threads
 
 
-class Traced(NamedTuple):
+class TracedStep(NamedTuple):
     """A graph of operators.
 
     Args:
@@ -65,7 +65,7 @@ def running(now: Any) -> Iterator[None]:
         _RUNS.now = before
 
 
-def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Traced:
+def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> TracedStep:
     """The graph of ``run()``, which reads ``inputs``, tensors without data."""
     from torch.fx.experimental.proxy_tensor import make_fx  # dear
 
@@ -79,7 +79,7 @@ def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Traced:
     versions = [x._version for x in inputs]
     graph = make_fx(of_inputs, tracing_mode="real")(*inputs)
     written = [i for i, x in enumerate(inputs) if x._version != versions[i]]
-    return Traced(graph, made, _lifted(graph), written)
+    return TracedStep(graph, made, _lifted(graph), written)
 
 
 def is_operator(target: Any) -> bool:
@@ -119,4 +119,7 @@ def compiled(
         return made
 
 
-_UNKNOWN = "a step that is compiled whole reads {} = {}, which is no tensor with data"
+_UNKNOWN = (
+    "a step that is compiled whole reads {} = {}: a graph takes tensors, and draws no "
+    "random numbers. Compile its units, jit(step)"
+)

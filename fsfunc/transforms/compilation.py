@@ -1,4 +1,4 @@
-"""``jit``: units as compiled functions."""
+"""``jit``: units as compiled functions, or a step as one compiled graph."""
 
 from __future__ import annotations
 
@@ -52,11 +52,27 @@ def jit(
     gradient of zeros where the plain function has none: through a root of zero that is
     NaN, so return what is used.
 
+    With ``whole_step`` the step itself is one graph: forward, backward, collectives and
+    update, between whose operators no Python runs, and across which the compiler fuses.
+    It is for many short operators, and where Python takes long (0.4 of the time of
+    ``jit`` on a model of 64 channels). The first call with arguments of new shapes runs
+    without it, and is checked; the second is traced and compiled; then Python does not
+    run again. So numbers, strings and functions that the step finds by itself stay as
+    they were; tensors that it closes over are read in each call, numbers of the first
+    argument may change, and other arguments are part of the shapes. What is sent is as
+    without, and so are the comparisons of ranks. It goes around all transforms but
+    ``donate``, and takes ``shard``, ``accumulate``, ``remat`` and ``precision``; a
+    recompute stays one. A step that draws random numbers, reads a value, or whose
+    update depends on one, is refused.
+
     Args:
         f: a train step, a loss, or a unit.
         only: patterns of the names of unit calls to compile, as in ``precision``:
             ``"block"``, ``"model/block"`` of one within another, ``"**/block"`` for
             both. A unit that calls units does not compile: leave it out.
+        whole_step: compile the whole step; then ``options`` are ``backend=``,
+            "inductor" or "eager" (the graph's operators one by one), and ``options=``,
+            the compiler's.
         options: of ``torch.compile``: ``mode=``, ``backend=``, ``options=``. Unless
             given, ``dynamic`` is False: each set of shapes has kernels of its own (8 of
             one function at most, ``torch._dynamo.config.recompile_limit``); and
@@ -80,8 +96,10 @@ def jit(
     functions, may say more than is held; of time it counts chains of operators as the
     kernels that they become.
 
+    With ``whole_step`` all layers are compiled, equal ones too.
+
     Source: torch.compile (Ansel et al., 2024); as units of their own, as FSDP2 is
-    compiled block by block.
+    compiled block by block; ``whole_step``: SimpleFSDP (Zhang et al., 2024).
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.sin(x * w))

@@ -80,7 +80,7 @@ class Arguments:
 
 
 def held(x: Any) -> Any:
-    """What a leaf lies in: its packed buffer, or itself."""
+    """The tensor that a leaf lies in: its packed buffer, or itself."""
     if not isinstance(x, Sharded):
         return x
     return x.local if x.packed is None else x.packed.flat
@@ -94,7 +94,7 @@ def distinct(leaves: Sequence[Any]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned that ran as it is: its structure, and each leaf.
+    """The result of a call that ran without a graph: its structure, and each leaf.
 
     Args:
         kinds: (type, layout of a plain tensor, value of what is no tensor).

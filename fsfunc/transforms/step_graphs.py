@@ -204,7 +204,8 @@ class StepGraph:
             found = found.replace(at=at_now(found.at))
             due.append((first_calls, f, found, first_calls.begins(given.rest, found)))
         tensors, calls = given.tensors(), [] if self.link is None else self.link.calls
-        over = self._over(tensors, donated)
+        if donated is not None:
+            self._keep_others(tensors, donated)
         try:
             with torch.no_grad(), operator_graphs.running(Run(calls)):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
@@ -212,33 +213,23 @@ class StepGraph:
             written = [tensors[i] for i in self.traced.written]
             torch.autograd.graph.increment_version(written)
         leaves = self._leaves(given, tensors, made)
-        if donated is not None:
-            ours = {id(tensors[i]) for i in over}
-            old = [x for x in given.leaves if id(held(x)) in ours]
-            donated.take(old, [x for x in leaves if id(held(x)) in ours])
         out = tree.unflatten(self.seen.treedef, leaves)
         for first_calls, f, found, call in due:
             first_calls.compare_state(f, found, given.state, out, call)
         return out
 
-    def _over(self, tensors: list[Tensor], donated: Donation | None) -> list[int]:
-        """The inputs that may be written; those that may not are replaced by copies.
+    def _keep_others(self, tensors: list[Tensor], donated: Donation) -> None:
+        """Copies the inputs that are written, and whose memory others use too.
 
-        So are parts of larger memory, of which the graph needs no more than the part.
+        So too a part of larger memory: in the graph that is gathered anew.
         """
-        written = self.traced.written
-        if donated is None or not written:
-            return []
         donated.look()
+        written = self.traced.written
         may = donated.may_write([tensors[i] for i in written])
-        over = []
         for i, own in zip(written, may, strict=True):
             x = tensors[i]
-            if own and x.untyped_storage().nbytes() == x.nbytes:
-                over.append(i)
-            else:
+            if not own or x.untyped_storage().nbytes() > x.nbytes:
                 tensors[i] = x.clone()
-        return over
 
     def _leaves(
         self, given: Arguments, tensors: list[Tensor], made: Sequence[Tensor]
@@ -257,7 +248,7 @@ class StepGraph:
             over = ours and i in written
             if isinstance(x, Sharded):
                 same = None if over else kept.get((id(value), id(x.layout)))
-                found.append(same or _leaf_over(value, x, buffers))
+                found.append(_leaf_over(value, x, buffers) if same is None else same)
             elif kind in (int, float):
                 found.append(kind(value))
             else:

@@ -19,7 +19,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEYS = """
     one_device remat zero0 zero1 zero2 zero3 zero3_remat zero3_memory zero3_remat_memory
     zero0_memory zero1_memory zero2_memory jit jit_zero0 jit_zero3 jit_zero3_remat
-    jit_zero3_memory pipeline_1f1b pipeline_zb_v pipeline_gpipe
+    jit_zero3_memory jit_whole jit_whole_zero0 jit_whole_zero3 jit_whole_zero3_remat
+    jit_whole_zero3_memory pipeline_1f1b pipeline_zb_v pipeline_gpipe
     pipeline_interleaved pipeline_1f1b_memory pipeline_zb_v_memory tensor_parallel
     sequence_parallel tensor_parallel_memory sequence_parallel_memory sharded_adam
     unit_call import example

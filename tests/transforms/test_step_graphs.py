@@ -1,0 +1,382 @@
+"""jit(step, whole_step=True): one graph of a step is the step, and sends the same."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import fsfunc as ff
+from fsfunc.testing import assert_equals_one_device
+from fsfunc.testing import strategies as draw
+from tests.checks import close, same, simulated
+from tests.models import chain, floats, integers, layers, linear, train_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+def whole(step, **options):
+    """The graph itself: its operators are run one by one."""
+    return ff.jit(step, whole_step=True, **{"backend": "eager", **options})
+
+
+STACKS = draw.meshes(("a", "b"), max_axes=2).flatmap(
+    lambda mesh: draw.transform_stacks(mesh, ("remat", "accumulate"))
+)
+
+
+@given(draw.train_steps(frozen=True), STACKS)
+@settings(max_examples=12)
+def test_a_graph_of_any_stack_has_the_bits_of_one_device(drawn, stack):
+    """In its second call, which is that of the graph."""
+    assert_equals_one_device(
+        drawn.step,
+        whole(stack(drawn.step)),
+        stack.mesh,
+        drawn.state,
+        drawn.batch(2 * stack.rows),
+        axis=stack.axes,
+        calls=2,
+    )
+
+
+X = floats(8, 4, seed=3)
+
+
+def steps(transform, mesh, optimizer, calls=5, loss=None, batch=X, params=None):
+    """Each rank's losses and parameters; its ledgers and number of updates."""
+    step = train_step(loss or chain(), optimizer)
+    params = layers(3, make=floats) if params is None else params
+
+    def main():
+        axes = tuple(mesh.axes)
+        mine = ff.local_batch(batch, mesh, axes)
+        run = transform(step, mesh, axes)
+        state, found = ff.init_state(run, params, optimizer, mine), []
+        for _ in range(calls):
+            with ff.ledger() as log:
+                state, value = run(state, mine)
+            found.append((value, log.table()))
+        values, logs = zip(*found, strict=True)
+        return (values, ff.unshard(state.params)), (logs, state.step)
+
+    return map(list, zip(*ff.spmd(main, mesh)(), strict=True))
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("donated", [False, True])
+def test_it_sends_what_the_step_sends_and_counts_its_updates(zero, donated):
+    """Adam's equation rounds otherwise than its kernel, and its rate is a schedule."""
+    optimizer = ff.chain(
+        ff.clip_by_global_norm(1.0), ff.sharded_adam(ff.warmup_cosine(0.1, 2, 9))
+    )
+
+    def plain(step, mesh, axes):
+        step = ff.shard(ff.remat(step), mesh, axes, zero=zero)
+        return ff.donate(step) if donated else step
+
+    def mine(step, mesh, axes):
+        step = whole(ff.shard(ff.remat(step), mesh, axes, zero=zero))
+        return ff.donate(step) if donated else step
+
+    found, sent = steps(mine, simulated(3), optimizer, batch=floats(9, 4))
+    expected, spent = steps(plain, simulated(3), optimizer, batch=floats(9, 4))
+    close(found, expected)
+    assert sent == spent and all(type(n) is int and n == 5 for _, n in sent)
+
+
+OPTIMIZERS = {
+    "sgd": ff.sgd(0.125, momentum=0.5),
+    "lion": ff.lion(0.125),
+    "lamb": ff.lamb(0.01),
+    "muon": ff.muon(0.01),
+    "master": ff.master_weights(ff.sgd(0.125)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_updates_and_casts_are_those_of_the_step(name, compute):
+    def transform(wrap):
+        def made(step, mesh, axes):
+            step = ff.precision(step, compute=compute) if compute else step
+            return wrap(ff.shard(ff.accumulate(step, 2), mesh, axes, zero=3))
+
+        return made
+
+    params = layers(2, bias=False, make=floats if compute else integers)
+    how = dict(optimizer=OPTIMIZERS[name], params=params, loss=chain(linear))
+    found, _ = steps(transform(whole), simulated(2), **how)
+    expected, _ = steps(transform(lambda f: f), simulated(2), **how)
+    close(found, expected, 1e-5)
+
+
+def test_new_shapes_run_as_they_are_and_then_as_graphs():
+    traced = []
+
+    @ff.unit
+    def seen(p, x):
+        traced.append(len(x))
+        return x @ p["w"]
+
+    optimizer = ff.sgd(0.125)
+    step = train_step(chain(seen), optimizer)
+    params = layers(1, bias=False)
+    states = [ff.TrainState(params, optimizer.init(params))] * 2
+    run = whole(step)
+    for rows, more in ((8, 1), (8, 1), (8, 0), (4, 1), (8, 0), (4, 1), (4, 0)):
+        before, x = len(traced), floats(rows, 4, seed=rows)
+        states[0], _ = run(states[0], x)
+        assert len(traced) - before == more, rows
+        states[1], _ = step(states[1], x)
+    close(states[0], states[1])
+
+
+def test_tensors_that_the_step_closes_over_are_read_in_each_call():
+    beside = torch.zeros(3)
+
+    def step(state, x):
+        grads = ff.value_and_grad(chain())(state, x)[1]
+        new = ff.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+        return new, beside * 2 + torch.arange(3) + torch.tensor(0.5)
+
+    run, state = whole(step), layers(1, make=floats)
+    for k in range(4):
+        state, found = run(state, X)
+        same(found, torch.arange(3) + 0.5 + 2 * k)
+        beside.add_(1)
+
+
+def test_donated_it_writes_what_nobody_else_holds():
+    optimizer, mesh = ff.sgd(0.125), simulated(2)
+    step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data"))
+
+    def main():
+        mine, run = ff.local_batch(X, mesh, "data"), ff.donate(step)
+        state = ff.init_state(run, layers(2, make=floats), optimizer, mine)
+        for _ in range(2):
+            state, _ = run(state, mine)
+        flat, old = state.params[0]["w"].packed.flat, state
+        at, view, before = flat.data_ptr(), flat[:], flat.clone()
+        del flat
+        state, _ = run(state, mine)  # somebody holds a view: other memory
+        moved = state.params[0]["w"].packed.flat
+        same(view, before)
+        assert moved.data_ptr() != at
+        with pytest.raises(RuntimeError, match="donated"):
+            run(old, mine)
+        at = moved.data_ptr()
+        del moved
+        state, _ = run(state, mine)
+        assert state.params[0]["w"].packed.flat.data_ptr() == at
+
+    ff.spmd(main, mesh)()
+
+
+def test_a_graph_that_raises_has_spoiled_a_donated_state(monkeypatch):
+    optimizer, mesh = ff.sgd(0.125), simulated(2)
+    step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data"))
+
+    def broken(self, x, y, number):
+        raise ArithmeticError("broken")
+
+    def main():
+        mine, run = ff.local_batch(X, mesh, "data"), ff.donate(step)
+        state = ff.init_state(run, layers(2, make=floats), optimizer, mine)
+        for _ in range(2):
+            state, _ = run(state, mine)
+        if ff.axis_index("data") == 0:
+            monkeypatch.setattr("fsfunc.transforms.graph_collectives.Run.wait", broken)
+        ff.psum(torch.zeros(1), "data")
+        try:
+            run(state, mine)
+        finally:
+            with pytest.raises(RuntimeError, match="neither the old one nor the new"):
+                state.params[0]["w"].local  # noqa: B018
+
+    with pytest.raises(ArithmeticError):
+        ff.spmd(main, mesh)()
+
+
+def test_ranks_that_drift_apart_along_an_unnamed_axis_are_found():
+    optimizer, mesh = ff.sgd(0.125), simulated(data=2, other=2)
+    step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data"))
+
+    def main():
+        mine = ff.local_batch(X, mesh, "data")
+        state = ff.init_state(step, layers(2, make=floats), optimizer, mine)
+        for k in range(8):
+            unlike = k >= 3 and ff.axis_index("other")
+            state, _ = step(state, mine + 1 if unlike else mine)
+
+    with pytest.raises(ValueError, match="ranks along 'other' are given unlike"):
+        ff.spmd(main, mesh)()
+
+
+def test_a_plan_and_a_derivative_of_it_are_those_of_the_step():
+    optimizer, mesh = ff.sgd(0.125), simulated(2)
+    step = ff.shard(train_step(chain(), optimizer), mesh, "data")
+
+    def main():
+        mine = ff.local_batch(X, mesh, "data")
+        state = ff.init_state(step, layers(2, make=floats), optimizer, mine)
+        plans = [ff.plan(f, state, mine).bytes() for f in (step, whole(step))]
+        assert plans[0] == plans[1]
+
+    ff.spmd(main, mesh)()
+    square = whole(lambda x: (x**2).sum())
+    x = torch.ones(3)
+    for _ in range(3):
+        same(torch.func.grad(square)(x), 2 * x)
+
+
+# What it refuses
+
+MESH = simulated(2)
+
+
+def sharded(step):
+    return ff.shard(step, MESH, "data")
+
+
+def of_loss(loss, optimizer=None):
+    return whole(sharded(train_step(loss, optimizer or ff.sgd(0.1))))
+
+
+@ff.unit
+def dropped(p, x):
+    return torch.nn.functional.dropout(x @ p["w"], 0.5)
+
+
+def counting():
+    calls = []
+
+    def step(state, x):
+        calls.append(1)
+        grads = ff.value_and_grad(chain())(state.params, x)[1]
+        return state.apply_gradients(grads, ff.sgd(0.1)), len(calls)
+
+    return step
+
+
+def branching(state, x):
+    value, grads = ff.value_and_grad(chain())(state.params, x)
+    if state.step % 2 == 1:
+        grads = ff.tree.map(lambda g: -g, grads)
+    return state.apply_gradients(grads, ff.sgd(0.1)), value
+
+
+def integer_beside(params, x):
+    return chain()(params, x), torch.tensor(len(x))
+
+
+def with_integer(state, x):
+    gradient = ff.value_and_grad(integer_beside, has_aux=True)
+    value, grads = gradient(state.params, x)
+    return state.apply_gradients(grads, ff.sgd(0.1)), value[0]
+
+
+PLAIN = train_step(chain(), ff.sgd(0.1))
+REFUSED = {
+    "draws": (lambda: of_loss(chain(dropped)), "draws random numbers"),
+    "Python counts": (lambda: whole(sharded(counting())), r"returned \d, then \d"),
+    "Python branches": (lambda: whole(sharded(branching)), "asks for a tensor's value"),
+    "only good steps": (
+        lambda: of_loss(chain(), ff.apply_if_finite(ff.sgd(0.1))),
+        "only if all gradients are finite",
+    ),
+    "integers of microbatches": (
+        lambda: whole(sharded(ff.accumulate(with_integer, 2))),
+        "integers, which microbatches must agree on",
+    ),
+    "donate within": (lambda: whole(ff.donate(sharded(PLAIN))), "put it around"),
+    "within another": (lambda: ff.remat(whole(sharded(PLAIN))), "goes around all"),
+    "offload": (
+        lambda: whole(ff.offload(sharded(PLAIN), params="host")),
+        "a step with offload: one graph takes shard, accumulate",
+    ),
+    "only": (lambda: whole(sharded(PLAIN), only="layer"), "takes no only="),
+    "backend": (lambda: whole(sharded(PLAIN), backend="cudagraphs"), "inductor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_hold_is_refused(name):
+    make, said = REFUSED[name]
+    optimizer = ff.apply_if_finite(ff.sgd(0.1)) if "good" in name else ff.sgd(0.1)
+
+    def main():
+        mine, step = ff.local_batch(X, MESH, "data"), make()
+        state = ff.init_state(sharded(PLAIN), layers(2), optimizer, mine)
+        for _ in range(2):
+            state, _ = step(state, mine)
+
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        ff.spmd(main, MESH)()
+
+
+def test_an_argument_that_a_graph_would_freeze_is_refused():
+    run = whole(lambda state, more: state * more["x"])
+    with pytest.raises(TypeError, match="a set"):
+        run(torch.ones(2), {"x": {1, 2}})
+
+
+# Compiled
+
+
+@pytest.mark.slow
+def test_compiled_it_is_near_the_step():
+    optimizer = ff.sharded_adam(0.01)
+    step = train_step(chain(), optimizer)
+    run = ff.donate(ff.jit(ff.remat(step), whole_step=True))
+    params = layers(2, make=floats)
+    states = [
+        ff.TrainState(ff.tree.map(torch.clone, params), optimizer.init(params))
+        for _ in range(2)
+    ]
+    for _ in range(4):
+        states[0], found = run(states[0], X)
+        states[1], expected = step(states[1], X)
+        close(found, expected, 1e-5)
+    close(states[0], states[1], 1e-4)
+
+
+@pytest.mark.processes
+def test_compiled_over_processes_it_is_near_and_sends_the_same(processes):
+    printed = processes(
+        """
+        import torch, fsfunc as ff
+
+        mesh = ff.make_mesh({"data": 2})
+        layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
+        optimizer = ff.sharded_adam(0.01)
+
+        def loss(params, x):
+            for p in params:
+                x = layer(p, x)
+            return x.square().mean()
+
+        def train(state, x):
+            value, grads = ff.value_and_grad(loss)(state.params, x)
+            return state.apply_gradients(grads, optimizer), value
+
+        x = ff.local_batch(torch.randn(8, 8), mesh, "data")
+        params = [{"w": torch.eye(8) + 0.1} for _ in range(3)]
+
+        def run(wrap, zero):
+            step = ff.donate(wrap(ff.shard(ff.remat(train), mesh, "data", zero=zero)))
+            state = ff.init_state(step, params, optimizer, x)
+            for _ in range(4):
+                with ff.ledger() as log:
+                    state, value = step(state, x)
+            return ff.unshard(state.params), value, log.table()
+
+        for zero in (0, 1, 3):
+            *found, sent = run(lambda f: ff.jit(f, whole_step=True), zero)
+            *expected, planned = run(lambda f: f, zero)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            assert sent == planned, (sent, planned)
+            print("near", zero)
+        """,
+        2,
+        timeout=300,
+    )
+    assert printed.count("near") == 6, printed
