@@ -8,22 +8,10 @@ from pathlib import Path
 
 import torch
 
-from fsfunc.checkpoint.folders import (
-    age,
-    alike,
-    delete,
-    entries,
-    is_unfinished,
-)
+from fsfunc.checkpoint.folders import age, alike, delete, entries, is_unfinished
 from fsfunc.checkpoint.headers import Header, check_files, header_at
 from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
-from fsfunc.checkpoint.parsing import (
-    LONGEST,
-    Said,
-    Wrong,
-    proven,
-    table_of,
-)
+from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, proven, table_of
 from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import (
     CheckpointError,

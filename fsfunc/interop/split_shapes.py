@@ -24,10 +24,7 @@ _MARK = 1_000_003  # a prime that no other size has as a factor
 
 
 def run_shapes(
-    module: nn.Module,
-    words: Mapping[str, str],
-    given: Signature,
-    ranks: int,
+    module: nn.Module, words: Mapping[str, str], given: Signature, ranks: int
 ) -> list[bool]:
     """Runs a module around split layers on shapes alone, and checks what it does.
 

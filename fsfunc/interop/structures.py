@@ -76,11 +76,7 @@ class Structure:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        tensors: Tensors,
-        units: Sequence[str],
-        plan: LayerPlan,
+        self, module: nn.Module, tensors: Tensors, units: Sequence[str], plan: LayerPlan
     ):
         self.template, self.plan = without_tensors(module, tensors), plan
         plan.install(self.template)

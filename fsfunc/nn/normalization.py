@@ -113,11 +113,7 @@ def layer_norm(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Leaf | None = None,
-    *,
-    axis: str | None = None,
-    eps: float = 1e-6,
+    x: Tensor, weight: Leaf | None = None, *, axis: str | None = None, eps: float = 1e-6
 ) -> Tensor:
     """``x`` over the root of its mean square, over a last dim that may be split.
 

@@ -68,11 +68,7 @@ def unzigzag(x: Tensor, axis_size: int, dim: int) -> Tensor:
 
 
 def zigzag_positions(
-    length: int,
-    axis_size: int,
-    index: int,
-    *,
-    device: torch.device | str | None = None,
+    length: int, axis_size: int, index: int, *, device: torch.device | str | None = None
 ) -> Tensor:
     """The positions of what one rank holds: for rotary or learned embeddings.
 

@@ -92,11 +92,7 @@ def column_linear(
 
 
 def row_linear(
-    x: Tensor,
-    weight: Leaf,
-    bias: Any = None,
-    *,
-    sequence_dim: int | None = None,
+    x: Tensor, weight: Leaf, bias: Any = None, *, sequence_dim: int | None = None
 ) -> Tensor:
     """``x @ weight.T + bias``, of which each rank adds what its own features give.
 

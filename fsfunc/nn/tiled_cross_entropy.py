@@ -25,12 +25,7 @@ from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import composable
-from fsfunc.nn.cross_entropy import (
-    Tiles,
-    exponentiated,
-    gradient_of,
-    is_transformed,
-)
+from fsfunc.nn.cross_entropy import Tiles, exponentiated, gradient_of, is_transformed
 from fsfunc.nn.numerics import autocast, wide, without_autocast
 from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss

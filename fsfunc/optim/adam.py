@@ -16,10 +16,7 @@ from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, begun_by, described
-from fsfunc.optim.schedules import (
-    Schedule,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
 
 _MOMENTS = (

@@ -12,12 +12,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.block_codes import BLOCK, Coder, chance
-from fsfunc.optim.coded_steps import (
-    CodedStep,
-    groups_of,
-    stretches,
-    zero_codes,
-)
+from fsfunc.optim.coded_steps import CodedStep, groups_of, stretches, zero_codes
 from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable

@@ -14,10 +14,7 @@ from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import (
-    Schedule,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, rate_at
 
 
 class SgdState(NamedTuple):

@@ -17,11 +17,7 @@ from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, traina
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.reductions import over_axes
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_params_given,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded

@@ -165,9 +165,7 @@ def _overlap(matched: Matched) -> bool:
 
 
 def _groups(
-    matched: Matched,
-    new: list[Target],
-    decays: Sequence[Any],
+    matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay."""
     if (alike := _alike(matched, new, decays)) is not None:
@@ -193,9 +191,7 @@ def _groups(
 
 
 def _alike(
-    matched: Matched,
-    new: list[Target],
-    decays: Sequence[Any],
+    matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
     if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):

@@ -20,11 +20,7 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_params_given,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.sharded.donated import Everything
 
 

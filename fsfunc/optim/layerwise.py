@@ -21,20 +21,9 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, row_norms, rows_of
-from fsfunc.optim.optimizer import (
-    Commit,
-    Optimizer,
-    State,
-    added,
-    begun_by,
-    described,
-)
+from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, described
 from fsfunc.optim.reductions import into_parts
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_params_given,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
 

@@ -24,12 +24,7 @@ from fsfunc.comm.mesh import Here, here
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
-from fsfunc.tracing.replicas import (
-    SPLIT,
-    STAGES,
-    Together,
-    compare_batches,
-)
+from fsfunc.tracing.replicas import SPLIT, STAGES, Together, compare_batches
 from fsfunc.transforms.sharded_calls import Sharding
 
 _TITLE = "ranks lay out a state, and not all alike"

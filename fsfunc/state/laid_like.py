@@ -20,11 +20,7 @@ from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.typed_maps import (
-    LAY,
-    MEAN,
-    REDUCE,
-)
+from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.runtime.generators import one_number

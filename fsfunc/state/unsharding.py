@@ -19,11 +19,7 @@ from fsfunc.comm.collective_ops import apply_map, assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.typed_maps import (
-    ENTER,
-    GATHER,
-    check_samples,
-)
+from fsfunc.comm.typed_maps import ENTER, GATHER, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered

@@ -25,9 +25,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described
-from fsfunc.optim.schedules import (
-    Schedule,
-)
+from fsfunc.optim.schedules import Schedule
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
 

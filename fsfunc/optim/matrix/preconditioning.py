@@ -23,9 +23,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described, then
-from fsfunc.optim.schedules import (
-    Schedule,
-)
+from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
