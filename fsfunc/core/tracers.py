@@ -16,8 +16,7 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here
 from fsfunc.core.execution_context import running
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import laid_as
+from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
 
 class Tracer:
@@ -187,24 +186,25 @@ class FirstCalls:
 
 
 def signature(args: Any, keywords: Any) -> Any:
-    """A key of a call's arguments, by their structure, shapes and dtypes.
+    """A key of a call's arguments, by their structure, kinds, shapes and dtypes.
 
-    Its first item is the key for batches of any shape: structure, and truth values.
+    Its first item is the key for batches of any shape: structure, truth values, kinds
+    of leaves that are no numbers, and tensors that are split or without values.
     """
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-    kinds: list[Any] = [treedef]
-    truths: list[bool] = []
-    own: list[int] = []
-    for x in leaves:
+    kinds, marks = [], []
+    for i, x in enumerate(leaves):
         if isinstance(x, Tensor):
             kinds.append((x.shape, x.dtype, x.requires_grad, how := laid_as(x)))
-            if isinstance(how, Own):
-                own.append(len(kinds))
+            if how != WHOLE or x.is_meta:
+                marks.append((i, how, x.is_meta))
         elif is_sharded(x):
             kinds.append((x.layout.shape, x.layout.dtype))
         else:
-            kinds.append(type(x))
-            if isinstance(x, bool):
-                truths.append(x)
-    kinds[0] = (treedef, *truths, *own)
-    return tuple(kinds)
+            kinds.append(kind := type(x))
+            if kind not in _NUMBERS:
+                marks.append(x if kind is bool else kind)
+    return (treedef, *marks), *kinds
+
+
+_NUMBERS = {int, float, complex, str}

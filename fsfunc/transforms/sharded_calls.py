@@ -74,7 +74,8 @@ class Sharding(Interpretation):
         ``f`` runs, and its result is compared, packed and laid out.
         """
         leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-        state = leaves[: treedef.child(0).child(0).num_leaves] if args else []
+        given = treedef.child(0).child(0) if args else None
+        state = leaves[: given.num_leaves] if given else []
         found = self.entered(self, f, args, keywords, state)
         at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
@@ -102,7 +103,6 @@ class Sharding(Interpretation):
             out = tree.unflatten(outdef, made) if again else out
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
-            given = treedef.child(0).child(0) if args else None
             self.first_calls.compare_state(f, found, given, out, call)
             if found.compiler is not None and found.compiler.whole:
                 found.compiler.compares(self.first_calls, f, found)
@@ -130,36 +130,40 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = self.here(self.mesh)
-        real = before.tracer is None and not _torch.fake_active()
-        if real and self.mesh.backend != "vmap":
-            check_laid_out(state, args)
-        self._check(f, args, keywords, at)
+        self._check(f, args, keywords, at, state)
         at = replace(at, mean=(*at.mean, *self.axes))
         return replace(before, handlers=(*before.handlers, handler), at=at)
 
     def recorded(self, recorder: Any) -> Interpretation:
         return recorder.noted(self)
 
-    def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
-        """Type checks a call with arguments of new shapes, before it runs."""
+    def _check(
+        self, f: Any, args: Any, keywords: Any, at: Here, state: Sequence[Any] = ()
+    ) -> None:
+        """Checks a call with arguments of a new kind, before it runs."""
+        tracer, key, apart = frame().tracer, None, self.mesh.backend == "vmap"
+        if not apart:
+            try:
+                key = signature(args, keywords)
+            except RuntimeError:
+                for given in (*args, keywords):
+                    refuse_spent(given)
+                raise
+            if tracer is None and self.first_calls.knows(at.rank, key):
+                return
         if at.link.moves:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
-        if self.mesh.backend == "vmap":
-            return
-        try:
-            key = signature(args, keywords)
-        except RuntimeError:
-            for given in (*args, keywords):
-                refuse_spent(given)
-            raise
-        if (tracer := frame().tracer) is not None:
+        if tracer is not None and not apart:
             tracer.called(key, args, keywords, (*at.mean, *self.axes))
-            return
-        if _torch.fake_active() or self.first_calls.knows(at.rank, key):
-            return
+        elif not (apart or _torch.fake_active()):
+            check_laid_out(state, args)
+            self._check_first(f, args, keywords, at, key)
+
+    def _check_first(self, f: Any, args: Any, keywords: Any, at: Here, key: Any):
+        """Type checks a call; not of mapped tensors, whose rows have other shapes."""
         if _torch.mapping_levels():
-            return  # of a row the shapes are others
+            return
         if _torch.functorch_active():  # what is transformed must have a meaning itself
             args, keywords = tree.map(_plain, (args, keywords), is_leaf=is_sharded)
             with _torch.outside_transforms():
@@ -198,8 +202,7 @@ class Sharding(Interpretation):
         self, shards: Iterable[FlatShard], at: dict[str, int], groups: GroupTable
     ) -> None:
         """Raises if a buffer is that of another rank, or of another number of them."""
-        tracer = frame().tracer
-        checks = tracer is None or tracer.complete  # else it runs as another rank
+        checks = (tracer := frame().tracer) is None or tracer.complete
         for shard in shards:
             where = groups[shard.split_axes].where  # made here: a backward has no mesh
             own, size = shard.coordinates, shard.place.size
