@@ -76,10 +76,6 @@ OTHERS = {
         lambda: ff.batches(DATA, MESH, "data", 4, seed=None), TypeError,
         "seed=None: it must be an integer",
     ),
-    "an empty batch": (lambda: ff.spmd(empty, MESH)(), ValueError, "no rows"),
-    "an empty batch on one device": (
-        lambda: GRADIENT(W, X[:0]), ValueError, "no rows",
-    ),
     "estimates": (
         lambda: ff.estimate("step", 3), TypeError, "is given a str and a int",
     ),

@@ -23,7 +23,6 @@ from fsfunc.core.gradient_checks import (
     check_agreement,
     check_differentiable,
     check_gathered,
-    check_rows,
     collective_axes,
 )
 from fsfunc.core.losses import Tie, loss_parts
@@ -175,8 +174,6 @@ def _first_order(call: GradientCall) -> Outcome:
         with internal():
             seed = call.seed(tied)
             found = torch.autograd.grad(tied, inputs, seed, allow_unused=True)
-    if weight is None:
-        check_rows(call, total)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])

@@ -17,8 +17,7 @@ from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
-from fsfunc.core.outcomes import GradientCall
-from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 
@@ -61,28 +60,6 @@ def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
         "whole=True), which gathers all of its parameters, or take the derivative "
         "outside"
     )
-
-
-def check_rows(call: GradientCall, total: Tensor) -> None:
-    """Raises if a loss is NaN because it is a mean over no rows.
-
-    Its value is read only if an argument that is not differentiated has no rows.
-
-    Raises:
-        ValueError: names the arguments.
-    """
-    names = [*arguments(len(call.args)), *call.keywords]
-    given = [*call.args, *call.keywords.values()]
-    for i, (name, value) in enumerate(zip(names, given, strict=True)):
-        if i in call.argnums or isinstance(total, _torch.FakeTensor):
-            continue
-        for x in tree.leaves(value, is_leaf=is_sharded):
-            if isinstance(x, Tensor) and x.ndim and not x.shape[0] and total.isnan():
-                raise ValueError(
-                    f"the loss is NaN, and {name} has no rows (a tensor of shape "
-                    f"{tuple(x.shape)}): a mean over no rows is no number. Skip the "
-                    "batch, or return ff.Weighted(sum, number of rows)"
-                )
 
 
 def collective_axes() -> set[str] | None:
