@@ -91,7 +91,6 @@ from fsfunc._torch.internals import (
     is_compiled,
     is_compiled_function,
     is_of_compiler,
-    is_recompile_limit,
     keep_process_groups,
     kinds_of,
     set_compiler_stance,

@@ -115,13 +115,8 @@ def is_of_compiler(error: BaseException) -> bool:
     module: Any = sys.modules.get("torch._dynamo.exc")
     if module is None:
         return False
-    return isinstance(error, module.TorchDynamoException) or is_recompile_limit(error)
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """True if a function was compiled as often as torch.compile allows one."""
-    module: Any = sys.modules.get("torch._dynamo.exc")
-    return module is not None and isinstance(error, module.FailOnRecompileLimitHit)
+    kinds = module.TorchDynamoException, module.FailOnRecompileLimitHit
+    return isinstance(error, kinds)
 
 
 # What compiles the code that runs in this thread; None (or False: nothing new) where no

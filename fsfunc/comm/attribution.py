@@ -49,11 +49,6 @@ class _Owners(dict[str, str]):
 _OWNERS = _Owners()
 
 
-def is_inner(path: str) -> bool:
-    """True if a file is fsfunc's or torch's, or that in which a thread begins."""
-    return _OWNERS[path] != "user"
-
-
 class label(Scoped):
     """Attributes the collectives inside to a unit and phase."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsfunc import _torch
-from fsfunc.comm.attribution import is_inner, traceback_line
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
@@ -80,8 +77,8 @@ def jit(
             with its line, and never slow.
 
     Raises (when a unit is compiled, at its first call for a set of shapes):
-        RuntimeError: the function cannot be compiled, or the machine has no compiler
-            for it; names the unit and the line.
+        Exception: what torch.compile raises where it cannot, with the line, and a note
+            that names the unit.
         ValueError: ``remat`` around it keeps values by name: operators that are fused
             have no such values.
 
@@ -117,9 +114,7 @@ def jit(
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         with inside(replace(frame(), compiler=compiler)):
-            out = f(*args, **keywords)
-        compiler.check_used()
-        return out
+            return f(*args, **keywords)
 
     return run
 
@@ -158,8 +153,7 @@ class _Compiler:
         whole = plain and options["fullgraph"]
         self.partitions = whole and "custom_partitioner_fn" not in given
         self._lock = Lock()  # simulated ranks are threads
-        self._names: dict[str, bool] = {}
-        self._in_stages = self._warned = False
+        self._meant = functools.cache(lambda x: any(matches(p, x) for p in patterns))
 
     def of(self, call: Call) -> Callable[..., Any]:
         """The function to run for a unit call: compiled, if its name is meant."""
@@ -182,11 +176,7 @@ class _Compiler:
 
     def means(self, call: Call) -> bool:
         """True if the unit of a call is one to compile."""
-        name = call.name
-        if name not in self._names:
-            self._names[name] = any(matches(p, name) for p in self.patterns)
-            self._in_stages |= call.frame.staged  # others may run those that are meant
-        return self._names[name]
+        return self._meant(call.name)
 
     def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:
         """An update of an optimizer's rule, compiled once for tensors of any size.
@@ -205,17 +195,6 @@ class _Compiler:
         """True if it compiles a call's unit, and says what its backward is given."""
         return self.partitions and self.means(call)
 
-    def check_used(self) -> None:
-        """Warns where units ran, and none of them was meant."""
-        idle = self._names and not any(self._names.values()) and not self._in_stages
-        if idle and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"jit(only={list(self.patterns)}) compiles nothing: the units are "
-                f"called {', '.join(sorted(self._names))}",
-                stacklevel=3,
-            )
-
     def _compile(
         self, fn: Callable[..., Any], share: float | None = None
     ) -> Callable[..., Any]:
@@ -227,46 +206,27 @@ class _Compiler:
 
 
 def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``compiled``, the errors of the compiler naming the unit and the line."""
+    """``compiled``, the errors of the compiler naming the unit."""
 
     def run(*args: Any, **keywords: Any) -> Any:
         try:
             return compiled(*args, **keywords)
         except Exception as error:
-            if not _torch.is_of_compiler(error):
-                raise
-            raise RuntimeError(_said_of(error, name)) from error
+            if _torch.is_of_compiler(error):
+                error.add_note(_REFUSED.format(name))
+            raise
 
     return run
-
-
-def _said_of(error: Exception, name: str) -> str:
-    """The message of an error of the compiler, of a unit."""
-    if _torch.is_recompile_limit(error):
-        return _TOO_MANY.format(name)
-    first = str(error).strip().partition("\n")[0]
-    lines = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-    users = [at for at in lines if not is_inner(at[0])]
-    line = ":".join((users or lines)[-1]) if lines else traceback_line(error)
-    if any(is_inner(path) and path.endswith("units.py") for path, _ in lines):
-        first = "it calls a unit, which is compiled by itself"
-    return _REFUSED.format(name, line, first)
 
 
 _WHOLE = (
     "jit(whole_step=True) compiles all of a step: it takes no only=, and of "
     'torch.compile\'s arguments backend="inductor" or "eager", and options='
 )
-_TOO_MANY = (
-    "unit {!r} was compiled for as many shapes, numbers and settings as "
-    "torch._dynamo.config.recompile_limit allows one function. Give it a number that "
-    "changes as a tensor, jit(..., dynamic=True) for lengths that do, or raise that "
-    "limit"
-)
 _REFUSED = (
-    "unit {!r} cannot be compiled, at {}: {}. Change that, or leave the unit as it is: "
+    "unit {!r} cannot be compiled so. Change that, or leave the unit as it is: "
     'jit(..., only=patterns of other names), such as "**/block"; fullgraph=False '
-    "compiles what is between such lines"
+    "compiles what is between such lines; give it a number that changes as a tensor"
 )
 _NAMED = (
     "unit {!r} is compiled by jit under a remat that keeps values by name: fused "

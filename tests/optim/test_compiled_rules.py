@@ -124,8 +124,7 @@ def test_in_a_sharded_step_too(stack, chain):
     optimizer, transform = CHAINS[chain], STACKS[stack]
     expected = trained(optimizer, transform)
     jit = lambda step: ff.jit(transform(step), only="none", backend="aot_eager")  # noqa: E731
-    with pytest.warns(UserWarning, match="compiles nothing"):
-        found = trained(optimizer, jit)
+    found = trained(optimizer, jit)
     same(found, expected)
     # Each rank's own step: one graph, and one more where its parts begin elsewhere in
     # the buffers that they lie in.

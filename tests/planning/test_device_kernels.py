@@ -145,8 +145,7 @@ def test_a_chain_reads_what_comes_and_writes_what_is_read_elsewhere():
     ]  # fmt: skip
     assert sum(x for _, _, x in sizes(fused)) < sum(x for _, _, x in sizes(eager))
     assert (fused.flops, fused.peak_bytes) == (eager.flops, eager.peak_bytes)
-    with pytest.warns(UserWarning, match="compiles nothing"):
-        assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
+    assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
 
 
 def test_units_are_kernels_of_their_own():

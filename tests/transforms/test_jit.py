@@ -83,7 +83,7 @@ def nested(p, x):
 REFUSED = {
     "a value": (
         ff.unit(branches), {}, RuntimeError,
-        r"unit 'branches' cannot be compiled, at .*test_jit.py:\d+: .*only=",
+        r"test_jit.py.*unit 'branches' cannot be compiled.*only=",
     ),
     "a unit of units": (
         ff.unit(nested), {}, RuntimeError, r"unit 'nested' cannot be compiled.*only=",
@@ -115,18 +115,10 @@ def test_numbers_that_change_come_to_a_limit_that_says_so():
 
     numbers = [k / 3 for k in range(4)]
     with torch._dynamo.config.patch(recompile_limit=2):
-        with pytest.raises(RuntimeError, match="'<lambda>' was compiled.*as a tensor"):
+        with pytest.raises(Exception, match="(?s)'<lambda>' cannot.*as a tensor"):
             tempered(numbers)
         torch._dynamo.reset()
         tempered([torch.tensor(k, dtype=torch.float64) for k in numbers])
-
-
-def test_a_pattern_that_no_unit_has_is_warned_of():
-    step = ff.jit(ff.value_and_grad(loss_of(plain)), only="bloc", backend=counted)
-    with pytest.warns(
-        UserWarning, match="compiles nothing: the units are called layer"
-    ):
-        step(params(), BATCH)
 
 
 def test_only_the_units_that_are_meant_compile():
@@ -138,8 +130,7 @@ def test_only_the_units_that_are_meant_compile():
         found = ff.jit(plainly, only=only, backend=counted)(w, x)
         same(found, plainly(w, x))
         assert len(RAN) == 1
-    with pytest.warns(UserWarning, match="the units are called nested, nested/layer"):
-        ff.jit(plainly, only="layer", backend=counted)(w, x)
+    ff.jit(plainly, only="layer", backend=counted)(w, x)
     assert len(RAN) == 1, "of a unit within another"
 
 
