@@ -17,7 +17,7 @@ layouts and states
     place init_state abstract_state TrainState unshard lay_like reduce_like assume
     Sharded is_sharded Layout Flat Split Owned Own randn_like
 messages of shard
-    Gather Reduction CastGather CastReduction QuantizedGather QuantizedReduction
+    Gather Reduction QuantizedGather QuantizedReduction
     HierarchicalGather HierarchicalReduction powersgd error_feedback
 optimizers
     Optimizer sgd sharded_adam lion adafactor muon shampoo lamb lars schedule_free
@@ -151,8 +151,6 @@ if TYPE_CHECKING:
     from fsfunc.transforms.local.local_updates import local_sgd
     from fsfunc.transforms.local.slow_momentum import slowmo
     from fsfunc.transforms.messages.encodings import (
-        CastGather,
-        CastReduction,
         QuantizedGather,
         QuantizedReduction,
     )
@@ -216,8 +214,7 @@ _LATER = {
         "fsfunc.transforms.local.graphs": "graphs",
         "fsfunc.transforms.local.local_updates": "local_sgd",
         "fsfunc.transforms.local.slow_momentum": "slowmo",
-        "fsfunc.transforms.messages.encodings": "CastGather CastReduction "
-        "QuantizedGather QuantizedReduction",
+        "fsfunc.transforms.messages.encodings": "QuantizedGather QuantizedReduction",
         "fsfunc.transforms.messages.hierarchy": "HierarchicalGather "
         "HierarchicalReduction",
         "fsfunc.transforms.messages.low_rank": "powersgd",

@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.tree import map as tree_map
 from tests.checks import refusals, refused
 from tests.models import chain, floats, layers
 
@@ -118,49 +117,6 @@ def test_three_levels():
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-# A narrower dtype on the wire
-
-
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_bfloat16_on_the_wire_halves_the_bytes(zero):
-    narrow = lambda w: w.to(torch.bfloat16).to(w.dtype)  # noqa: E731
-    over, how = ("data",), {"axes": {"data": 3}}
-    (wanted, flat), *_ = trained(zero, over, **how, params=tree_map(narrow, PARAMS),
-                                 steps=1)  # fmt: skip
-    codecs = {
-        "gather": ff.CastGather(torch.bfloat16),
-        "reduction": ff.CastReduction(torch.bfloat16),
-    }
-    for owing in (False, True):
-        for found, spent in trained(zero, over, **how, **codecs, owing=owing, steps=1):
-            moved = tree_map(lambda new, old: new - old, found, PARAMS)
-            start = PARAMS if zero == 0 else tree_map(narrow, PARAMS)
-            exact = wanted if zero else trained(0, over, **how, steps=1)[0][0]
-            exact = tree_map(lambda new, old: new - old, exact, start)
-            torch.testing.assert_close(moved, exact, rtol=2**-7, atol=2**-9)
-            assert spent["data", "all_gather"] == flat["data", "all_gather"] / 2
-            if zero:
-                assert spent["data", "all_to_all"] == flat["data", "psum_scatter"] / 2
-            else:  # beside the loss
-                half = (flat["data", "psum"] + 4 / 3 * 8) / 2
-                assert spent["data", "psum"] == pytest.approx(half)
-
-
-def test_a_sum_of_many_is_taken_in_float32():
-    """257 = 256 + 1 is no bfloat16: a sum in that would stay at 256."""
-    mesh = ff.make_mesh({"data": 5}, "simulated")
-    unit = ff.unit(lambda w, x: (w * x).sum())
-
-    def main():
-        step = ff.value_and_grad(lambda w, x: unit(w, x))
-        step = ff.shard(step, mesh, "data", reduction=ff.CastReduction(torch.bfloat16))
-        x = torch.full((5,), 256.0 if ff.axis_index("data") == 0 else 1.0)
-        return ff.unshard(step(ff.place(step, torch.zeros(5), x), x)[1])
-
-    for g in ff.spmd(main, mesh)():
-        torch.testing.assert_close(g, torch.full((5,), 52.0), rtol=0, atol=0)
-
-
 MESH = ff.make_mesh(AXES, "simulated")
 LEVELS = {
     "gather": ff.HierarchicalGather("node"),
@@ -170,8 +126,6 @@ NARROW = ff.HierarchicalReduction("node", ff.QuantizedReduction())
 
 
 @refusals({
-    "integers": (lambda: ff.CastGather(torch.int8), TypeError, "floating"),
-    "a name": (lambda: ff.CastReduction("bfloat16"), TypeError, "floating"),
     **{
         kind: (
             lambda k=kind: ff.shard(loss, MESH, "data", **{k: LEVELS[k]}),
