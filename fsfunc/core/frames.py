@@ -146,7 +146,7 @@ class Stage(Interpretation):
         if call.frame.path:  # a nested unit runs where the outer one does
             return run
 
-        def decided(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def decided(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             return self.decide(call, params, inputs, keywords)
 
         return decided

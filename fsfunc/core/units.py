@@ -92,7 +92,7 @@ class Unit:
         self.derives: dict[Any, Any] = {}
         self.quiet: set[Any] = set()
 
-    def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+    def __call__(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
@@ -266,7 +266,7 @@ class Call:
         """``block`` or, inside another unit, ``loss_fn/block``."""
         return "/".join(self.path)
 
-    def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+    def run(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         """Runs the call through the interpretations of its frame."""
         run = self.body
         for handler in reversed(self.frame.handlers):
@@ -274,7 +274,7 @@ class Call:
         with internal():
             return run(params, *inputs, **keywords)
 
-    def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+    def body(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         """Runs the unit's function: the innermost of all interpretations."""
         f, numbers = self.frame, self.numbers
         within = f.replace(

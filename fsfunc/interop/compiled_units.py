@@ -19,7 +19,6 @@ from fsfunc import _torch
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.stubs import Absent, hook_tables, without_caches
 
-PARAMS = "params of the module's"  # a unit's keyword that is called params
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -56,8 +55,6 @@ def compiled_unit(
     def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
         given = {**params, **buffers}
         tensors = {here: given[name] for here, name in names.items()}
-        if PARAMS in keywords:
-            keywords["params"] = keywords.pop(PARAMS)
         try:
             return run(module, tensors, args, keywords)
         finally:

@@ -21,12 +21,7 @@ from fsfunc import _torch, tree
 from fsfunc.core.units import Unit, unit
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
-from fsfunc.interop.compiled_units import (
-    PARAMS,
-    Compile,
-    compiled_unit,
-    refuse_compiled_unit,
-)
+from fsfunc.interop.compiled_units import Compile, compiled_unit, refuse_compiled_unit
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import (
@@ -259,8 +254,6 @@ class _Part:
         if asked.fills:
             args, keywords = handed((args, keywords))
         others = opened((args, keywords), who)
-        if "params" in keywords:  # what a unit's first argument is called
-            keywords = {PARAMS if k == "params" else k: x for k, x in keywords.items()}
         found = self.units.get(asked) or self._unit(asked)
         out = found(params, buffers, *args, **keywords)
         if others:
@@ -272,8 +265,6 @@ class _Part:
         name = self.name or type(self.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
-            if PARAMS in keywords:
-                keywords["params"] = keywords.pop(PARAMS)
             if asked.fills:
                 args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)

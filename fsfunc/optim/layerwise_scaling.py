@@ -56,7 +56,7 @@ class UnitScaling(Interpretation):
         if call.name not in self.by_name:
             return run
 
-        def scaled(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def scaled(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             if composable() or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
             ends = _Ends(self, call)

@@ -124,7 +124,7 @@ class Pipelining(Interpretation):
                 raise RuntimeError(_STOCK)
             raise _Outside(self)
 
-        def held(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def held(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             params = tree.map(self._held, params, is_leaf=is_sharded)
             return run(params, *inputs, **keywords)
 

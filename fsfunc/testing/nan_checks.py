@@ -66,7 +66,7 @@ class _Finite(Interpretation):
         said = f"unit {call.name!r}"
         of_cotangent = f"the cotangent of what {said} returns is"
 
-        def looked(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def looked(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             look(params, f"{said} is given", "parameter ")
             look((inputs, keywords), f"{said} is given")
             out = run(params, *inputs, **keywords)

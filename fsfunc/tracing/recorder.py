@@ -283,7 +283,7 @@ class Recorder(Findings, Tracer, Watcher):
         if noted is not laid[0]:
             return run  # noted by the outermost one
 
-        def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def recorded(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             placed = filter(is_sharded, leaves)
             self.takes(f"unit {call.name!r}", placed)

@@ -26,7 +26,7 @@ _UNIT = 16  # bytes: every dtype's size divides it
 def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[..., Any]:
     """``run``, whose residuals go to ``store`` when it is over."""
 
-    def kept(params: Any, *inputs: Any, **keywords: Any) -> Any:
+    def kept(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         tracer, now = call.frame.tracer, running()
         tried = tracer is not None and (tracer.forward_only or not tracer.complete)
         plain = tried or call.frame.composable or now.recompute
