@@ -129,11 +129,16 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind in PARTS and not frame().path:
             raise refusal("lost", what, [seen], None)
 
-    def measured(self, x: Tensor, what: str) -> None:
-        """Raises if a shape is read of a leaf's part, where the leaf has other dims."""
-        seen = self.known.of(x)
-        if (seen.kind is Kind.S or seen.flat) and not frame().path:
-            raise refusal("shape", what, [seen], None)
+    def measured(self, what: str, *given: Tensor) -> None:
+        """Raises if a shape is read of a leaf's part, where the leaf has other dims.
+
+        Args:
+            given: the part; or several, of which one gives the others its shape.
+        """
+        each = [self.known.of(x) for x in given]
+        parts = [seen for seen in each if seen.kind is Kind.S or seen.flat]
+        if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
+            raise refusal("shape", what, parts[:1], None)
 
     def laid(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)

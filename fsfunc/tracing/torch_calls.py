@@ -119,7 +119,10 @@ _SHAPES: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: name for name in ("shape", "ndim", "nbytes")},
     **{getattr(Tensor, name): name for name in _METHODS},
     Tensor.__len__: "len",
+    torch.numel: "numel",
 }
+_EXPANDS = {Tensor.expand_as: "expand_as", torch.broadcast_tensors: "broadcast_tensors"}
+_PASSES_ON = ("__len__", "handle_torch_function", *_EXPANDS.values())
 _VALUES: dict[Any, str] = {
     Tensor.numpy: "numpy",
     Tensor.tolist: "tolist",
@@ -143,12 +146,14 @@ class Asked(Outside):
         kwargs = kwargs or {}
         if (words := said(func, args, kwargs)) is not None:
             self.checker.said.append(words)
-        if name := _SHAPES.get(func):
+        if name := _SHAPES.get(func) or _EXPANDS.get(func):
             asker = sys._getframe(1)
-            while asker.f_code.co_name in ("__len__", "handle_torch_function"):
+            while asker.f_code.co_name in _PASSES_ON:
                 asker = asker.f_back or asker
             if called_by_user(asker):
-                self.checker.measured(args[0], name)
+                self.checker.measured(
+                    name, *flat(args) if func in _EXPANDS else args[:1]
+                )
             return func(*args, **kwargs)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs)
