@@ -129,7 +129,8 @@ def _texts(lines: Lines, where: RankGroup) -> dict[int, Lines]:
     found = {}
     rows = _gathered(mine.ljust(longest, b"\0") or b"\0", where)
     for rank, row, size in zip(where.ranks, rows, sizes, strict=True):
-        parts = row[: int.from_bytes(size, "little")].decode().split("\0")
+        said = row[: int.from_bytes(size, "little")].decode()
+        parts = said.split("\0") if said else []  # of no lines there is no text
         found[rank] = list(zip(parts[::2], parts[1::2], strict=True))
     return found
 

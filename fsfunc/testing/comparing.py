@@ -103,7 +103,18 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
         return False  # as 1 and 1.0
     if isinstance(a, float) and isinstance(b, float):
         return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    if "numpy" in (type(a).__module__, type(b).__module__):
+        return _same_arrays(a, b, tolerance)
     return bool(a == b)
+
+
+def _same_arrays(a: Any, b: Any, tolerance: float) -> bool:
+    """`_same` of numpy's arrays and scalars: those of other shapes would broadcast."""
+    if type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a.dtype.kind not in "biufc":
+        return bool((a == b).all())
+    return not bool(far(torch.as_tensor(a), torch.as_tensor(b), tolerance).any())
 
 
 def far(a: Tensor, b: Tensor, tolerance: float) -> Tensor:

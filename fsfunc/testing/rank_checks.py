@@ -178,9 +178,11 @@ def _message(name: str, x: Any, where: RankGroup) -> str:
     opening = f"{what} differs along {where.name}, where it is claimed to be one value"
     if not isinstance(x, Tensor):
         return f"{opening}; this rank has {x!r}"
-    flat = x.detach().contiguous().view(-1)
-    every = where.start("all_gather", flat).wait().view(where.size, -1).cpu()
-    bits = every.view(torch.uint8).view(where.size, flat.numel(), -1)
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    mine = flat.view(torch.uint8)  # no backend sends numbers of 8 bits
+    bits = where.start("all_gather", mine).wait().view(where.size, -1).cpu()
+    every = bits.view(flat.dtype)
+    bits = bits.view(where.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)
     first = int(differs.int().argmax())
     index = place_of(first, x.shape)

@@ -47,6 +47,9 @@ UNEQUAL = {
     "a kind": (one(1.0), one(torch.ones(())), "'a/0' is a float, not a Tensor"),
     "a number": (one(1), one(2), "'a/0' differs\n  expected 2\n  found 1"),
     "a number's kind": (one(1), one(1.0), "'a/0' differs\n  expected 1.0\n  found 1"),
+    "an array's shape": (one(np.ones(1)), one(np.ones((1, 1))), "'a/0' differs"),
+    "an array's dtype": (one(np.float32(1)), one(np.float64(1)), "'a/0' differs"),
+    "an array's value": (one(np.zeros(2)), one(np.ones(2)), "'a/0' differs"),
 }  # fmt: skip
 
 
@@ -59,6 +62,7 @@ def test_unequal_trees_say_where(found, expected, said):
 def test_equal_trees_and_near_ones_pass():
     for x in torch.zeros(0), torch.tensor(True):
         assert_equal(one(x), one(x.clone()))
+    assert_equal(one(np.ones(2)), one(np.array([1.0, 1.0 + 1e-7])), 1e-6)
     inf = torch.tensor([1.0, torch.inf])
     assert_equal(inf, torch.tensor([1.0 + 1e-7, torch.inf]), 1e-6)
     for other in (torch.tensor([1.0, 1.0]), -inf):  # near to nothing else
@@ -202,6 +206,11 @@ UNLIKE = {
         lambda: torch.ones(1 + rank()), "trees of unlike structure, shapes or dtypes",
     ),
     "a leaf": (lambda: [1] * (1 + rank()), "unlike structure"),
+    "all leaves": (lambda: [1] * rank(), "unlike structure"),
+    "8 bits": (
+        lambda: torch.ones(2).mul(1 + rank()).to(torch.float8_e4m3fn),
+        r"at \(0,\) rank 0 has 1.0",
+    ),
 }  # fmt: skip
 
 
