@@ -201,14 +201,21 @@ class Others:
         gone = [f"rank {r} {why}" for r, why in self.gone.items() if r not in said]
         return next(filter(None, said.values()), "; ".join(gone))
 
-    def wait(self) -> None:
+    def wait(self, all_of_them: bool = False) -> None:
         """Returns when all of them have done their part.
+
+        Args:
+            all_of_them: whether the others are waited for where one could not.
 
         Raises:
             CheckpointError: one of them could not, or will never say.
         """
         pause, silent = 0.5, dict[int, float]()  # since when
-        over = lambda: self.blamed or len(self.said()) == len(self.ranks)  # noqa: E731
+
+        def over() -> bool:
+            done = len({*self.said(), *self.gone}) == len(self.ranks)
+            return done or not all_of_them and bool(self.blamed)
+
         while not over():
             self.board.wait(pause, over)
             pause = min(2 * pause, _PATIENCE)

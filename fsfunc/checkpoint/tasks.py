@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -171,12 +172,13 @@ class SaveTask:
                 others.wait()
             self.complete()
         except BaseException as error:
-            if self.first or others is None or not others.blamed:
-                self.error = error
+            self.error = error
             said = f"rank {self.rank} could not go on: {type(error).__name__}: {error}"
         if others is not None:
             others.tell(said)
-        if said if self.first else others is not None and others.blamed:
+        if self.first and said:
+            if others is not None:  # what they write is removed once they are done
+                attempt(partial(others.wait, all_of_them=True))
             folders.discard(self.folder)
         self.release()
         self.contents, self._versions = Contents(), []  # it may be kept for long

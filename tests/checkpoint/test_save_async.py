@@ -232,6 +232,28 @@ def test_an_error_of_one_rank_is_raised_by_all_that_wait(tmp_path, gate, rank):
     assert nothing_saved(tmp_path)
 
 
+def test_a_rank_that_writes_late_hears_of_an_error_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    write = safetensors.write_file
+
+    def late(path, head, entries):
+        if path.name.startswith("shard-00001"):
+            raise full()
+        time.sleep(0.3)
+        return write(path, head, entries)
+
+    monkeypatch.setattr(safetensors, "write_file", late)
+
+    def main(mesh):
+        saving = ff.save_async(tmp_path / "a", two())
+        with pytest.raises((OSError, CheckpointError), match="No space left"):
+            saving.wait()
+
+    on(PAIR, main)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_so_full_that_not_even_a_note_fits(tmp_path, gate, rank, monkeypatch):
     """Until the files that were written for nothing are gone."""
