@@ -104,10 +104,14 @@ class _Noted(Handle):
 
 
 class Run:
-    """The collectives of one run of a graph, which its nodes start and await."""
+    """The collectives of one run of a graph, which its nodes start and await.
 
-    def __init__(self, calls: Sequence[GraphCollective]):
-        self.calls = calls
+    Args:
+        compared: whether the ranks have compared them, in a run before.
+    """
+
+    def __init__(self, calls: Sequence[GraphCollective], compared: bool):
+        self.calls, self.compared = calls, compared
         self.flights: dict[int, tuple[Handle, Tensor]] = {}
         self.groups: dict[Any, RankGroup] = {}
 
@@ -115,7 +119,8 @@ class Run:
         call = self.calls[number]
         where = self.groups.get((call.mesh, call.axis))
         if where is None:
-            where = group(call.axis, here(call.mesh))
+            at = replace(here(call.mesh), compared=self.compared)
+            where = group(call.axis, at)
             self.groups[call.mesh, call.axis] = where
         x = x.contiguous()
         with label(*call.label):

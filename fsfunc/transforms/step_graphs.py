@@ -106,9 +106,10 @@ class StepGraph:
 
     Attributes:
         whole: as the frame's compiler: the step is compiled with all that it calls.
+        compared_programs: whether the ranks have compared their collectives.
     """
 
-    whole = True
+    whole, compared_programs = True, False
     kernels: Callable[..., Sequence[Any]] | None = None
 
     def __init__(
@@ -207,11 +208,13 @@ class StepGraph:
         if donated is not None:
             self._keep_others(tensors, donated)
         try:
-            with torch.no_grad(), operator_graphs.running(Run(calls)):
+            run = Run(calls, self.compared_programs)
+            with torch.no_grad(), operator_graphs.running(run):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
         finally:  # a step that raises has spoiled what it may have written
             written = [tensors[i] for i in self.traced.written]
             torch.autograd.graph.increment_version(written)
+        self.compared_programs = True
         leaves = self._leaves(given, tensors, made)
         out = tree.unflatten(self.seen.treedef, leaves)
         for first_calls, f, found, call in due:
