@@ -116,14 +116,9 @@ class Push:
 SLOWMO: dict[str, Any] = dict(every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1)
 
 
-def slowly(**how):
-    return lambda s, m: ff.slowmo(s, m, "node", **SLOWMO, **how)
-
-
 KINDS = {
     "local_sgd": (lambda s, m: ff.local_sgd(s, m, "node", every=2), Average),
-    "slowmo": (slowly(), Slow),
-    "slowmo, whole": (slowly(memory_efficient=False), Slow),
+    "slowmo": (lambda s, m: ff.slowmo(s, m, "node", **SLOWMO), Slow),
     "gossip": (lambda s, m: ff.gossip(s, m, "node", GRAPH), Push),
 }
 OPTIMIZERS = {"adam": lambda: ff.sharded_adam(LR), "sgd": lambda: ff.sgd(LR)}
@@ -203,15 +198,14 @@ def test_ranks_are_what_one_device_plays(
 START = {"w": torch.arange(3.0).view(3, 1) / 4 - 0.25, "b": torch.tensor([0.5])}
 SLOW: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
 FAIRSCALE = {
-    "slowmo in parts of 3": (
+    "slowmo and averages of 3": (
         lambda s, m: ff.slowmo(s, m, "node", average_every=3, **SLOW),
         [[-0.2140618, -0.3965455, -0.2144471, 0.2595642],
          [-0.236952, -0.4269306, -0.2243912, 0.1554703],
          [-0.271402, -0.4343438, -0.1979518, -0.108378]],
     ),
     "slowmo of 3": (
-        lambda s, m: ff.slowmo(
-            s, m, "node", average_every=2, memory_efficient=False, **SLOW),
+        lambda s, m: ff.slowmo(s, m, "node", average_every=2, **SLOW),
         [[-0.2361681, -0.4214022, -0.2192011, 0.100774]] * 3,
     ),
     "gossip on a ring of 3": (
