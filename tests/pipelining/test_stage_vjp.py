@@ -319,7 +319,7 @@ def test_a_recomputed_unit_computes_again_once(tied, around):
     expected, _ = pulled(stage, False, tied=tied)
     found, (forward, first, second) = pulled(f, True, tied=tied)
     same(found, expected)
-    again = around * forward - N * PRODUCT  # nobody reads a unit's last product
+    again = forward - N * PRODUCT  # nobody reads a unit's last product
     assert forward == 2 * N * PRODUCT
     assert first + second == again + 2 * forward
     if not tied:
