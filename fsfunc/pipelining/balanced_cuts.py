@@ -63,8 +63,20 @@ def balance(
     >>> balance([1, 1, 1, 1, 1, 1], 2, memory=[4, 4, 1, 1, 1, 1], bound=8)
     [2, 4]
     """
-    size = _sizes(costs, n, memory, bound)
-    spent = _sums(costs)
+    if (
+        not 1 <= n <= len(costs)
+        or (memory is None) != (bound is None)
+        or memory is not None
+        and len(memory) != len(costs)
+        or not all(isfinite(x) and x >= 0 for x in (*costs, *(memory or ())))
+    ):
+        raise ValueError(
+            f"balance({costs}, {n}, memory={memory}, bound={bound}): it takes finite "
+            "costs, not below 0, of each call, as many memories with a bound, and at "
+            "least one call for each of at least one stage"
+        )
+    size = [*accumulate(memory or [0] * len(costs), initial=0)]
+    spent = [*accumulate(costs, initial=0)]
     (limit, _), _ = _best(spent, size, n, inf, bound, _largest)
     if limit == inf:
         raise ValueError(
@@ -72,36 +84,6 @@ def balance(
             f"need {list(memory or ())}"
         )
     return _best(spent, size, n, limit, bound, _evenness)[1]
-
-
-def _sizes(
-    costs: Sequence[Number],
-    n: int,
-    memory: Sequence[Number] | None,
-    bound: Number | None,
-) -> list[Number]:
-    """Running sums of the memory, once the arguments have been checked."""
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n={n!r}: there is at least one stage")
-    if n > len(costs):
-        raise ValueError(
-            f"{n} stages, but only {len(costs)} calls: each has at least 1"
-        )
-    if (memory is None) != (bound is None):
-        raise ValueError(
-            "memory= and bound= go together: one is given without the other"
-        )
-    if memory is not None and len(memory) != len(costs):
-        raise ValueError(f"memory of {len(memory)} calls, but costs of {len(costs)}")
-    for name, values in (("cost", costs), ("memory", memory or ())):
-        for i, value in enumerate(values):
-            if not isfinite(value) or value < 0:
-                raise ValueError(f"the {name} of call {i} is {value}")
-    return _sums(memory or [0] * len(costs))
-
-
-def _sums(values: Sequence[Number]) -> list[Number]:
-    return list(accumulate(values, initial=0))
 
 
 Value = tuple[Number, int]  # of a cut: what is to be least

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -159,95 +159,44 @@ def _check_draws(program: Program, origins: Sequence[Origins]) -> None:
         if len(users) > 1:
             raise ValueError(
                 f"{program.name} draws random numbers outside every unit, by {draw.op} "
-                f"at {draw.line}, which stages {_listed(users)} use: each would draw "
-                "its own. Draw them in a unit, whose output is then sent"
+                f"at {draw.line}, which stages {users} use: each would draw its "
+                "own. Draw them in a unit, whose output is then sent"
             )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
 
 
 def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
     """The unit calls of each stage, as numbers."""
-    total = len(program.calls)
-    if stages is not None and n is not None and len(stages) != n:
-        raise ValueError(f"stages={stages!r} names {len(stages)} stages of {n}")
+    names = [call.name for call in program.calls]
     wanted = n if stages is None else len(stages)
-    if wanted is None or wanted < 1:
+    begins: list[int] = []
+    if wanted and 0 < wanted <= len(names) and n in (None, wanted):
+        if stages is None:
+            counts = balance([call.flops for call in program.calls], wanted)
+            begins = [*accumulate(counts[:-1], initial=0)]
+        elif all(isinstance(s, str) for s in stages):
+            begins = [_begin(names, str(s)) for s in stages]
+        elif all(type(s) is int for s in stages) and sum(map(int, stages)) == len(
+            names
+        ):
+            begins = [*accumulate(map(int, stages[:-1]), initial=0)]
+    found = [range(*ends) for ends in pairwise([*begins, len(names)])]
+    if not found or begins[0] or not all(found):
+        runs = [(name, len([*r])) for name, r in groupby(names)]
+        shown = ", ".join(name if k == 1 else f"{name} x{k}" for name, k in runs)
+        asked = "" if n is None else f"{n} stages"
+        asked += "" if stages is None else f"{asked and ', '}stages={stages!r}"
         raise ValueError(
-            f"a pipeline has at least one stage: {wanted!r} were asked for"
+            f"{asked or 'no stages'}, but {program.name} has {len(names)} unit calls "
+            f"({shown}): each stage has at least one. Give counts that sum to them, or "
+            "the names, in order, of those at which stages begin, the first of all too"
         )
-    if wanted > total:
-        raise ValueError(
-            f"{wanted} stages, but {program.name} has only {total} unit calls"
-            f"{_calls_in_words(program)}: a stage has at least one. Use fewer stages, "
-            "or make smaller units"
-        )
-    if stages is None:
-        counts = balance([call.flops for call in program.calls], wanted)
-    else:
-        counts = _counts(program, list(stages))
-    ends = [sum(counts[: s + 1]) for s in range(wanted)]
-    return [range(e - c, e) for e, c in zip(ends, counts, strict=True)]
+    return found
 
 
-def _counts(program: Program, stages: list[Any]) -> list[int]:
-    """The number of unit calls of each stage, by the counts or names given."""
-    if all(isinstance(s, str) for s in stages):
-        return _by_name(program, stages)
-    if not all(isinstance(s, int) and not isinstance(s, bool) for s in stages):
-        raise ValueError(
-            f"stages={stages!r}: give either counts of unit calls, or names of those "
-            "at which a stage begins"
-        )
-    if min(stages) < 1:
-        raise ValueError(f"stages={stages!r}: a stage has at least one unit call")
-    if sum(stages) != len(program.calls):
-        raise ValueError(
-            f"stages={stages!r} sums to {sum(stages)}, but {program.name} has "
-            f"{len(program.calls)} unit calls{_calls_in_words(program)}"
-        )
-    return stages
-
-
-def _by_name(program: Program, stages: list[str]) -> list[int]:
-    """The number of calls of each stage, from the names of those that begin one."""
-    starts: list[int] = []
-    for s, stage in enumerate(stages):
-        start = _call_named(program, stage)
-        if s == 0 and start != 0:
-            raise ValueError(
-                f"stages={stages!r}: the first stage begins at the first unit "
-                f"call, {program.calls[0].name!r}, not at {stage!r}, which is call "
-                f"{start}"
-            )
-        if starts and start <= starts[-1]:
-            raise ValueError(
-                f"stages={stages!r}: {stage!r} is call {start}, and the stage "
-                f"before begins at call {starts[-1]}: it would be empty"
-            )
-        starts.append(start)
-    ends = [*starts[1:], len(program.calls)]
-    return [end - start for start, end in zip(starts, ends, strict=True)]
-
-
-def _call_named(program: Program, stage: str) -> int:
+def _begin(names: list[str], stage: str) -> int:
+    """The call that a stage begins at, as ``name`` or ``name:k``; -1 for none."""
     name, _, k = stage.rpartition(":")
     if not name or not k.isdecimal():
         name, k = stage, "0"
-    found = [call.number for call in program.calls if call.name == name]
-    if int(k) >= len(found):
-        there = f"only {len(found)} calls of" if found else "no unit call named"
-        raise ValueError(
-            f"stage {stage!r}: {program.name} has {there} {name!r}"
-            f"{_calls_in_words(program)}"
-        )
-    return found[int(k)]
-
-
-def _calls_in_words(program: Program) -> str:
-    """The unit calls there are, runs of one name as one."""
-    runs = [(name, len([*r])) for name, r in groupby(c.name for c in program.calls)]
-    shown = [name if n == 1 else f"{name} x{n}" for name, n in runs]
-    return f" ({', '.join(shown)})" if shown else ""
+    found = [i for i, called in enumerate(names) if called == name]
+    return found[int(k)] if int(k) < len(found) else -1

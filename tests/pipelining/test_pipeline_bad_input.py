@@ -158,7 +158,7 @@ LOSSES = [  # a loss, options, and what its gradient call says
     (
         with_noise_for_two_stages, {"stages": [2, 1]},
         "random numbers outside every unit, by rand at .*" + LINE[:-5]
-        + ".* stages 0 and 1 use",
+        + r".* stages \[0, 1\] use",
     ),
     (writing, {}, "writes in place into 'params/tied'"),
     (mapping, {}, "maps unit 'layer'"),
@@ -166,7 +166,7 @@ LOSSES = [  # a loss, options, and what its gradient call says
     (lambda p, b: through(p, b["x"]), {}, "must be a floating scalar, got shape"),
     (
         lambda p, b: layer(p["layers"][0], b["x"]).mean(), {},
-        "2 stages, but .* has only 1 unit call",
+        "2 stages, but .* has 1 unit call",
     ),
     (
         of_the_batch_twice,
@@ -179,8 +179,8 @@ LOSSES = [  # a loss, options, and what its gradient call says
     ),
 ]  # fmt: skip
 OPTIONS = [
-    ({"stages": ["layer", "head"]}, "no unit call named 'head'"),
-    ({"stages": [1, 2]}, r"\[1, 2\] sums to 3, but chain has 4 unit calls"),
+    ({"stages": ["layer", "head"]}, "'head'.* but chain has 4 unit calls"),
+    ({"stages": [1, 2]}, r"\[1, 2\], but chain has 4 unit calls"),
     ({"stages": [2, 1, 1]}, "for 3 ranks, but axis 'pipe' has 2"),
     ({"m": 0}, "n_microbatches=0: there is at least one"),
     ({"m": 2.0}, "n_microbatches=2.0"),
@@ -195,7 +195,7 @@ OPTIONS = [
     ({"schedule": ["F0 F1 B0 B1"] * 3}, "for 3 ranks, but axis 'pipe' has 2"),
     (
         {"schedule": functools.partial(S.interleaved_1f1b, chunks=4)},
-        "8 stages, but chain has only 4 unit calls",
+        "8 stages, but chain has 4 unit calls",
     ),
     (
         {"stages": [2, 1, 1], "schedule": S.interleaved_1f1b},
