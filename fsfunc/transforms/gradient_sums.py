@@ -200,10 +200,7 @@ class GradientSums:
         one.reduced = True
         if one.due > 1 and self._awaits_others(one):
             return
-        if self.groups.replicas is None:
-            self._keep(one)
-        else:
-            self._sum_over_replicas(one)
+        self._sum_over_replicas(one)
 
     def _sum_over_replicas(self, one: _Flow) -> None:
         """Starts the sum over replicas, if any, and waits for the one before."""

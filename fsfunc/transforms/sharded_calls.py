@@ -99,8 +99,8 @@ class Sharding(Interpretation):
                 self.first_calls.check_returned(() if self.new else out)
             self.ran(at)
             made, outdef = tree.flatten(out, is_leaf=is_sharded)
-            again = repacked(made, coordinates)
-            out = tree.unflatten(outdef, made) if again else out
+            if repacked(made, coordinates):
+                out = tree.unflatten(outdef, made)
             if not all(map(is_sharded, made)):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             self.first_calls.compare_state(f, found, given, out, call)
@@ -180,12 +180,9 @@ class Sharding(Interpretation):
     ) -> ShardRuntime:
         """A runtime for a call with these leaves."""
         coordinates = self.mesh.coordinates(rank)
-        buffers = {id(x.packed): x.packed for x in leaves if is_sharded(x)}
-        shards = [
-            shard
-            for shard in buffers.values()
-            if shard is not None and self.cut.gathers(shard.members[0])
-        ]
+        packed = [x.packed for x in leaves if is_sharded(x) and x.packed is not None]
+        buffers = {id(b): b for b in packed}.values()
+        shards = [b for b in buffers if self.cut.gathers(b.members[0])]
         runtime = ShardRuntime(
             GroupTable(self.cut, here(self.mesh)),
             self.cut,
@@ -244,8 +241,7 @@ class Sharding(Interpretation):
         runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
         with inside(replace(f, runtimes=runtimes, varies=varies)):
             kept = {**call.packed, **runtime.keeps}
-            mine = replace(call, packed=kept, parts=runtime.parts, into=None)
-            outcome = run(mine)
+            outcome = run(replace(call, packed=kept, parts=runtime.parts, into=None))
         runtime.sums.finish()
         runtime.gathers.close()
         if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
