@@ -133,3 +133,18 @@ class _OfCUDA(TorchFunctionMode):
 
 
 _DEVICES: Mapping[str, Kernels] = {"cpu": nullcontext, "cuda": _OfCUDA}
+# One kernel makes an input's derivative and another one those of the weights: what
+# comes, and the input, are read twice (GammaBetaBackward in ``layer_norm_kernel.cu``).
+_IN_TWO = {
+    torch.ops.aten.native_layer_norm_backward,
+    torch.ops.fsfunc_cuda.rms_norm_backward,
+}
+
+
+def read_again(kernels: Kernels, func: Any, made: Sequence[Tensor]) -> int:
+    """How many first arguments of an operator another kernel of a device reads too.
+
+    ``made``: what it returned.
+    """
+    in_two = kernels is _OfCUDA and func.overloadpacket in _IN_TWO
+    return 2 if in_two and len(made) > 1 else 0

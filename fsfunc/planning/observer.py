@@ -24,6 +24,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
+from fsfunc.planning.device_kernels import read_again
 from fsfunc.planning.events import Event, Gave, Op, Ran, Took, Turn, describe, size_of
 from fsfunc.planning.fused_chains import FusedChains
 from fsfunc.planning.rounds import Rounds
@@ -155,6 +156,8 @@ class Observer(Tracer, OperatorMode):
         if phase == "backward":
             self.measure_copies()
         op = describe(func, args, kwargs, out, read, made)
+        if op is not None and (again := read_again(self.kernels, func, made)):
+            op = op._replace(bytes=op.bytes + sum(map(size_of, read[:again])))
         copy = known and known <= self._params | self._copies
         at = len(self.book.events)
         for x in fresh:
