@@ -6,8 +6,9 @@ First the ten runs of `published_training.csv`, of which plans are written by cl
 forms, beside the rule of thumb (6ND); to these one number for each family of GPUs was
 fitted, which `--fit` prints. `--runs PATH` judges the rows of another file instead.
 
-Then the memory that torchtitan reported of Llama 3.1 8B on 8 and 128 H100, and three
-claims, to all of which nothing was fitted: the throughput of PyTorch's announcement
+Then the memory that torchtitan reported of Llama 3.1 8B on 8 and 128 H100; which of 62
+runs that were published of 80 GB cards are judged to fit; and three claims, to all of
+which nothing was fitted: the throughput of PyTorch's announcement
 of FSDP (2022), the memory table of the ZeRO paper (2020), and that FairScale's FSDP
 trains 13B parameters on 8 GPUs and 175B on 128 (2021). Each is planned as our own step
 of the same model, on a mesh of as many abstract ranks; speeds are estimated for the
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 from compared.models import Size
-from literature import llama_memory, published_runs
+from literature import fitting, llama_memory, published_runs
 from literature.mingpt import init_params, loss_of, make_batch, parameters
 
 import fsfunc as ff
@@ -302,6 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
             given.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
         return None
     reserved = llama_memory.show(given.quick)
+    fitting_runs = fitting.show(given.quick)
     rows: list[Row] = []
     plans: dict[str, Planned] = {}
     for part in (throughput, zero_memory, fits):
@@ -321,6 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
             "rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows],
             "runs": runs,
             "reserved": reserved,
+            "fitting": fitting_runs,
             "words": WORDS,
             "flops": flops,
             "plan_seconds": {name: found.seconds for name, found in plans.items()},

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compared.models import QUICK, functional_loss, init_params, whole_batch
+from compared.models import (
+    QUICK,
+    functional_loss,
+    in_a_row,
+    init_params,
+    whole_batch,
+)
 from literature import llama_memory
 from literature.llama_memory import Llama
 
@@ -34,7 +40,7 @@ def large(quick: bool) -> Search:
     size, ranks = (SMALL, 8) if quick else (LARGE, 512)
     tokens = torch.empty(size.sequences, size.length, dtype=torch.int64, device="meta")
     return search(
-        llama_memory.loss_of(size, None),
+        llama_memory.loss_of(size, in_a_row),
         ff.sharded_adam(1e-4),
         lambda: llama_memory.init_params(size),
         {"tokens": tokens, "targets": tokens.clone()},

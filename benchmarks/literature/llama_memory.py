@@ -67,11 +67,11 @@ def init_params(size: Llama) -> Tree:
 
 
 def loss_of(
-    size: Llama, kept: ff.SaveOnly | None = KEPT
+    size: Llama, made: Callable[..., Any] | None = None
 ) -> Callable[[Tree, Any], Tensor]:
     """``loss_fn(params, batch)``, whose blocks keep what torchtitan's policy does.
 
-    ``kept``: another policy; None: of `remat`, which may be around it.
+    ``made``: of the units embed, block and head, another one.
     """
     head_size = size.width // size.heads
 
@@ -105,8 +105,9 @@ def loss_of(
         logits = F.linear(norm(x, p["norm"]), p["w"]).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.flatten())
 
-    layer = ff.unit(block)
-    return in_a_row(embed, layer if kept is None else ff.remat(layer, kept), head)
+    if made is not None:
+        return made(embed, ff.unit(block), head)
+    return in_a_row(embed, ff.remat(ff.unit(block), KEPT), head)
 
 
 def turned(x: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ def test_small_models_have_the_same_rows_and_the_zero_table_is_exact(tmp_path):
     assert kinds == [(8, False), (8, True), (128, False), (128, True)]
     for row in record["reserved"]:
         assert 0 < row["held_gib"] <= row["reserved_gib"]
+    assert len(record["fitting"]) == 62
+    for row in record["fitting"]:
+        assert 0 < row["held"] <= row["needed"] and row["fits"]
     for planned, formula in record["flops"].values():
         assert planned == pytest.approx(formula, rel=1e-12)
 
