@@ -164,5 +164,3 @@ def test_what_a_function_may_not_make_of_parameters(name):
 def test_extra_goes_with_an_optimizer():
     with pytest.raises(ValueError, match="extra= goes with an optimizer"):
         ff.init_state(lambda s: s, {}, lambda p: p, extra={"a": 1})
-    with pytest.raises(TypeError, match="no function that makes the state"):
-        ff.init_state(lambda s: s, {}, 3)
