@@ -54,6 +54,7 @@ from fsfunc._torch.functorch import (
     mapped_at,
     mapped_dim,
     mapping_levels,
+    one_row,
     outside_transforms,
     plainly,
     set_forward_ad_state,

@@ -48,7 +48,7 @@ def beneath_functorch() -> Iterator[None]:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Inside, no ``torch.func`` transform is running; give it `unwrapped` tensors."""
+    """Inside, no ``torch.func`` transform is running; give it tensors by `one_row`."""
     with temporarily_clear_interpreter_stack():
         yield
 
@@ -125,6 +125,15 @@ def unwrapped(x: Tensor) -> Tensor:
     """The plain tensor inside any functorch wrappers."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
+    return x
+
+
+def one_row(x: Tensor) -> Tensor:
+    """The plain tensor inside any functorch wrappers; of what is mapped, one row."""
+    while is_functorch_wrapped_tensor(x):
+        dim = maybe_get_bdim(x) if is_batchedtensor(x) else -1
+        x = get_unwrapped(x)
+        x = x if dim < 0 else x.select(dim, 0)
     return x
 
 

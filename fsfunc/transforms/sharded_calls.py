@@ -161,9 +161,7 @@ class Sharding(Interpretation):
             self._check_first(f, args, keywords, at, key)
 
     def _check_first(self, f: Any, args: Any, keywords: Any, at: Here, key: Any):
-        """Type checks a call; not of mapped tensors, whose rows have other shapes."""
-        if _torch.mapping_levels():
-            return
+        """Type checks a call; under ``vmap`` that of one row."""
         if _torch.functorch_active():  # what is transformed must have a meaning itself
             args, keywords = tree.map(_plain, (args, keywords), is_leaf=is_sharded)
             with _torch.outside_transforms():
@@ -332,10 +330,10 @@ class Sharding(Interpretation):
 
 
 def _plain(x: Any) -> Any:
-    """A leaf without what ``torch.func`` wraps it in."""
+    """A leaf without what ``torch.func`` wraps it in; of one that it maps, a row."""
     if is_sharded(x):
-        return x.with_local(_torch.unwrapped(x.local))
-    return _torch.unwrapped(x) if isinstance(x, Tensor) else x
+        return x.with_local(_torch.one_row(x.local))
+    return _torch.one_row(x) if isinstance(x, Tensor) else x
 
 
 _LATE = (

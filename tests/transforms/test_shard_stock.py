@@ -209,6 +209,7 @@ TRANSFORMS = {
     "grad": torch.func.grad,
     "jvp": lambda f: lambda p, *xs: torch.func.jvp(lambda p: f(p, *xs), (p,), (p,)),
     "vmap within": lambda f: torch.func.jacrev(f),
+    "vmap": lambda f: lambda p, x: torch.func.vmap(lambda x: f(p, x))(x[:, None]),
 }
 
 
