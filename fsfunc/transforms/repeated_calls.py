@@ -96,6 +96,9 @@ class RepeatedCall:
             x = leaves[i]
             self.leaves[i] = x.with_local(None) if isinstance(x, Sharded) else None
         self.needs = [x.requires_grad for x in tensors]
+        # An argument given twice is one tensor again: attention asks if k is v.
+        first: dict[int, int] = {}
+        self.same = [first.setdefault(id(x), i) for i, x in enumerate(tensors)]
         self.tape = None if policy is None else Tape(policy)
         self.casts = {
             kind: torch.get_autocast_dtype(kind)
@@ -231,8 +234,13 @@ class RepeatedCall:
     def _compute(self) -> None:
         """The second run: gives the residuals their values, and ends with the last."""
         (saved, *kept), leaves = [n.saved_tensors for n in self.savers], [*self.leaves]
-        for i, x, need in zip(self.places, saved, self.needs, strict=True):
-            x, old = x.detach().requires_grad_(need), leaves[i]
+        made: list[Tensor] = []
+        for i, x, need, k in zip(
+            self.places, saved, self.needs, self.same, strict=True
+        ):
+            again = k < len(made)
+            x, old = made[k] if again else x.detach().requires_grad_(need), leaves[i]
+            made.append(x)
             leaves[i] = old.with_local(x) if isinstance(old, Sharded) else x
         params, inputs, named = tree.unflatten(self.treedef, leaves)
         thread = None if self.device is None else UnitToken(self.device)
