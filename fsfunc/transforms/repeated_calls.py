@@ -114,7 +114,8 @@ class RepeatedCall:
         if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
             flags = [x for x in leaves if x.__class__ in _FLAGS]
         self.key = (f.at and f.at.rank, treedef, *kinds, *flags)
-        self.quiet = call.unit.quiet
+        self.quiet, compiler = call.unit.quiet, f.compiler
+        self.compiled = compiler is not None and compiler.means(call)
         self.others = [] if self.key in self.quiet else other_states()
         # A plan is that of a first call, whoever has planned before.
         self.known = call.unit.derives if f.tracer is None else {}
@@ -189,7 +190,8 @@ class RepeatedCall:
         thread, states = running().thread, [*generator_states(), *self.others]
         token, draws = None if thread is None else thread.token, NotedDraws()
         try:
-            with nullcontext() if _torch.is_compiled_function(fn) else draws:
+            compiled = self.compiled or _torch.is_compiled_function(fn)
+            with nullcontext() if compiled else draws:
                 out = self._hooked(fn, args, keywords)
             self.how = How.KEEPS if self.derives else How.DROPS
         except RuntimeError as error:
