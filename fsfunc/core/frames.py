@@ -328,7 +328,10 @@ def transformed(
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("a transformed function")
-        tracer = frame().tracer
+        within = frame()
+        if within.compiler is not None and within.compiler.whole:
+            within.compiler.check_takes(handler)
+        tracer = within.tracer
         meant = handler if tracer is None else tracer.standing_for(handler)
         return meant.call(f, args, keywords)
 

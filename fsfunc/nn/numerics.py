@@ -20,6 +20,7 @@ from fsfunc import _torch
 from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.generators import generators_kept, mix, one_number
+from fsfunc.runtime.scopes import refuse_in_graph
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -76,7 +77,10 @@ def own_draws(axis: Axis | None) -> Iterator[None]:
     >>> torch.equal(a, b), torch.equal(x, y)
     (False, True)
     """
-    if axis is None or axis_size(axis) == 1 or _torch.fake_active():
+    alone = axis is None or axis_size(axis) == 1
+    if alone or _torch.fake_active():
+        if not alone:
+            refuse_in_graph(f"own_draws over {axis!r} draws random numbers")
         yield
         return
     index = axis_index(axis)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
+from fsfunc.runtime.scopes import draws_in_graph
 
 MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -103,7 +104,7 @@ class NotedDraws(TorchFunctionMode):
 def one_number(generator: torch.Generator | None = None) -> int:
     """One number from a generator (the default one); 0 where values are fake."""
     if _torch.fake_active():
-        return 0
+        return draws_in_graph(0)
     with _torch.beneath_functorch():  # or vmap would refuse
         return int(torch.randint(1 << 62, (), generator=generator).item())
 

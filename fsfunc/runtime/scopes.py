@@ -77,12 +77,22 @@ def plainly() -> AbstractContextManager[None]:
     return standing("force_eager")
 
 
-_IN_GRAPH: ContextVar[bool] = ContextVar("fsfunc_in_graph", default=False)
+_IN_GRAPH: ContextVar[list[int] | None] = ContextVar("fsfunc_in_graph", default=None)
 
 
 def in_graph() -> Scoped:
-    """Inside, a step is traced to be run as a graph, with other values."""
-    return Scoped(_IN_GRAPH, True)
+    """Inside, a step is traced to be run as a graph, with other values.
+
+    Its list has a number for each that `one_number` has to draw in such a run.
+    """
+    return Scoped(_IN_GRAPH, [])
+
+
+def draws_in_graph(number: int) -> int:
+    """``number``, in place of one that each run of the graph draws and does not use."""
+    if (drawn := _IN_GRAPH.get()) is not None:
+        drawn.append(number)
+    return number
 
 
 def refuse_in_graph(what: str) -> None:
@@ -93,7 +103,7 @@ def refuse_in_graph(what: str) -> None:
     Raises:
         RuntimeError: names the way out.
     """
-    if _IN_GRAPH.get():
+    if _IN_GRAPH.get() is not None:
         raise RuntimeError(
             f"{what}: that depends on values, and a step that is compiled whole is "
             "traced without them. Compile the step's units, jit(step)"

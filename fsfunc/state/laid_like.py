@@ -25,6 +25,7 @@ from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
+from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
@@ -249,6 +250,7 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
         return laid(x.with_local(made)) if isinstance(x, Sharded) else made
 
+    refuse_in_graph("randn_like draws random numbers")
     with torch.no_grad(), _torch.beneath_functorch():
         number = one_number(generator)
         if generator is None and not frame().path:

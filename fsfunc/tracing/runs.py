@@ -112,8 +112,12 @@ def shadows(
     held.update(_torch.storage_key(x.packed.flat) for x in leaves if _packed(x))
     lone: dict[int, Tensor] = {}
 
+    made: dict[int, Tensor] = {}  # one tensor at two places stays one
+
     def fake(x: Tensor) -> Tensor:
-        return _shadow(mode, x, storages)
+        if id(x) not in made:
+            made[id(x)] = _shadow(mode, x, storages)
+        return made[id(x)]
 
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor) and apart and held[_torch.storage_key(x)] == 1:

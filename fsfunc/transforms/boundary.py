@@ -151,7 +151,8 @@ class _Enter(torch.autograd.Function):
                 i += len(call.views)
                 tracked, g = ctx.needs_input_grad[5 + k], None
                 if torch.is_grad_enabled():
-                    g = joined_gradients(call, shard, mine) if tracked else None
+                    kind = shard.flat.dtype
+                    g = joined_gradients(call, shard, mine, kind) if tracked else None
                 elif own and call.keeps or tracked:
                     g = runtime.gradient_of(call, shard, mine, before if own else [])
                 if g is not None:

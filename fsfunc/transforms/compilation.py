@@ -113,7 +113,10 @@ def jit(
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
-        with inside(replace(frame(), compiler=compiler)):
+        around = frame()
+        if around.compiler is not None and around.compiler.whole:
+            return f(*args, **keywords)  # it is compiled with all of its step
+        with inside(replace(around, compiler=compiler)):
             return f(*args, **keywords)
 
     return run

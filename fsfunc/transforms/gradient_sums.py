@@ -65,8 +65,7 @@ class GradientSums:
         self.steps = steps
         self.observed = Observed(observers) if observers else None
         self.before = _divided_before(groups.mean_size)
-        self.depth = len(frame().micro)
-        compiler = frame().compiler
+        compiler, self.depth = frame().compiler, len(frame().micro)
         self.joins = compiler is not None and compiler.whole
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
         self.earlier: frozenset[int] = frozenset()  # those that began with means
@@ -96,6 +95,8 @@ class GradientSums:
         """Packs gradients into one buffer, in the dtype of the reduction."""
         while self.reducing:  # its buffer may be used for this one
             self._receive()
+        if self.joins:
+            return joined_gradients(call, shard, grads, call.reduce)
         home, count = space_of(shard.flat), shard.place.size * shard.place.chunk
         where = self.groups[shard.split_axes].where
         if where is not None and where.size > 1:
@@ -104,8 +105,6 @@ class GradientSums:
         else:  # it becomes the gradient: no larger memory than that
             buffer = home.new_empty(shard.flat, [count], call.reduce)
         count_as("gradients", [buffer, *grads])
-        if self.joins:
-            return joined_gradients(call, shard, grads).to(call.reduce)
         targets, sources, again, at = [], [], [], 0
         start = buffer.storage_offset()
         for (shape, steps, offset), g in zip(call.views, grads, strict=True):
@@ -330,19 +329,19 @@ def _divided_before(n: int) -> int:
 
 
 def joined_gradients(
-    call: GatheredCall, shard: FlatShard, grads: Sequence[Any]
+    call: GatheredCall, shard: FlatShard, grads: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
-    """The gradients in one buffer, for a backward of the backward."""
+    """The gradients in one buffer, for a backward of the backward, and for a graph."""
     flat, place, parts, at = shard.flat, shard.place, [], 0
+    zeros = partial(flat.new_zeros, dtype=dtype)
     for (shape, _, offset), g in zip(call.views, grads, strict=True):
-        g = flat.new_zeros(shape) if g is None else g
+        g = zeros(shape) if g is None else g
         if not g.numel():
             continue
-        g = strided(g).reshape(-1).to(flat.dtype)
+        g = strided(g).reshape(-1)
         if offset < at:  # a leaf that the unit was given twice
-            parts[-1] = parts[-1] + g
+            parts[-1] = (parts[-1] + g).to(dtype)
             continue
-        parts += [flat.new_zeros(offset - at), g]
+        parts += [zeros(offset - at), g.to(dtype)]
         at = offset + g.numel()
-    parts.append(flat.new_zeros(place.size * place.chunk - at))
-    return torch.cat(parts)
+    return torch.cat([*parts, zeros(place.size * place.chunk - at)])

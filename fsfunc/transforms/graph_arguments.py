@@ -35,26 +35,35 @@ class Arguments:
         self.numbers = [
             i for i, x in enumerate(self.leaves[:state]) if type(x) in (int, float)
         ]
+        for i in self.numbers:
+            if type(x := self.leaves[i]) is int and float(x) != x:
+                raise ValueError(_LARGE.format(x))
+        self.given = distinct(self.leaves)
         self.layouts = [x.layout for x in self.leaves if isinstance(x, Sharded)]
         self.rest = (args[1:], keywords)
         self.state = self.treedef.child(0).child(0) if args else None
         self.key = self._key()
 
     def _key(self) -> tuple[Any, ...]:
-        buffers: dict[int, int] = {}
-        found: list[Any] = [self.treedef]
+        tensors: dict[int, int] = {}
+        shards: dict[int, int] = {}
+        found: list[Any] = [self.treedef, *map(_described, self.given)]
         for i, x in enumerate(self.leaves):
             if isinstance(x, Sharded):
-                at = buffers.setdefault(id(x.packed), len(buffers)) if x.packed else -1
-                found.append((id(x.layout), at, () if x.packed else x.part_shape))
+                at = tensors.setdefault(id(held(x)), len(tensors))
+                found.append((at, id(x.layout)))
+                if x.packed is not None:
+                    which = shards.setdefault(id(x.packed), len(shards))
+                    found.append((which, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
-                found.append((x.shape, x.stride(), x.dtype, x.device, laid_as(x)))
+                at = tensors.setdefault(id(x), len(tensors))
+                found.append((at, laid_as(x)))
             elif i in self.numbers:
                 found.append(type(x))
             elif isinstance(x, CONSTANT):
                 found.append((type(x), x))
             else:
-                raise TypeError(_ODD.format(type(x).__name__))
+                raise TypeError(_ODD.format(f"a {type(x).__name__}"))
         return tuple(found)
 
     def without_data(self, mode: Any) -> tuple[Any, Any, list[Tensor]]:
@@ -73,10 +82,7 @@ class Arguments:
     def tensors(self) -> list[Tensor]:
         """The inputs of a graph: each buffer and other tensor once, then numbers."""
         values = [float(self.leaves[i]) for i in self.numbers]
-        return [
-            *distinct(self.leaves),
-            *(torch.tensor(x, dtype=torch.float64) for x in values),
-        ]
+        return [*self.given, *(torch.tensor(x, dtype=torch.float64) for x in values)]
 
 
 def held(x: Any) -> Any:
@@ -92,12 +98,22 @@ def distinct(leaves: Sequence[Any]) -> list[Tensor]:
     return list(found.values())
 
 
+def _described(x: Tensor) -> tuple[Any, ...]:
+    """What a graph has of a tensor, but its values."""
+    plain = x.layout == torch.strided and type(x) in (Tensor, torch.nn.Parameter)
+    if not plain or x.is_conj() or x.is_neg():
+        raise TypeError(
+            _ODD.format(f"a {type(x).__name__} that is sparse, or conjugated lazily")
+        )
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
+
+
 @dataclass(frozen=True)
 class Returned:
     """The result of a call that ran without a graph: its structure, and each leaf.
 
     Args:
-        kinds: (type, layout of a plain tensor, value of what is no tensor).
+        kinds: (type, layout of a plain tensor, `said` of it).
         given: the arguments' layouts, kept so that no other layouts get their ids.
     """
 
@@ -108,14 +124,36 @@ class Returned:
     @classmethod
     def of(cls, out: Any, given: Arguments) -> Returned:
         leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
-        kinds = [
-            (type(x), laid_as(x), x if isinstance(x, CONSTANT) else None)
-            for x in leaves
-        ]
+        kinds = [(type(x), laid_as(x), said(x)) for x in leaves]
         return cls(treedef, kinds, given.layouts)
 
 
+def said(x: Any) -> Any:
+    """What two runs of a step must have in common of a leaf of their results."""
+    if isinstance(x, Sharded):
+        return x.layout.shape, x.part_shape, held(x).dtype
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings of torch's on which operators depend."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        *casts,
+    )
+
+
 _ODD = (
-    "jit(whole_step=True) of an argument with a {}: its graph takes tensors, numbers "
-    "and strings"
+    "jit(whole_step=True) of an argument with {}: its graph takes dense tensors, "
+    "numbers and strings"
+)
+_LARGE = (
+    "jit(whole_step=True) of a state with the integer {}: the numbers of a state are "
+    "float64 tensors in its graph, which do not hold it. Make it a tensor"
 )

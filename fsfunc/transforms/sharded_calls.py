@@ -105,7 +105,7 @@ class Sharding(Interpretation):
                 out = laid_returned(args, out, self.first_calls.own_paths)
             self.first_calls.compare_state(f, found, given, out, call)
             if found.compiler is not None and found.compiler.whole:
-                found.compiler.compares(self.first_calls, f, found)
+                found.compiler.compares(self.first_calls, f, found, outdef)
             return out
 
     def entered(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pickle import dumps
 from threading import Lock
 from typing import Any
 
@@ -22,9 +23,11 @@ from fsfunc._torch import operator_graphs
 from fsfunc._torch.operator_graphs import is_operator
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
+from fsfunc.runtime.generators import one_number, other_states
 from fsfunc.runtime.scopes import in_graph
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.placements import describe
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.tracing.operators import is_random
 from fsfunc.tracing.runs import without_data
@@ -34,6 +37,8 @@ from fsfunc.transforms.graph_arguments import (
     Returned,
     distinct,
     held,
+    said,
+    settings,
 )
 from fsfunc.transforms.graph_collectives import GraphLink, Run, at_now
 
@@ -45,9 +50,7 @@ def whole_step(
 ) -> Callable[..., Any]:
     """``f`` as one compiled graph for each set of shapes; see ``jit``."""
     for handler in getattr(f, "interpretations", ()):
-        if handler.called not in TAKES:
-            name = handler.called or type(handler).__name__
-            raise ValueError(_OTHERS.format(name, ", ".join(TAKES)))
+        check_takes(handler)
     graphs = _Graphs(f, backend, options)
 
     @functools.wraps(f)
@@ -62,6 +65,13 @@ def whole_step(
     return run
 
 
+def check_takes(handler: Any) -> None:
+    """Raises unless a graph can be that of a step with this interpretation."""
+    if handler.called not in TAKES:
+        name = handler.called or type(handler).__name__
+        raise ValueError(_OTHERS.format(name, ", ".join(TAKES)))
+
+
 class _Graphs:
     """The graphs of one step, by the key of its arguments."""
 
@@ -72,10 +82,12 @@ class _Graphs:
 
     def __call__(self, args: Any, keywords: Any) -> Any:
         given = Arguments(args, keywords)
-        if any(isinstance(x, Tensor) and x.requires_grad for x in given.leaves):
+        if torch.is_inference_mode_enabled() or any(
+            x.requires_grad for x in given.given
+        ):
             return self.f(*args, **keywords)
         at, donated = maybe_here(), frame().donated
-        key = (at and (at.mesh, at.rank), donated is not None, *_settings(), given.key)
+        key = (at and (at.mesh, at.rank), donated is not None, *settings(), given.key)
         found = self.made.get(key)
         if found is None:
             out = self.f(*args, **keywords)
@@ -90,11 +102,8 @@ class _Graphs:
         return found(given, donated)
 
 
-def _settings() -> tuple[Any, ...]:
-    """The settings of torch's on which operators depend."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
-    return torch.is_grad_enabled(), torch.get_default_dtype(), *casts
+def _as_bytes(states: Any) -> list[bytes]:
+    return [dumps(state) for _, state in states]
 
 
 class StepGraph:
@@ -111,6 +120,7 @@ class StepGraph:
 
     whole, compared_programs = True, False
     kernels: Callable[..., Sequence[Any]] | None = None
+    drawn: list[int]  # see `in_graph`
 
     def __init__(
         self, f: Callable[..., Any], given: Arguments, seen: Returned, donates: bool
@@ -128,12 +138,15 @@ class StepGraph:
             known = {id(x) for x in inputs}
 
             def run() -> list[Tensor]:
-                with inside(around), in_graph():
+                with inside(around), in_graph() as self.drawn:
                     self.out = f(*args, **keywords)
                 made = distinct(tree.leaves(self.out, is_leaf=is_sharded))
                 return [x for x in made if id(x) not in known]
 
+            before = other_states()
             self.traced = operator_graphs.traced(run, inputs)
+            if _as_bytes(before) != _as_bytes(other_states()):
+                raise RuntimeError(_DRAWS.format("Python's or numpy's"))
         if self.traced.written and not donates:
             raise RuntimeError(_WRITES)
         for node in self.traced.graph.graph.nodes:
@@ -151,12 +164,18 @@ class StepGraph:
         """Raises if the trace returns other than the call before, but for numbers."""
         if treedef != self.seen.treedef:
             raise RuntimeError(_CHANGED.format("results of two structures"))
-        for x, (kind, _, value) in zip(self.out, self.seen.kinds, strict=True):
-            made = isinstance(x, Tensor) and kind in _TENSORS
-            if not (made or isinstance(x, kind)):
-                raise RuntimeError(_CHANGED.format(f"{kind.__name__}, then {x!r}"))
-            if isinstance(x, CONSTANT) and x != value and x == x:
-                raise RuntimeError(_CHANGED.format(f"{value!r}, then {x!r}"))
+        for x, (kind, _, seen) in zip(self.out, self.seen.kinds, strict=True):
+            if isinstance(x, Tensor) and kind in (int, float) and not x.ndim:
+                continue  # a number that is made of the state's
+            if not isinstance(x, (Tensor, Sharded, *CONSTANT)):
+                raise TypeError(_ODD.format(type(x).__name__))
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise RuntimeError(_GRAPH)
+            if said(x) == seen or said(x) != said(x):  # NaN
+                continue
+            if isinstance(x, Tensor) and issubclass(kind, Tensor):
+                raise RuntimeError(_UNLIKE.format(describe(*seen), describe(*said(x))))
+            raise RuntimeError(_CHANGED.format(f"{seen!r}, then {x!r}"))
 
     # As the compiler of the frame
 
@@ -172,9 +191,15 @@ class StepGraph:
     def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:
         return make()
 
-    def compares(self, first_calls: Any, f: Any, found: Any) -> None:
-        """Notes that ``shard`` compares the batches and states of some calls."""
-        self.compared.append((first_calls, f, found))
+    check_takes = staticmethod(check_takes)
+
+    def compares(self, first_calls: Any, f: Any, found: Any, treedef: Any) -> None:
+        """Notes that ``shard`` compares the batches and states of some calls.
+
+        Not of a sharded function that the step calls, and that returns something else.
+        """
+        if treedef == self.seen.treedef:
+            self.compared.append((first_calls, f, found))
 
     # A call
 
@@ -186,7 +211,10 @@ class StepGraph:
         """
         if self.kernels is not None:  # another rank's thread was first
             return
-        graph, inputs = self.traced.graph, self._inputs(given.tensors())
+        graph, tensors = self.traced.graph, given.tensors()
+        for i in self.traced.written:  # alone in its memory, as in a call
+            tensors[i] = torch.empty_like(tensors[i])
+        inputs = self._inputs(tensors)
         if backend == "eager":
             self.kernels = graph
             return
@@ -207,6 +235,8 @@ class StepGraph:
         tensors, calls = given.tensors(), [] if self.link is None else self.link.calls
         if donated is not None:
             self._keep_others(tensors, donated)
+        for _ in self.drawn:
+            one_number()
         try:
             run = Run(calls, self.compared_programs)
             with torch.no_grad(), operator_graphs.running(run):
@@ -274,7 +304,6 @@ def _leaf_over(value: Tensor, like: Sharded, buffers: dict[int, Any]) -> Sharded
     return buffers[id(value)][id(like.layout)]
 
 
-_TENSORS = (Tensor, torch.nn.Parameter, int, float)  # numbers are tensors in a trace
 _TOLD = (
     "a step that is compiled whole",
     ", of which Python sees only the trace: make it a torch.where, or compile the "
@@ -300,6 +329,19 @@ _REFUSED = (
 _WRITES = (
     "a step that is compiled whole writes into its arguments: put donate around, "
     "donate(jit(step, whole_step=True)), which sees who else holds them"
+)
+_ODD = (
+    "a step that is compiled whole returns a {}: its graph makes tensors, numbers and "
+    "strings. Return what it is made of"
+)
+_GRAPH = (
+    "a step that is compiled whole returns a tensor that has a graph: return "
+    "x.detach(), as nobody can differentiate what is compiled"
+)
+_UNLIKE = (
+    "a step that is compiled whole returned {}, and its trace {}: there the numbers of "
+    "a state are tensors in float64. Give what is made of them a dtype, .to(x.dtype), "
+    "or compile the step's units, jit(step)"
 )
 _CHANGED = (
     "a step that is compiled whole returned {}, in two calls with arguments of the "

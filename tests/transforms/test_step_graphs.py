@@ -1,5 +1,9 @@
 """jit(step, whole_step=True): one graph of a step is the step, and sends the same."""
 
+import random
+from contextlib import nullcontext
+
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -228,6 +232,74 @@ def test_a_plan_and_a_derivative_of_it_are_those_of_the_step():
         same(torch.func.grad(square)(x), 2 * x)
 
 
+def test_arguments_that_differ_in_more_than_shapes_have_graphs_of_their_own():
+    def step(state, x):
+        return ff.tree.map(lambda p: p * 2, state), x.as_strided((2,), (1,), 2)
+
+    one, other = floats(3), floats(3, seed=1)
+    buffer, run = floats(4, 4), whole(step)
+    states = [{"a": one, "b": b, "c": one} for b in (one, other)]
+    for state, x in [(states[0], buffer[0]), (states[1], buffer[1].clone())] * 2:
+        same(run(state, x), step(state, x))
+    same(run(states[0], buffer[1]), step(states[0], buffer[1]))
+
+
+def test_a_sharded_state_in_another_dtype_has_a_graph_of_its_own():
+    optimizer, mesh = ff.sgd(0.125), simulated(2)
+    total = ff.unit(lambda p: p["w"].sum())
+    step = ff.shard(train_step(lambda p, x: total(p[0]), optimizer), mesh, "data")
+    run = whole(step)
+
+    def main():
+        mine = ff.local_batch(X, mesh, "data")
+        state = ff.init_state(step, layers(1), optimizer, mine)
+        for kind in (torch.Tensor.double, torch.Tensor.bfloat16):
+            cast = ff.tree.map(kind, state.params)
+            for _ in range(2):
+                found, expected = (
+                    f(ff.TrainState(cast, state.opt_state), mine) for f in (run, step)
+                )
+                same(found, expected)
+
+    ff.spmd(main, mesh)()
+
+
+def test_generators_go_on_as_after_the_step_itself():
+    optimizer, found = ff.sgd(0.125), []
+    step = ff.accumulate(train_step(chain(), optimizer), 2)
+    for run in (step, whole(step)):
+        torch.manual_seed(0)
+        state = ff.TrainState(params := layers(1, make=floats), optimizer.init(params))
+        for _ in range(3):
+            state, _ = run(state, X)
+        found.append((state.params, torch.rand(2)))
+    close(*found)
+
+
+def test_gradients_are_summed_in_the_dtype_of_the_reduction():
+    def transform(wrap):
+        def made(step, mesh, axes):
+            step = ff.shard(step, mesh, axes)
+            return wrap(ff.precision(step, torch.float32, reduce=torch.float32))
+
+        return made
+
+    params = layers(2, make=floats, dtype=torch.bfloat16)
+    found, _ = steps(transform(whole), simulated(2), ff.sgd(0.5), params=params)
+    expected, _ = steps(
+        transform(lambda f: f), simulated(2), ff.sgd(0.5), params=params
+    )
+    same(found, expected)
+
+
+@pytest.mark.slow
+def test_jit_of_a_part_within_is_compiled_with_the_step():
+    loss, params = chain(), layers(1, make=floats)
+    run = whole(lambda p, x: ff.value_and_grad(ff.jit(loss, backend="eager"))(p, x))
+    for _ in range(3):
+        close(run(params, X), ff.value_and_grad(loss)(params, X))
+
+
 # What it refuses
 
 MESH = simulated(2)
@@ -313,10 +385,35 @@ def test_what_a_graph_cannot_hold_is_refused(name):
         ff.spmd(main, MESH)()
 
 
-def test_an_argument_that_a_graph_would_freeze_is_refused():
-    run = whole(lambda state, more: state * more["x"])
-    with pytest.raises(TypeError, match="a set"):
-        run(torch.ones(2), {"x": {1, 2}})
+ODD = {
+    "an argument": (lambda w, x: w, {1, 2}, TypeError, "with a set"),
+    "memory": (lambda w, x: w, torch.eye(2).to_sparse(), TypeError, "is sparse"),
+    "bits": (lambda w, x: w, torch.ones(2) * -1j, None, ""),
+    "lazy bits": (lambda w, x: w, (torch.ones(2) * 1j).conj(), TypeError, "lazily"),
+    "an integer": (lambda w, x: w, 0, ValueError, "do not hold it"),
+    "a result": (lambda w, x: (w, lambda: x), X, TypeError, "returns a function"),
+    "a dtype": (lambda w, x: (w, x.sum() * w[1]), X, RuntimeError, "trace f64"),
+    "a graph": (lambda w, x: (w, PARAMETER * 2), X, RuntimeError, "that has a graph"),
+    "Python's": (lambda w, x: x * random.random(), X, RuntimeError, "draws random"),
+    "numpy's": (lambda w, x: x * numpy.random.rand(), X, RuntimeError, "draws random"),
+    "noise": (lambda w, x: ff.randn_like(x), X, RuntimeError, "randn_like draws"),
+    "within": (
+        lambda w, x: ff.offload(lambda v: v * 2, activations="host")(w[0]),
+        X,
+        ValueError,
+        "a step with offload",
+    ),
+}
+PARAMETER = torch.nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_a_graph_would_freeze_or_change_is_refused(name):
+    step, x, error, said = ODD[name]
+    run, state = whole(step), (torch.ones(2), 2**60 + 1 if "integer" in name else 2)
+    with pytest.raises(error, match=said) if error else nullcontext():
+        for _ in range(2):
+            run(state, x)
 
 
 # Compiled
