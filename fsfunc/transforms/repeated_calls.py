@@ -170,8 +170,9 @@ class RepeatedCall:
             if self.how is not How.AFTER:
                 return self._hooked(fn, args, keywords)
             out, handles = saving(fn, args, keywords)
-            for handle in handles:
-                handle.register_hooks(self._pack, self._unpack)
+            with _torch.beneath_all_modes():  # to which a saved number is no tensor
+                for handle in handles:
+                    handle.register_hooks(self._pack, self._unpack)
             return out
 
     def _hooked(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
@@ -297,8 +298,9 @@ class RepeatedCall:
             with saved_tensors_hooks(fill, _as_it_is):
                 return fn(*args, **keywords)
         out, handles = saving(fn, args, keywords)
-        for handle in handles:
-            fill(handle.data)
+        with _torch.beneath_all_modes():
+            for handle in handles:
+                fill(handle.data)
         return out
 
 

@@ -213,3 +213,10 @@ def test_a_recompute_draws_the_same_of_every_generator(draw) -> None:
     step = ff.value_and_grad(loss, batch_argnums=1)
     for f in (ff.remat(step), ff.remat(step, policy=ff.SaveOnly("h"))):
         same(run(f), run(step))
+
+
+def test_a_number_beside_a_derivative_that_a_unit_takes_by_torch_func() -> None:
+    slope = torch.func.grad(lambda h: (h.sin() ** 2).sum())
+    unit = ff.unit(lambda p, x: torch.tanh(slope(x @ p["w"]) * 0.5) * p["b"])
+    step = ff.value_and_grad(lambda ps, x: unit(ps[1], unit(ps[0], x)).sum())
+    same(ff.remat(step)(P, X), step(P, X))
