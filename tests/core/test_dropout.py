@@ -45,13 +45,6 @@ A, R = ff.accumulate, ff.remat
 FOUR = run(lambda g: A(g, 4))
 
 
-def test_remat_draws_the_same_masks() -> None:
-    same(run(R), run(lambda g: g))
-    same(run(lambda g: R(A(g, 4))), FOUR)
-    same(run(lambda g: A(R(g), 4)), FOUR)
-    same(run(lambda g: R(g, ff.SaveAllBut())), run(lambda g: g))
-
-
 @pytest.mark.parametrize(
     "ranks, make",
     [
@@ -66,24 +59,6 @@ def test_remat_draws_the_same_masks() -> None:
 def test_masks_are_equal_microbatch_by_microbatch(ranks, make) -> None:
     """One device with four microbatches, or four ranks, or two with two each."""
     same(run(make, ranks, {}), FOUR)
-
-
-def masks(f, *args):
-    """Which elements of each unit's output survived, by gradient of its input."""
-    x = torch.ones(B, D)
-    return ff.value_and_grad(lambda x: f(x).sum())(x, *args)[1]
-
-
-def test_every_call_has_its_own_mask() -> None:
-    w = torch.ones(D)
-    seen = [masks(lambda x, k=k: [block(w, x) for _ in range(4)][k]) for k in range(4)]
-    assert len({tuple(m.flatten().tolist()) for m in seen}) == 4
-    torch.manual_seed(0)
-    micro = ff.accumulate(
-        ff.value_and_grad(lambda w, x: (inner(w, x) / 2, 0)[0].sum()), 1
-    )
-    one = micro(w, X)[1]
-    assert not torch.equal(one, torch.full_like(one, one[0].item()))
 
 
 def test_nested_units_draw_apart_from_their_outer_one() -> None:

@@ -197,16 +197,3 @@ def test_models_of_transformers_split_by_their_own_plan(family):
     units = f"{module.base_model_prefix}.layers.*"
     # Norms of some are in fp32.
     splits_as_one_device(module, text(4), language_loss, units, plan="auto")
-
-
-def test_parameters_that_come_whole_run_as_the_module_itself():
-    module = hugging_face(llama, vocab_size=WORDS)
-    apply, params, buffers = ff.from_module(module, "**.layers.*", plan=PLAN, axis="m")
-    batch = text()
-    assert torch.equal(
-        apply(params, buffers, **batch).logits, module(**batch).logits.detach()
-    )
-    lies = {name: split.dim for name, split in apply.layouts.items() if ".0." in name}
-    columns = [f"self_attn.{k}_proj" for k in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
-    expected = dict.fromkeys(columns, 0) | {"self_attn.o_proj": 1, "mlp.down_proj": 1}
-    assert lies == {f"model.layers.0.{k}.weight": dim for k, dim in expected.items()}
