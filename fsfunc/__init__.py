@@ -30,7 +30,7 @@ optimizers
 local updates
     local_sgd LocalState slowmo gossip consensus graphs
 pipelines
-    schedules Costs bubble verify clock balance profile program
+    schedules Costs bubble verify clock balance program
 layers
     nn batch_norm init_statistics commit_statistics RunningStatistics
 checkpoints
@@ -132,7 +132,7 @@ if TYPE_CHECKING:
     from fsfunc.optim.torch_optimizers import from_torch
     from fsfunc.optim.widening import master_weights, stochastic_rounding
     from fsfunc.pipelining import schedules
-    from fsfunc.pipelining.balanced_cuts import balance, profile
+    from fsfunc.pipelining.balanced_cuts import balance
     from fsfunc.pipelining.pipelines import pipeline
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
@@ -193,7 +193,7 @@ _LATER = {
         "fsfunc.optim.matrix.preconditioning": "shampoo",
         "fsfunc.optim.torch_optimizers": "from_torch",
         "fsfunc.optim.widening": "master_weights stochastic_rounding",
-        "fsfunc.pipelining.balanced_cuts": "balance profile",
+        "fsfunc.pipelining.balanced_cuts": "balance",
         "fsfunc.pipelining.pipelines": "pipeline",
         "fsfunc.pipelining.schedules": "schedules",
         "fsfunc.pipelining.timing": "Costs bubble clock",

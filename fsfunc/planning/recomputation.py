@@ -84,7 +84,7 @@ def recompute_points(
         kept: bytes of each call's output; by default 0.
         segments, bound: one of them.
         seconds: of each call's forward, in any unit; by default 1, of a program its
-            FLOPs. ``ff.profile`` measures them.
+            FLOPs.
         longest: the most calls that a run has. 1 where calls are recomputed one by one,
             as ``remat`` and ``remat_calls`` do; a longer run is one unit around these
             calls: ``run = ff.unit(lambda ps, x: block(ps[1], block(ps[0], x)))``.

@@ -1,8 +1,7 @@
-"""How stages are given; cuts against all cuts, and costs by the clock."""
+"""How stages are given; cuts against all cuts."""
 
 import itertools
 import random
-import time
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.pipelining.balanced_cuts import profile
 from fsfunc.pipelining.stage_plans import cut
 
 
@@ -98,39 +96,24 @@ def parts(values, counts):
 
 
 def problem(seed):
-    """Costs, memory, a number of stages and a bound on memory, or None."""
+    """Costs and a number of stages."""
     draw = random.Random(seed)
-    k = draw.randint(1, 8)
-
-    def values():
-        most = draw.choice([0, 1, 3, 50])
-        return [draw.choice([0, 1, most, draw.randint(0, most)]) for _ in range(k)]
-
-    costs, memory = values(), values()
-    bound = draw.choice([None, draw.randint(max(memory), sum(memory)), max(memory) - 1])
-    return costs, memory, draw.randint(1, k), bound
+    k, most = draw.randint(1, 8), draw.choice([0, 1, 3, 50])
+    costs = [draw.choice([0, 1, most, draw.randint(0, most)]) for _ in range(k)]
+    return costs, draw.randint(1, k)
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_a_cut_is_the_best_of_all(seed):
-    costs, memory, n, bound = problem(seed)
-    options = {} if bound is None else {"memory": memory, "bound": bound}
+    costs, n = problem(seed)
 
     def worth(counts):
         spent = parts(costs, counts)
         return max(spent), sum(s**2 for s in spent), sum(c**2 for c in counts)
 
-    cuts = [
-        c
-        for c in all_cuts(len(costs), n)
-        if bound is None or max(parts(memory, c)) <= bound
-    ]
-    if not cuts:
-        with pytest.raises(ValueError, match=f"keeps each within memory {bound}"):
-            ff.balance(costs, n, **options)
-        return
-    found = ff.balance(costs, n, **options)
+    cuts = [*all_cuts(len(costs), n)]
+    found = ff.balance(costs, n)
     assert found in cuts and worth(found) == min(map(worth, cuts))
 
 
@@ -139,70 +122,3 @@ def test_costs_may_be_times(costs, n):
     best = min(max(parts(costs, c)) for c in all_cuts(len(costs), n))
     found = max(parts(costs, ff.balance(costs, n)))
     assert found == pytest.approx(best, rel=1e-9, abs=1e-3)
-
-
-# By the clock
-
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        time.sleep(0.02)
-        return g
-
-
-@ff.unit
-def quick(p, x):
-    return x * p
-
-
-@ff.unit
-def slow_forward(p, x):
-    time.sleep(0.04)
-    return x * p
-
-
-@ff.unit
-def slow_backward(p, x):
-    torch.rand(2)
-    return {"y": Slow.apply(x * p), "n": 3}
-
-
-def timed(params, x):
-    h = quick(params[0], x)
-    time.sleep(0.01)  # nobody's
-    assert h.grad_fn is None  # or every activation would be kept
-    h = slow_forward(params[0], h)
-    return quick(params[1], slow_backward(params[1], h)["y"]).sum()
-
-
-def test_a_profile_tells_forward_and_backward_of_each_call():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    params = [torch.ones(2), torch.ones(2)]
-    times = profile(timed, params, torch.ones(2), repeat=2)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not any(p.requires_grad for p in params)
-    first, forward, backward, last = times
-    assert forward >= 0.04 and backward >= 0.02
-    assert max(first, last) < 0.02
-    assert ff.balance(times, 2) == [2, 2]
-
-
-def test_the_clock_wants_whole_parameters_and_a_run():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        step = ff.shard(ff.value_and_grad(lambda p, x: quick(p, x).sum()), mesh, "data")
-        profile(lambda p, x: quick(p, x), ff.place(step, torch.ones(2), torch.ones(2)))
-
-    with pytest.raises(ValueError, match="is sharded, and the clock needs whole"):
-        ff.spmd(main, mesh)()
-    with pytest.raises(ValueError, match="repeat=0: at least one"):
-        profile(timed, [torch.ones(2)] * 2, torch.ones(2), repeat=0)
-    with pytest.raises(TypeError, match="first argument of the loss is missing"):
-        profile(timed)
