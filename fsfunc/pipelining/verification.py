@@ -1,9 +1,10 @@
-"""The proof that a schedule runs: complete, in order, without deadlock, in bounds."""
+"""The proof that a schedule runs: complete, in order, without deadlock."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from fsfunc.pipelining.actions import (
     RECEIVES,
@@ -22,7 +23,6 @@ def verify(
     schedule: Schedule | Sequence[str | Sequence[Action | str]],
     *,
     edges: Iterable[Edge] | None = None,
-    in_flight: float | Sequence[float] | None = None,
     n_stages: int | None = None,
     n_microbatches: int | None = None,
 ) -> None:
@@ -40,8 +40,6 @@ def verify(
     Args:
         schedule: compute actions alone, or with their transfers; rows of text too.
         edges: pairs (producer stage, later consumer stage); None: a chain.
-        in_flight: the most microbatches that a rank may hold (see `held`), one number
-            or one for each rank; None: any.
         n_stages: how many stages there have to be; None: as many as there are.
         n_microbatches: how many microbatches; None: as many as there are.
 
@@ -51,15 +49,13 @@ def verify(
     Cost: time in proportion to the actions; nothing is run or sent.
 
     >>> from fsfunc.pipelining.schedules import one_f_one_b, parse
-    >>> verify(one_f_one_b(4, 8), in_flight=4)
+    >>> verify(one_f_one_b(4, 8))
     >>> verify(parse(["F0 B0", "B0 F0"]))
     Traceback (most recent call last):
     fsfunc.pipelining.actions.ScheduleError: rank 1: B0@1 comes before F0@1, which...
     """
     schedule = parse(schedule)
     verified_run(schedule, Dependencies(schedule, edges), n_stages, n_microbatches)
-    if in_flight is not None:
-        _check_bound(schedule, in_flight)
 
 
 def verified_run(
@@ -71,7 +67,7 @@ def verified_run(
     cost: Callable[[Action], float] = lambda action: 0,
     send: float = 0,
 ) -> ScheduleRun:
-    """Return the schedule as it was played to its end; `verify` without a bound."""
+    """Return the schedule as it was played to its end."""
     _check_complete(schedule, dependencies, n_stages, n_microbatches)
     _check_updates(schedule)
     if dependencies.explicit:
@@ -93,22 +89,14 @@ def held(schedule: Schedule) -> tuple[float, ...]:
     >>> held(one_f_one_b(4, 8)), held(interleaved_1f1b(8, 8))
     ((4.0, 3.0, 2.0, 1.0), (5.5, 4.5, 3.5, 2.5))
     """
-    return tuple(max(counts, default=0.0) for counts in _holding(schedule))
-
-
-def _holding(schedule: Schedule) -> list[list[float]]:
-    """Return what each rank holds after each of its actions."""
     change = {"F": 1, "B": -1, "W": -1}
     if not any(a.kind in ("B", "W") for row in schedule for a in row):
         change = {}
-    counts = []
+    most = []
     for row in schedule:
-        chunks, count, after = len(stages_of(row)), 0, []
-        for action in row:
-            count += change.get(action.kind, 0)
-            after.append(count / chunks)
-        counts.append(after)
-    return counts
+        counts = accumulate((change.get(a.kind, 0) for a in row), initial=0)
+        most.append(max(counts) / max(len(stages_of(row)), 1))
+    return tuple(most)
 
 
 def _check_complete(
@@ -242,22 +230,3 @@ def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
             f"{run.dependencies.rank_of[stage]}"
         )
     raise ScheduleError("deadlock: no rank can go on\n" + "\n".join(lines))
-
-
-def _check_bound(schedule: Schedule, in_flight: float | Sequence[float]) -> None:
-    bounds = (
-        in_flight if isinstance(in_flight, Sequence) else [in_flight] * len(schedule)
-    )
-    if len(bounds) != len(schedule):
-        raise ScheduleError(
-            f"in_flight has {len(bounds)} bounds for {len(schedule)} ranks"
-        )
-    for rank, (counts, bound) in enumerate(
-        zip(_holding(schedule), bounds, strict=True)
-    ):
-        for action, count in zip(schedule[rank], counts, strict=True):
-            if count > bound:
-                raise ScheduleError(
-                    f"rank {rank} holds {count:g} microbatches at {action}; "
-                    f"in_flight allows {bound:g}"
-                )

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import ScheduleError, parse
 from fsfunc.pipelining.player import Dependencies, made
-from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
+from fsfunc.pipelining.schedules import forward_only, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.pipelining.verification import held, verify
+from fsfunc.pipelining.verification import verify
 from fsfunc.testing.strategies import valid_schedules
 from tests.pipelining.models import any_edges
 
@@ -29,7 +29,7 @@ def picked(draw):
 
 @given(valid_schedules(), st.data())
 def test_what_a_chain_allows_is_right(schedule, data):
-    verify(schedule, in_flight=held(schedule))
+    verify(schedule)
     verify(schedule, edges=data.draw(any_edges(schedule)))
     verify(forward_only(schedule))
 
@@ -182,14 +182,3 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent():
     row = list(v[0])
     row[first[0]], row[first[1]] = row[first[1]], row[first[0]]
     refused(with_row(v, 0, row), "rank 0 posts .* where rank 1 sends")
-
-
-def test_the_bound_of_what_is_held():
-    verify(gpipe(2, 4), in_flight=4)
-    told = "rank 0 holds 4 microbatches at F3@0; in_flight allows 3"
-    refused(gpipe(2, 4), told, in_flight=3)
-    verify(one_f_one_b(2, 4), in_flight=[2, 1])
-    refused(one_f_one_b(2, 4), "rank 0 holds 2 .* allows 1", in_flight=[1, 2])
-    told = "rank 0 holds 2 microbatches at F0@3; .* allows 1.5"
-    refused(zb_v(4, 4), told, in_flight=1.5)
-    refused(gpipe(2, 4), "in_flight has 1 bounds for 2 ranks", in_flight=[4])
