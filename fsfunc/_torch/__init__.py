@@ -22,6 +22,7 @@ from fsfunc._torch.dispatch import (
     GROUPED_PRODUCT,
     DispatchMode,
     UnheardMode,
+    Writes,
     active_modes,
     arguments_of,
     beneath_all_modes,

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from fsfunc._torch.internals import storage_key
+
 
 def active_modes() -> list[str]:
     """Names of the torch function and dispatch modes that are on in this thread."""
@@ -194,3 +196,25 @@ class UnheardMode(DispatchMode):
 
     def __exit__(self, *_: Any) -> None:
         _pop_mode()
+
+
+class Writes(UnheardMode):
+    """Tells of writes into the memory of tensors, by ``.data`` too, before them.
+
+    Args:
+        watched: the tensors; ``told``: called with one that is to be written.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: list[Tensor], told: Callable[[Tensor], None]):
+        super().__init__()
+        self.watched, self.told = set(map(storage_key, watched)), told
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for given in written(func, args, kwargs):
+            for x in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(x, Tensor) and storage_key(x) in self.watched:
+                    self.told(x)
+        return func(*args, **kwargs)

@@ -51,9 +51,10 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
             one gather, kept until the unit returns, and one reduction in its backward.
 
     Raises (when called):
-        RuntimeError: ``fn`` captured a differentiated tensor by closure (checked on the
-            first call for each set of shapes), or changed an input in place; or the
-            unit is called inside a compiled function.
+        RuntimeError: ``fn`` captured a differentiated tensor by closure, or changed an
+            input in place by ``.data`` (checked on the first call for each set of
+            shapes, booleans and strings) or openly; or the unit is called inside a
+            compiled function.
 
     >>> import torch, fsfunc as ff
     >>> @ff.unit
@@ -86,7 +87,7 @@ class Unit:
         self.fn = fn
         # The number of first inputs that ``precision`` does not cast: buffers.
         self.as_given: int = getattr(fn, "as_given", 0)
-        self._seen: set[Any] = set()  # the shapes of which captures were checked
+        self._seen: set[Any] = set()  # the kinds of calls that were checked
         # By kind of arguments, how values are not saved; and where Python's generators
         # are not drawn of: see `repeated_calls`.
         self.derives: dict[Any, Any] = {}
@@ -119,13 +120,15 @@ class Unit:
                 kinds.append((x.layout.shape, x.layout.dtype))
                 part = x.local if x.packed is None else x.packed.flat
                 untracked = untracked or part.is_inference()
+            elif isinstance(x, bool | str):  # which may choose a branch
+                kinds.append(x)
         watched = [] if untracked else watched
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
         if untracked or key in self._seen or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
         else:
             told = functools.partial(self._changed, params, inputs, keywords)
-            with _Writes(watched, told):
+            with _torch.Writes(watched, told):
                 out = self._check_captures(
                     _tensors(given), params, inputs, keywords, fn
                 )
@@ -205,27 +208,6 @@ class Unit:
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
             "where the unit is recomputed or sharded; pass it as an argument"
         )
-
-
-class _Writes(_torch.UnheardMode):
-    """Tells of writes into the memory of tensors, by ``.data`` too, before them.
-
-    Args:
-        watched: the tensors; ``told``: called with one that is to be written.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, watched: list[Tensor], told: Callable[[Tensor], None]):
-        super().__init__()
-        self.watched, self.told = set(map(_torch.storage_key, watched)), told
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for x in tree.leaves(_torch.written(func, args, kwargs)):
-            if isinstance(x, Tensor) and _torch.storage_key(x) in self.watched:
-                self.told(x)
-        return func(*args, **kwargs)
 
 
 def _lies_in(x: Any, leaf: Any) -> bool:

@@ -115,3 +115,18 @@ def test_writes_that_autograd_does_not_see_are_refused(zero, around) -> None:
     with pytest.raises(RuntimeError, match="changed its params at 'a/0' .*in place"):
         step(p, X) if zero is None else sharded(step, p, X, zero=zero)
     assert torch.equal(p["a"][0], W)
+
+
+@pytest.mark.parametrize("flag", [True, "train"])
+def test_a_branch_that_a_flag_chooses_is_checked_when_it_is_first_taken(flag) -> None:
+    def f(w, x, flag):
+        captured = w * 2
+        unit = units.setdefault(
+            0, ff.unit(lambda p, x, flag, c: x @ p * (c().sum() if flag else 1.0))
+        )
+        return unit(w, x, flag, lambda: captured).sum()
+
+    units: dict = {}
+    ff.value_and_grad(f)(W, X, "" if flag == "train" else False)
+    with pytest.raises(RuntimeError, match="captured by closure"):
+        ff.value_and_grad(f)(W, X, flag)
