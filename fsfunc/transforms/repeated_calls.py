@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.execution_context import Running, UnitToken, run_as, running
+from fsfunc.core.frames import frame
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     NotedDraws,
@@ -190,6 +191,8 @@ class RepeatedCall:
         """Calls a function of which it is not known what it does."""
         thread, states = running().thread, [*generator_states(), *self.others]
         token, draws = None if thread is None else thread.token, NotedDraws()
+        counter = frame().counter
+        number = counter.count
         try:
             compiled = self.compiled or _torch.is_compiled_function(fn)
             with nullcontext() if compiled else draws:
@@ -206,6 +209,7 @@ class RepeatedCall:
         if self.how is How.AFTER:
             if thread is not None and token is not None:
                 thread.token = token
+            counter.count = number  # units within draw by their numbers
             set_generators([*states, *found])
             self.residuals, self.within = [], False
             return self._unsaved(fn, *args, **keywords)
