@@ -129,6 +129,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
         ("00000000", DEAD, 0, True),  # of another host
         ("00000000", DEAD, 90_000, False),
     ],
+    ids=["dead", "lives", "old", "this one", "elsewhere", "old elsewhere"],
 )
 def test_what_a_living_process_may_write_is_left_alone(
     tmp_path, host, process, age, stays
