@@ -11,6 +11,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
-from fsfunc.core.frames import Counter, Frame, frame, inside
+from fsfunc.core.frames import Counter, Frame, frame, inside, recording
 from fsfunc.core.outcomes import is_newborn
 from fsfunc.runtime.generators import States, generator_states, mix
 from fsfunc.runtime.scopes import refuse_compiled
@@ -126,13 +127,16 @@ class Unit:
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
         if untracked or key in self._seen or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
+        elif (traced := recording()) and (traced, key) in self._seen:
+            out = fn(params, *inputs, **keywords)
         else:
             told = functools.partial(self._changed, params, inputs, keywords)
-            with _torch.Writes(watched, told):
+            # Without data nothing is written, and what records would see the mode.
+            with nullcontext() if traced else _torch.Writes(watched, told):
                 out = self._check_captures(
                     _tensors(given), params, inputs, keywords, fn
                 )
-            self._seen.add(key)
+            self._seen.add((traced, key) if traced else key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
                 self._changed(params, inputs, keywords, x)
