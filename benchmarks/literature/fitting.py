@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,9 +134,10 @@ def planned(run: Run, layers: int | None = None) -> Plan:
         run.seq, run.batch_per_gpu,
     )  # fmt: skip
     gated = run.mlp == "swiglu"
-    loss = loss_of(size, lambda *units: in_turn(*units, run.remat)) if gated else None
-    loss = loss or mpt_loss(size, run.remat)
-    make, optimizer = init_params if gated else mpt_params, ff.sharded_adam(1e-4)
+    loss, make = mpt_loss(size, run.remat), mpt_params
+    if gated:
+        loss, make = loss_of(size, partial(in_turn, remat=run.remat)), init_params
+    optimizer = ff.sharded_adam(1e-4)
     axes, replicas = {"data": run.gpus}, None
     if 1 < run.shards < run.gpus:
         axes = {"node": run.gpus // run.shards, "data": run.shards}
