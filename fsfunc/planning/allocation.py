@@ -162,9 +162,13 @@ def needed_bytes(plan: Plan, hardware: Hardware) -> int:
     """The bytes that the fullest rank of a plan needs of the hardware's memory.
 
     What is reserved where a device has a caching allocator (``hardware.fresh`` is
-    None), with what would be given back when memory runs out; else what is held.
+    None), with what would be given back when memory runs out; else what is held: what
+    is offloaded to the host too, where the device computes in the host's memory.
     """
     if hardware.fresh is not None:
+        stores = {ran.op.store for r in plan.ranks for ran in r.ran} - {""}
+        if stores == {"host"} and "host" not in hardware.stores:
+            return max(r.resident_bytes for r in plan.ranks)
         return plan.peak_bytes
     size = hardware.memory
     return max(

@@ -171,6 +171,12 @@ class RankPlan:
         beside = (change for _, kind, change in self._changes() if kind == OFFLOADED)
         return max(accumulate(beside, initial=0))
 
+    @cached_property
+    def resident_bytes(self) -> int:
+        """The most bytes held at once, on the device and beside it."""
+        changes = (change for _, _, change in self._changes())
+        return max(accumulate(changes, initial=0))
+
     def alive(self, at: int | None = None) -> list[Alive]:
         """Memory held after event number ``at`` (default: the peak), largest first."""
         at = self.peak_at if at is None else at

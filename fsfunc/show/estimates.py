@@ -123,7 +123,9 @@ def room(plan: Plan, hardware: Hardware) -> str:
         )
     if size <= memory:
         share, held = of_share(size, memory), most.peak_bytes
-        reserved = f", reserved for {of_bytes(held)}" if size > held else ""
+        beside = "" if hardware.fresh is None else ", with what is offloaded"
+        reserved = beside or f", reserved for {of_bytes(held)}"
+        reserved = reserved if size > held else ""
         return (
             f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
             f"{reserved}"

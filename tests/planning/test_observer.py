@@ -209,3 +209,17 @@ def test_a_plan_needs_what_is_reserved_where_the_allocator_caches():
     assert needed_bytes(plan, H100) == 26 * MIB
     assert needed_bytes(plan, replace(H100, memory=20 * MIB)) == 14 * MIB
     assert needed_bytes(plan, CPU) == plan.peak_bytes == 13 * MIB
+
+
+def test_what_is_offloaded_to_the_host_of_a_cpu_is_in_its_own_memory():
+    optimizer = ff.sharded_adam(1e-3)
+    layer = ff.unit(lambda w, x: x @ w)
+    step = optimizer(ff.value_and_grad(lambda w, x: layer(w, x).sum()))
+    step = ff.shard(step, ff.make_mesh({"data": 1}, "abstract"), "data")
+    step = ff.donate(ff.offload(step, params="host", moments="host"))
+    plan = ff.plan(step, lambda: torch.zeros(64, 64), optimizer, torch.zeros(2, 64))
+    beside, held = plan.offloaded_bytes, plan.peak_bytes
+    assert beside >= 3 * 64 * 64 * 4
+    assert max(beside, held) < needed_bytes(plan, CPU) <= beside + held
+    apart = replace(CPU, stores={"host": (1e9, 1e9, 1e9)})
+    assert needed_bytes(plan, apart) == held
