@@ -252,12 +252,12 @@ def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
     loss, x, mesh = chain(), floats(4, WIDE), simulated(1)
     names, draw = ("remat", "shard", "offload", "donate"), torch.Generator()
 
-    def init():
-        draw.manual_seed(0)
-        make = lambda: torch.empty(WIDE, WIDE).uniform_(-0.1, 0.1, generator=draw)  # noqa: E731
-        return [{"w": make()} for _ in range(UNITS)]
+    def main(where, units=UNITS):
+        def init():
+            draw.manual_seed(0)
+            make = lambda: torch.empty(WIDE, WIDE).uniform_(-0.1, 0.1, generator=draw)  # noqa: E731
+            return [{"w": make()} for _ in range(units)]
 
-    def main(where):
         step = stacked(ADAM(ff.value_and_grad(loss)), names, mesh, 3, where)
         before = anonymous()
         state = ff.init_state(step, init, ADAM, x)
@@ -272,13 +272,13 @@ def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
         return size, seen.peak_bytes, resident, buffers(state)
 
     where = {"params": tmp_path, "moments": tmp_path}
+    ff.spmd(lambda: main(where, 2), mesh)()  # the memory of Python and torch grows
     ((size, peak, resident, state),) = ff.spmd(lambda: main(where), mesh)()
     activations = (UNITS + 8) * x.nbytes  # their inputs, and one unit's inside
     assert size == 3 * UNITS * UNIT_BYTES
     assert peak <= 2 * UNIT_BYTES + activations
     assert size > 10 * peak
-    # Python's and torch's own is among it, as much as after how many other tests.
-    assert size > 5 * resident, f"{resident} bytes of anonymous memory"
+    assert size > 10 * resident, f"{resident} bytes of anonymous memory"
     ((_, most, _, expected),) = ff.spmd(lambda: main({}), mesh)()
     assert most > size
     same(state, expected)
