@@ -34,7 +34,7 @@ def compiled_writer(rule: Any, count: Any, matched: Matched) -> Any:
         return None  # a fused kernel is no node of a graph
     if not (matched.active if compiler.whole else _is_plain(matched)):
         return None
-    if (numbers := _Numbers.of(rule, count)) is None:
+    if (numbers := _Numbers.of(rule, count, compiler.whole)) is None:
         return None
     made = partial(_writing, rule.formula, len(numbers.values))
     run = compiler.update(rule, made, f"the update of {rule.name}")
@@ -94,19 +94,24 @@ def _flat(x: Tensor) -> Tensor:
 class _Numbers:
     """The numbers of one step, as tensors: no other number is compiled anew."""
 
-    def __init__(self, values: Sequence[Any]):
-        self.values = values
+    def __init__(self, values: Sequence[Any], plain: bool = False):
+        self.values, self.plain = values, plain
         self.made: dict[Any, tuple[Tensor, ...]] = {}
 
     @classmethod
-    def of(cls, rule: Any, count: Any) -> _Numbers | None:
-        """Those of a rule; None where one is a choice, not a number."""
+    def of(cls, rule: Any, count: Any, whole: bool = False) -> _Numbers | None:
+        """Those of a rule; None where one is a choice, not a number.
+
+        ``whole``: in a step that is one graph they stay what they are, choices too.
+        """
         values = rule.numbers(count)
         known = all(type(x) in (int, float) or isinstance(x, Tensor) for x in values)
-        return cls(values) if known else None
+        return cls(values, whole) if known or whole else None
 
-    def on(self, device: torch.device, decay: float) -> tuple[Tensor, ...]:
+    def on(self, device: torch.device, decay: float) -> Sequence[Any]:
         """They and the decay, if any, on a device: each a tensor without a dim."""
+        if self.plain:
+            return (*self.values, decay) if decay else self.values
         if (device, decay) not in self.made:
             values = (*self.values, decay) if decay else self.values
             how: Any = {"dtype": torch.float64, "device": device}

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, stated
 from fsfunc.optim.leaves import Tree
+from fsfunc.runtime.scopes import is_in_graph, refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
 Schedule = Callable[[Any], Any]
@@ -30,7 +31,30 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
     >>> rate_at(0.1, 7), rate_at(lambda count: 1 / (count + 1), 1)
     (0.1, 0.5)
     """
-    return learning_rate(count) if callable(learning_rate) else learning_rate
+    if not callable(learning_rate):
+        return learning_rate
+    if isinstance(count, _torch.FakeTensor) and is_in_graph():
+        _check_traceable(learning_rate)
+    return learning_rate(count)
+
+
+class _Count(Tensor):
+    """A count in place of a number, by which nobody can look anything up."""
+
+    def __hash__(self) -> int:
+        refuse_in_graph("a schedule looks its rate up by the count")
+        return super().__hash__()
+
+
+def _check_traceable(schedule: Schedule) -> None:
+    """Raises if a schedule gives other rates for tensors than for numbers."""
+    with _torch.beneath_all_modes():
+        for n in range(4):
+            count = torch.tensor(n, dtype=torch.float64).as_subclass(_Count)
+            found, expected = float(schedule(count)), float(schedule(n))
+            if not math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12):
+                said = f"{expected} for the count {n}, and {found} for a tensor of it"
+                refuse_in_graph(f"a schedule gives {said}")
 
 
 def constant(value: float) -> Schedule:

@@ -95,6 +95,11 @@ def draws_in_graph(number: int) -> int:
     return number
 
 
+def is_in_graph() -> bool:
+    """True while a step is traced to be run as a graph."""
+    return _IN_GRAPH.get() is not None
+
+
 def refuse_in_graph(what: str) -> None:
     """Raises in the trace of a graph, where ``what`` depends on values.
 
@@ -103,7 +108,7 @@ def refuse_in_graph(what: str) -> None:
     Raises:
         RuntimeError: names the way out.
     """
-    if _IN_GRAPH.get() is not None:
+    if is_in_graph():
         raise RuntimeError(
             f"{what}: that depends on values, and a step that is compiled whole is "
             "traced without them. Compile the step's units, jit(step)"

@@ -28,7 +28,7 @@ STACKS = draw.meshes(("a", "b"), max_axes=2).flatmap(
 
 
 @given(draw.train_steps(frozen=True), STACKS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_graph_of_any_stack_has_the_bits_of_one_device(drawn, stack):
     """In its second call, which is that of the graph."""
     assert_equals_one_device(
@@ -351,6 +351,18 @@ REFUSED = {
     "draws": (lambda: of_loss(chain(dropped)), "draws random numbers"),
     "Python counts": (lambda: whole(sharded(counting())), r"returned \d, then \d"),
     "Python branches": (lambda: whole(sharded(branching)), "asks for a tensor's value"),
+    "a rate that is looked up": (
+        lambda: of_loss(chain(), ff.sgd(lambda count: {2: 0.1}.get(count, 0.01))),
+        "looks its rate up",
+    ),
+    "a rate by the count's type": (
+        lambda: of_loss(chain(), ff.sgd(lambda n: n if isinstance(n, int) else 0.5)),
+        "gives 0.0 for the count 0, and 0.5 for a tensor",
+    ),
+    "a rate by a branch": (
+        lambda: of_loss(chain(), ff.sgd(lambda count: 0.1 if count < 5 else 0.01)),
+        "asks for a tensor's value",
+    ),
     "only good steps": (
         lambda: of_loss(chain(), ff.apply_if_finite(ff.sgd(0.1))),
         "only if all gradients are finite",
@@ -420,8 +432,9 @@ def test_what_a_graph_would_freeze_or_change_is_refused(name):
 
 
 @pytest.mark.slow
-def test_compiled_it_is_near_the_step():
-    optimizer = ff.sharded_adam(0.01)
+@pytest.mark.parametrize("make", [ff.sharded_adam, ff.sgd])
+def test_compiled_it_is_near_the_step(make):
+    optimizer = make(0.01)
     step = train_step(chain(), optimizer)
     run = ff.donate(ff.jit(ff.remat(step), whole_step=True))
     params = layers(2, make=floats)
