@@ -91,7 +91,7 @@ class Reads(Outside):
 
     def _hold(self, x: Any) -> None:
         super()._hold(x)
-        if self._data and isinstance(x, Tensor):
+        if self._data and isinstance(x, Tensor) and not frame().path:
             for key in (id(x), id(x._base)):
                 if key in self._data:
                     self.recorder.hidden.add(self._data[key][0])

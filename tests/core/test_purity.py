@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import same
+from tests.checks import same, simulated
 from tests.core.test_units import W, X, interpreted, sharded
 
 
@@ -115,6 +115,21 @@ def test_writes_that_autograd_does_not_see_are_refused(zero, around) -> None:
     with pytest.raises(RuntimeError, match="changed its params at 'a/0' .*in place"):
         step(p, X) if zero is None else sharded(step, p, X, zero=zero)
     assert torch.equal(p["a"][0], W)
+    sgd = ff.sgd(0.1)
+
+    def train(state, x):
+        _, grads = step(state.params, x)
+        return state.apply_gradients(grads, sgd)
+
+    def main():
+        f = ff.shard(train, simulated(2), "data", zero=zero)
+        return f(ff.init_state(f, p, sgd, X), X)
+
+    if zero is not None:
+        with pytest.raises(
+            RuntimeError, match="changed its params at 'a/0' .*in place"
+        ):
+            ff.spmd(main, simulated(2))()
 
 
 @pytest.mark.parametrize("flag", [True, "train"])
