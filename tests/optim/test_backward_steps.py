@@ -174,6 +174,7 @@ def peeking(p, x, inner):
 )
 @example(PEEK, True, 1, 0, 0, 2)
 @example(PEEK, True, 1, 0, 3, 2)
+@example([("peek", 1), ("peek", 2), ("nested", 2)], True, 1, 700, 2, 2)
 def test_whatever_a_loss_reads_again(calls, remat, micro, min_bytes, zero, size):
     """Buffers that several calls read, with a graph, without one, or outside units."""
 
