@@ -1,4 +1,4 @@
-"""What is no function, optimizer, mesh or batch is refused at once."""
+"""What is no function, optimizer, number, mesh or batch is refused at once."""
 
 import numpy as np
 import pytest
@@ -37,6 +37,14 @@ FUNCTIONS = {
     "abstract_state": lambda f: ff.abstract_state(f, W, optimizer, X),
     "plan": lambda f: ff.plan(f, W, X),
 }
+NUMBERS = {
+    "sharded_adam": lambda n: ff.sharded_adam(n),
+    "sgd": lambda n: ff.sgd(n),
+    "momentum": lambda n: ff.sgd(1e-2, momentum=n),
+    "b1": lambda n: ff.sharded_adam(b1=n),
+    "eps": lambda n: ff.sharded_adam(eps=n),
+    "clipping": lambda n: ff.clip_by_global_norm(n),
+}
 NAMED = {
     "shard": lambda mesh, axis: ff.shard(step, mesh, axis),
     "pipeline": lambda mesh, axis: ff.pipeline(step, mesh, axis, n_microbatches=1),
@@ -67,6 +75,9 @@ OTHERS = {
     "nor is None": (
         lambda: ff.spmd(lambda: ff.abstract_state(SHARDED, W, None, X), MESH)(),
         TypeError, "'NoneType' object is not callable",
+    ),
+    "chain": (
+        lambda: ff.chain(optimizer, 3), TypeError, "got 3 of type int at place 1",
     ),
     "a batch size": (
         lambda: ff.batches(DATA, MESH, "data", 1.5), TypeError,
@@ -104,9 +115,13 @@ OTHERS = {
 }  # fmt: skip
 
 
+A_STRING = r" is '1e-2', a str: it must be a number; give float\('1e-2'\)"
 EVERY = OTHERS | {
     who: (lambda f=f: f(3), TypeError, f"{who} takes a function, .* of type ")
     for who, f in FUNCTIONS.items()
+} | {
+    f"{name}='1e-2'": (lambda f=f: f("1e-2"), TypeError, A_STRING)
+    for name, f in NUMBERS.items()
 } | {
     f"{who} over {axis}": (
         lambda f=f, axis=axis: f(MESH, axis),

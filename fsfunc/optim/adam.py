@@ -16,7 +16,12 @@ from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, begun_by, described
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    rate_at,
+)
 from fsfunc.sharded.leaf import is_sharded
 
 _MOMENTS = (
@@ -106,7 +111,8 @@ def sharded_adam(
         differentiate, and agrees to rounding. Gradients of another dtype are cast.
 
     Raises:
-        ValueError: an update without ``params`` while weights decay; codes of 8 bits
+        ValueError: a negative learning rate, eps or weight decay; a beta outside
+            [0, 1); an update without ``params`` while weights decay; codes of 8 bits
             made for parameters that lay in another way.
         RuntimeError: float16 moments overflow at a scale of 1; an update with codes
             that is differentiated.
@@ -167,6 +173,8 @@ def adam_rule(
     mask: Mask | None,
 ) -> ElementRule:
     """The equation of `sharded_adam`."""
+    check_not_negative(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
+    check_fractions(b1=b1, b2=b2)
 
     def numbers(count: Any) -> tuple[Any, ...]:
         t = count + 1

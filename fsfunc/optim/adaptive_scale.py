@@ -68,7 +68,8 @@ def adascale(
         ``adascale(...)(grad_fn)``, since it must see gradients before they are reduced.
 
     Raises:
-        ValueError: a step of one sample; an update by gradients that it has not seen.
+        ValueError: a step of one sample; an update by gradients that it has not seen; a
+            scale below 1 or a smoothing outside [0, 1).
         LawError: gradients that have no samples: see `observe_gradients`.
 
     Cost: one pass over the gradients before they are reduced, one after, and a psum of
@@ -86,6 +87,10 @@ def adascale(
     >>> step(state, torch.eye(2))[0].opt_state.gain  # of two with nothing in common
     tensor(2.)
     """
+    if scale is not None and not scale >= 1:
+        raise ValueError(f"scale is {scale}: it must be 1 or more")
+    if smoothing is not None and not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1")
     return Optimizer.of(_AdaScale(optimizer, scale, smoothing))
 
 

@@ -20,7 +20,7 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
-from fsfunc.optim.schedules import check_params_given
+from fsfunc.optim.schedules import check_fractions, check_params_given
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import lay_as
 
@@ -70,7 +70,8 @@ def ema(
         average is the parameters that ``init`` was given.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: a decay outside [0, 1); ``start`` below 0; ``every`` below 1; an
+            update without ``params``.
         TreeMismatch: the average does not fit the parameters; names the path.
 
     Cost: no communication; that of ``optimizer``, and one fused pass over the average,
@@ -84,6 +85,7 @@ def ema(
     >>> w, state.average
     (tensor([2., 2.]), tensor([1.5000, 1.5000]))
     """
+    check_fractions(decay=decay)
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
     return _averaged("ema", optimizer, weight, start, every, dtype)
 
@@ -112,7 +114,7 @@ def swa(
         counts the average is the parameters that ``init`` was given.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: ``start`` below 0; ``every`` below 1; an update without ``params``.
         TreeMismatch: the average does not fit the parameters; names the path.
 
     Cost: no communication; that of ``optimizer``, and one fused pass over the average
@@ -141,6 +143,11 @@ def _averaged(
     dtype: torch.dtype | None,
 ) -> Optimizer:
     check_takes_plainly(name, optimizer)
+    if start < 0 or every < 1:
+        raise ValueError(
+            f"{name} from update {start} on, one in {every}: start must be 0 or more, "
+            "and every 1 or more"
+        )
 
     def init(params: Tree) -> AverageState:
         return AverageState(0, 0, copied(params, dtype), optimizer.init(params))

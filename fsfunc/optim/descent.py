@@ -14,7 +14,12 @@ from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_fractions,
+    check_not_negative,
+    rate_at,
+)
 
 
 class SgdState(NamedTuple):
@@ -56,7 +61,8 @@ def sgd(
         differentiate, and agrees to rounding.
 
     Raises:
-        ValueError: an update without ``params`` while weights decay.
+        ValueError: a negative number; nesterov without momentum or with dampening; an
+            update without ``params`` while weights decay.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One fused call for each device, dtype and decay; in place
@@ -73,6 +79,13 @@ def sgd(
     >>> w, state.momentum
     (tensor([0.7100, 0.7100]), tensor([1.9000, 1.9000]))
     """
+    check_not_negative(momentum=momentum, weight_decay=weight_decay)
+    check_not_negative(dampening=dampening, learning_rate=learning_rate)
+    if nesterov and (not momentum or dampening):
+        raise ValueError(
+            f"nesterov needs momentum and no dampening; momentum is {momentum} and "
+            f"dampening is {dampening}"
+        )
 
     def first(count: int | Tensor) -> bool:
         # Zero momentum gives the same first step; only dampening needs to know of it.
@@ -166,7 +179,8 @@ def lion(
         the optimizer; its state is a `LionState`, half of Adam's.
 
     Raises:
-        ValueError: an update without ``params`` while weights decay.
+        ValueError: a negative learning rate or weight decay; a beta outside [0, 1); an
+            update without ``params`` while weights decay.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. A few passes over the flat buffers of the leaves' units, in
@@ -181,6 +195,8 @@ def lion(
     >>> w, state.mu
     (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
     """
+    check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
+    check_fractions(b1=b1, b2=b2)
 
     def numbers(count: Any) -> tuple[Any, ...]:
         return (rate_at(learning_rate, count),)

@@ -17,7 +17,13 @@ from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, traina
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.reductions import over_axes
-from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    rate_at,
+)
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
@@ -203,8 +209,8 @@ def adafactor(
         place of r c, the same on every rank.
 
     Raises:
-        ValueError: an update without ``params``, or one that is differentiated or
-            batched.
+        ValueError: a number out of its range; an update without ``params``, or one
+            that is differentiated or batched.
         TreeMismatch: gradients do not fit the parameters; names the path.
 
     Cost: two psums over each distinct set of axes in the layouts: of 1 + r + c numbers
@@ -221,6 +227,14 @@ def adafactor(
     (tensor([0.9000, 0.9000]), torch.Size([2, 1]), torch.Size([1, 2]))
     """
     eps1, eps2 = eps
+    check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
+    check_numbers(beta2_decay=beta2_decay, d=d)
+    if not (beta2_decay <= 0 and d >= 1):
+        raise ValueError(
+            f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "
+            "and the other at least 1"
+        )
 
     def update(grads: Tree, state: AdafactorState, params: Tree = None):
         check_params_given(params, "adafactor")

@@ -20,7 +20,13 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
-from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    rate_at,
+)
 from fsfunc.sharded.donated import Everything
 
 
@@ -79,7 +85,7 @@ def schedule_free(
         are y; evaluate, and save for use, ``eval_params(opt_state, params)``.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: b1 outside (0, 1); a negative number; an update without ``params``.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: that of ``base``, and two passes over y and z, in place under `donate`; one
@@ -96,6 +102,11 @@ def schedule_free(
     (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
     """
     check_takes_plainly("schedule_free", base)
+    check_numbers(b1=b1)
+    if not 0 < b1 < 1:
+        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
+    check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
 
     f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
     elementwise = base.elementwise

@@ -23,7 +23,12 @@ from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, row_norms, rows_of
 from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, described
 from fsfunc.optim.reductions import into_parts
-from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_params_given,
+    rate_at,
+)
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
 
@@ -49,7 +54,7 @@ def scale_by_trust_ratio(
         mask: ``mask(path, leaf)`` says which leaves are scaled; all are without it.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: a negative number, or an update without ``params``.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
     each leaf there; one fresh copy of the updates.
@@ -78,6 +83,11 @@ class Trust:
     coefficient: float = 1.0
     eps: float = 0.0
     mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            min_norm=self.min_norm, trust_coefficient=self.coefficient, eps=self.eps
+        )
 
     def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
         """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
@@ -181,7 +191,8 @@ def lamb(
         the optimizer; its state is an `AdamState`.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: a negative number; a beta outside [0, 1); an update without
+            ``params``.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
@@ -198,6 +209,7 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
+    check_not_negative(learning_rate=learning_rate)
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
     adam = with_moments(rule, moment_dtype, b2)
     trust = Trust()
@@ -291,7 +303,8 @@ def lars(
         the optimizer; its state is an `SgdState`.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: a negative number; nesterov without momentum; an update without
+            ``params``.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
@@ -307,6 +320,7 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
+    check_not_negative(learning_rate=learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)

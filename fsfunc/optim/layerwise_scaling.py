@@ -18,6 +18,7 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.loss_scaling import ScaleRule, Skipping
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.schedules import check_not_negative
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
@@ -189,8 +190,8 @@ def layerwise_loss_scale(
         itself, ``layerwise_loss_scale(...)(grad_fn)``.
 
     Raises:
-        ValueError: no unit has such a name (not told in a pipeline, of which a rank
-            runs only some).
+        ValueError: a number out of its range; no unit has such a name (not told in a
+            pipeline, of which a rank runs only some).
         LawError: a unit whose parameters, inputs or outputs are in half precision; or
             that holds units which gather parameters of their own.
         FloatingPointError: gradients overflow at the smallest scale; on every rank, the
@@ -215,6 +216,15 @@ def layerwise_loss_scale(
     (tensor([0., 0.]), {'<lambda>': 4.0}, 1)
     """
     firsts = {name: float(scale) for name, scale in scales.items()}
+    check_not_negative(minimum=minimum)
+    ordered = all(minimum <= s <= maximum and s > 0 for s in firsts.values())
+    if not (growth > 1 and 0 < backoff < 1 and interval >= 1 and ordered and firsts):
+        raise ValueError(
+            f"scales are {firsts}, growth {growth}, backoff {backoff}, interval "
+            f"{interval}, minimum {minimum} and maximum {maximum}: growth must be "
+            "above 1, backoff between 0 and 1, the interval 1 or more, and there must "
+            "be scales, above 0 and between minimum and maximum"
+        )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
     return Optimizer.of(_Layerwise(optimizer, firsts, rule))
 

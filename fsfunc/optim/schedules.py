@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ Schedule = Callable[[Any], Any]
 def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
     """The learning rate at ``count``; a schedule is asked for it.
 
+    Raises:
+        ValueError: the schedule gave a negative number, or none.
+
     >>> rate_at(0.1, 7), rate_at(lambda count: 1 / (count + 1), 1)
     (0.1, 0.5)
     """
@@ -35,7 +39,13 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
         _check_traceable(learning_rate)
-    return learning_rate(count)
+    rate = learning_rate(count)
+    if isinstance(rate, (int, float)) and not rate >= 0:
+        raise ValueError(
+            f"the schedule gave the learning rate {rate} at count {count}: "
+            "it must be 0 or more"
+        )
+    return rate
 
 
 class _Count(Tensor):
@@ -189,6 +199,38 @@ def _check_steps(**steps: int) -> None:
     for name, value in steps.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, (Real, Tensor)):
+            said = f"float({value!r})" if isinstance(value, str) else "a float"
+            raise TypeError(
+                f"{name} is {value!r}, a {type(value).__name__}: it must be a number; "
+                f"give {said}"
+            )
+
+
+def check_not_negative(**values: Any) -> None:
+    """Raise ValueError where one of ``values`` is negative, TypeError if no number.
+
+    A learning rate may be a schedule.
+    """
+    for name, value in values.items():
+        if name in _RATES and callable(value):
+            continue
+        check_numbers(**{name: value})
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: it must be 0 or more")
+
+
+def check_fractions(**values: float) -> None:
+    """Raise ValueError where one of ``values`` is not in [0, 1)."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
 
 
 def check_params_given(params: Any, what: str) -> None:

@@ -21,7 +21,7 @@ from fsfunc.optim.optimizer import (
     then,
 )
 from fsfunc.optim.reductions import tree_scale
-from fsfunc.optim.schedules import check_params_given
+from fsfunc.optim.schedules import check_not_negative, check_numbers, check_params_given
 
 
 @described
@@ -33,6 +33,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     Each takes gradients in its own way, the first one outermost.
 
+    Raises:
+        ValueError: nothing to chain.
+        TypeError: something that is no `Optimizer`.
+
     Cost: the sum of theirs; all collectives come before the first write.
 
     >>> import torch
@@ -41,6 +45,14 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> optimizer.update(torch.tensor([4.0]), optimizer.init(params), params)[0]
     tensor([-3.])
     """
+    if not transforms:
+        raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
+    for i, given in enumerate(transforms):
+        if not isinstance(given, Optimizer):
+            raise TypeError(
+                f"chain takes optimizers, and got {given!r} of type "
+                f"{type(given).__name__} at place {i}"
+            )
     return _chained(transforms)
 
 
@@ -106,7 +118,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
             is its global one. All do without it.
 
     Raises:
-        ValueError: an update without ``params``.
+        ValueError: a negative ``weight_decay``, or an update without ``params``.
 
     >>> import torch
     >>> decay = add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim > 1)
@@ -114,6 +126,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
     >>> decay.update({"b": torch.zeros(1), "w": torch.zeros(1, 1)}, (), params)[0]
     {'b': tensor([0.]), 'w': tensor([[0.1000]])}
     """
+    check_not_negative(weight_decay=weight_decay)
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         check_params_given(params, "add_decayed_weights")
@@ -140,7 +153,7 @@ def clip_by_global_norm(
         p: which norm; see `global_norm`.
 
     Raises:
-        ValueError: later, ``p`` is not above 0.
+        ValueError: ``max_norm`` or ``p`` is not above 0, or ``eps`` is negative.
 
     Cost: that of `global_norm`, one pass and one fresh copy of the gradients, which
     are left as they were. No branch: nothing waits for the device.
@@ -152,6 +165,12 @@ def clip_by_global_norm(
     >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)}, ())[0]
     {'w': tensor([0.6000]), 'b': tensor(0.8000)}
     """
+    check_numbers(max_norm=max_norm, p=p, eps=eps)
+    if not (max_norm > 0 and p > 0 and eps >= 0):
+        raise ValueError(
+            f"max_norm is {max_norm}, p is {p} and eps is {eps}: the first two must be "
+            "above 0, and eps 0 or more"
+        )
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         factor = (max_norm / (global_norm(grads, p) + eps)).clamp(max=1.0)
@@ -170,12 +189,18 @@ def clip_by_value(max_value: float) -> Optimizer:
     Args:
         max_value: above 0.
 
+    Raises:
+        ValueError: ``max_value`` is not above 0.
+
     Cost: no communication; a fresh copy of the gradients, which are left as they were.
 
     >>> import torch
     >>> clip_by_value(1.0).update({"w": torch.tensor([3.0, -4.0, 0.5])}, ())[0]
     {'w': tensor([ 1.0000, -1.0000,  0.5000])}
     """
+    check_numbers(max_value=max_value)
+    if not max_value > 0:
+        raise ValueError(f"max_value is {max_value}: it must be above 0")
 
     def clipped(tensors: list[Tensor]) -> list[Tensor]:
         return [t.clamp(-max_value, max_value) for t in tensors]

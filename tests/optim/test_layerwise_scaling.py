@@ -140,6 +140,10 @@ def outer(ws, batch):
 
 HALF = {"wrap": lambda step: ff.precision(step, torch.float16)}
 REFUSED = {
+    "there must be scales": ({}, "alone", {}),
+    "above 0": ({"layer": 0.0}, "alone", {}),
+    "minimum.* above 0": ({"minimum": -1.0}, "alone", {}),
+    "growth must be above 1": ({"layer": 2.0}, "alone", {"growth": 1.0}),
     "'wdie', and the units .* layer, other": (
         {"layer": 2.0, "wdie": 2.0}, "alone", {}),
     "units within it gather": ({"whole": 2.0}, "shard", {"fn": outer}),
@@ -151,5 +155,7 @@ REFUSED = {
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_cannot_be_is_refused(says):
     scales, stack, how = REFUSED[says]
+    options = {k: x for k, x in how.items() if k == "growth"}
+    how = {k: x for k, x in how.items() if k != "growth"}
     with pytest.raises(ValueError, match=says):
-        ran(stack, ff.layerwise_loss_scale(SGD, scales), **how)
+        ran(stack, ff.layerwise_loss_scale(SGD, scales, **options), **how)

@@ -138,6 +138,9 @@ SCALED = ff.loss_scale(SGD)
 
 
 @refusals({
+    "growth": (lambda: ff.loss_scale(SGD, growth=1.0), ValueError, "above 1"),
+    "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "between 0 and 1"),
+    "text": (lambda: ff.loss_scale(SGD, initial="8"), TypeError, "must be a number"),
     "masked": (lambda: ff.masked(SCALED, lambda *_: True), ValueError, "around the"),
     "asynchronous": (lambda: ff.pipeline(
         loss, simulated(pipe=2), "pipe", n_microbatches=2,

@@ -394,6 +394,8 @@ REFUSED = {
     "an axis that is not there": (
         lambda: ff.local_sgd(PLAIN, MESH, "pod", every=1), ValueError, "unknown axis"),
     "lr=0": (lambda: slow(0.0), ValueError, "above 0"),
+    "beta<0": (
+        lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, beta=-1.0), ValueError, "beta"),
     "a rate of zero": (
         run(lambda: ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))),
         ValueError, "above 0 at a slow step"),

@@ -25,7 +25,11 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+)
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
@@ -147,8 +151,9 @@ def muon(
         matrices, by their global shape.
 
     Raises:
-        ValueError: a leaf that is no matrix (see `partition`); an update without
-            ``params`` while weights decay; a vmap mesh.
+        ValueError: a leaf that is no matrix (see `partition`); a negative number; 100
+            steps or more; an unknown ``adjust_lr_fn``; an update without ``params``
+            while weights decay; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: two all-to-alls, of b bytes an element in ``ns_dtype``. Of E elements of
@@ -171,6 +176,19 @@ def muon(
     >>> (w.diagonal() < -0.06).tolist()  # both directions, though unlike, go as far
     [True, True]
     """
+    check_not_negative(weight_decay=weight_decay, eps=eps, learning_rate=learning_rate)
+    check_numbers(momentum=momentum)
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
+    if not 0 <= ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps}: it must be from 0 to 99")
+    if len(ns_coefficients) != 3:
+        raise ValueError(f"ns_coefficients is {ns_coefficients}: it has three numbers")
+    if adjust_lr_fn not in _RATIOS:
+        names = [name for name in _RATIOS if name]
+        raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}: it is one of {names}")
+    if not ns_dtype.is_floating_point:
+        raise ValueError(f"ns_dtype is {ns_dtype}: take bfloat16, or a wider float")
     a, b, c = ns_coefficients
     orthogonal = partial(newton_schulz, coefficients=(a, b, c), steps=ns_steps, eps=eps)
     rule = descent_rule("muon", learning_rate, weight_decay, mask)

@@ -23,7 +23,11 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described, then
-from fsfunc.optim.schedules import Schedule
+from fsfunc.optim.schedules import (
+    Schedule,
+    check_not_negative,
+    check_numbers,
+)
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
@@ -205,9 +209,9 @@ def shampoo(
         that are not.
 
     Raises:
-        ValueError: a leaf that is no matrix (see `partition`); an update without
-            ``params`` while weights decay, or one that is differentiated; a state laid
-            out for another mesh; a vmap mesh.
+        ValueError: a leaf that is no matrix (see `partition`); a number out of its
+            range; an update without ``params`` while weights decay, or one that is
+            differentiated; a state laid out for another mesh; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: two all-to-alls, of b bytes an element. Of E elements of matrices h lie with
@@ -229,6 +233,14 @@ def shampoo(
     tensor([[-1.,  0.],
             [ 0., -1.]])
     """
+    check_not_negative(momentum=momentum, weight_decay=weight_decay)
+    check_not_negative(learning_rate=learning_rate)
+    check_numbers(b2=b2, eps=eps, interval=interval, block=block)
+    if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
+        raise ValueError(
+            f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
+            "above 0 and at most 1, eps above 0, and the others at least 1"
+        )
     preconditioning = Preconditioning(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
     functions = _Shampoo(preconditioning, rule)
