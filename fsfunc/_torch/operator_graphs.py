@@ -87,6 +87,22 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def check_places(graph: torch.fx.GraphModule, which: Sequence[bool]) -> None:
+    """Raises if as_strided, which counts from a storage's start, is called of an input.
+
+    Args:
+        which: of the first inputs, those that matter.
+    """
+    inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    reads = {n for n, matters in zip(inputs, which, strict=False) if matters}
+    for node in graph.graph.nodes:
+        of = node.args[0] if node.args else None
+        if of in reads and node.target == torch.ops.aten.as_strided.default:
+            raise RuntimeError(_PLACES)
+        if of in reads and node.target == torch.ops.aten.detach.default:
+            reads.add(node)
+
+
 def _lifted(graph: torch.fx.GraphModule) -> list[Tensor]:
     """Makes inputs of the constants of a graph: whoever holds them may write them."""
     found: dict[str, torch.fx.Node] = {}
@@ -119,6 +135,10 @@ def compiled(
         return made
 
 
+_PLACES = (
+    "a step that is compiled whole calls as_strided of an argument, which may lie "
+    "elsewhere in the next call: call it of x.clone()"
+)
 _UNKNOWN = (
     "a step that is compiled whole reads {} = {}: a graph takes tensors, and draws no "
     "random numbers. Compile its units, jit(step)"

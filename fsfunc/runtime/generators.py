@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pickle import dumps
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def other_states() -> States:
     numpy = sys.modules.get("numpy")
     generators = [_Python, numpy.random] if numpy else [_Python]
     return [(g, g.get_state()) for g in generators]
+
+
+def drawn_elsewhere() -> list[bytes]:
+    """What changes when a number is drawn of Python's generator, or of numpy's."""
+    return [dumps(state) for _, state in other_states()]
 
 
 def set_generators(states: States) -> None:

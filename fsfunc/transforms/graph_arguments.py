@@ -54,7 +54,11 @@ class Arguments:
                 found.append((at, id(x.layout)))
                 if x.packed is not None:
                     which = shards.setdefault(id(x.packed), len(shards))
-                    found.append((which, *x.packed.coordinates.items()))
+                    # Whole, it is read at its place. A part is gathered first: ranks
+                    # have it at different places, and must have graphs together.
+                    whole = x.packed.place.size == 1
+                    place = x.packed.flat.storage_offset() if whole else 0
+                    found.append((which, place, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
                 at = tensors.setdefault(id(x), len(tensors))
                 found.append((at, laid_as(x)))
@@ -105,7 +109,7 @@ def _described(x: Tensor) -> tuple[Any, ...]:
         raise TypeError(
             _ODD.format(f"a {type(x).__name__} that is sparse, or conjugated lazily")
         )
-    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pickle import dumps
 from threading import Lock
 from typing import Any
 
@@ -23,7 +22,7 @@ from fsfunc._torch import operator_graphs
 from fsfunc._torch.operator_graphs import is_operator
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
-from fsfunc.runtime.generators import one_number, other_states
+from fsfunc.runtime.generators import drawn_elsewhere, one_number
 from fsfunc.runtime.scopes import in_graph
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -102,10 +101,6 @@ class _Graphs:
         return found(given, donated)
 
 
-def _as_bytes(states: Any) -> list[bytes]:
-    return [dumps(state) for _, state in states]
-
-
 class StepGraph:
     """The graph of a step, for arguments of one key.
 
@@ -143,12 +138,15 @@ class StepGraph:
                 made = distinct(tree.leaves(self.out, is_leaf=is_sharded))
                 return [x for x in made if id(x) not in known]
 
-            before = other_states()
+            before = drawn_elsewhere()
             self.traced = operator_graphs.traced(run, inputs)
-            if _as_bytes(before) != _as_bytes(other_states()):
+            if before != drawn_elsewhere():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
         if self.traced.written and not donates:
             raise RuntimeError(_WRITES)
+        packed = {id(x.packed.flat) for x in given.leaves if is_sharded(x) and x.packed}
+        plain = [id(x) not in packed for x in given.given]
+        operator_graphs.check_places(self.traced.graph, plain)
         for node in self.traced.graph.graph.nodes:
             if is_operator(node.target):
                 if is_random(node.target, node.args, node.kwargs):
