@@ -106,12 +106,12 @@ class _Noted(Handle):
 class Run:
     """The collectives of one run of a graph, which its nodes start and await.
 
-    Args:
-        compared: whether the ranks have compared them, in a run before.
+    They are those of the call before, in its order, which the ranks compared: another
+    rank may run them without a graph, as its batch has a shape that is new to it.
     """
 
-    def __init__(self, calls: Sequence[GraphCollective], compared: bool):
-        self.calls, self.compared = calls, compared
+    def __init__(self, calls: Sequence[GraphCollective]):
+        self.calls = calls
         self.flights: dict[int, tuple[Handle, Tensor]] = {}
         self.groups: dict[Any, RankGroup] = {}
 
@@ -119,7 +119,7 @@ class Run:
         call = self.calls[number]
         where = self.groups.get((call.mesh, call.axis))
         if where is None:
-            at = replace(here(call.mesh), compared=self.compared)
+            at = replace(here(call.mesh), compared=True)
             where = group(call.axis, at)
             self.groups[call.mesh, call.axis] = where
         x = x.contiguous()

@@ -110,10 +110,9 @@ class StepGraph:
 
     Attributes:
         whole: as the frame's compiler: the step is compiled with all that it calls.
-        compared_programs: whether the ranks have compared their collectives.
     """
 
-    whole, compared_programs = True, False
+    whole = True
     kernels: Callable[..., Sequence[Any]] | None = None
     drawn: list[int]  # see `in_graph`
 
@@ -236,13 +235,11 @@ class StepGraph:
         for _ in self.drawn:
             one_number()
         try:
-            run = Run(calls, self.compared_programs)
-            with torch.no_grad(), operator_graphs.running(run):
+            with torch.no_grad(), operator_graphs.running(Run(calls)):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
         finally:  # a step that raises has spoiled what it may have written
             written = [tensors[i] for i in self.traced.written]
             torch.autograd.graph.increment_version(written)
-        self.compared_programs = True
         leaves = self._leaves(given, tensors, made)
         out = tree.unflatten(self.seen.treedef, leaves)
         for first_calls, f, found, call in due:

@@ -134,6 +134,29 @@ def test_new_shapes_run_as_they_are_and_then_as_graphs():
     close(states[0], states[1])
 
 
+def test_rows_of_a_data_set_and_parts_of_kept_buffers_are_one_graph():
+    """On each rank at the same calls, wherever its part begins."""
+    traced, optimizer, mesh = [], ff.sgd(0.125), simulated(2)
+
+    @ff.unit
+    def seen(p, x):
+        traced.append(ff.axis_index("data"))
+        return x @ p["w"]
+
+    def main(wrap):
+        step = ff.shard(train_step(chain(seen), optimizer), mesh, "data", zero=1)
+        run, params = ff.donate(wrap(step)), layers(1, bias=False, make=floats)
+        rows = floats(12, 4, seed=ff.axis_index("data"))
+        state = ff.init_state(run, params, optimizer, rows[:2])
+        for k in range(5):
+            state, value = run(state, rows[2 * k : 2 * k + 2])
+        return ff.unshard(state.params), value
+
+    found = ff.spmd(lambda: main(whole), mesh)()
+    assert traced.count(0) == traced.count(1)
+    close(list(found), list(ff.spmd(lambda: main(lambda f: f), mesh)()))
+
+
 def test_tensors_that_the_step_closes_over_are_read_in_each_call():
     beside = torch.zeros(3)
 
