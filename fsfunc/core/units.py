@@ -133,8 +133,11 @@ class Unit:
             out = fn(params, *inputs, **keywords)
         else:
             told = functools.partial(self._changed, params, inputs, keywords)
-            # Without data nothing is written, and what records would see the mode.
-            with nullcontext() if traced else _torch.Writes(watched, told):
+            # Without data nothing is written, and what records would see the mode. So
+            # would a compiler's guards, by which it compiled each call anew.
+            plain = fn is self.fn and not _torch.is_compiled_function(fn)
+            looks = plain and not traced
+            with _torch.Writes(watched, told) if looks else nullcontext():
                 out = self._check_captures(
                     _tensors(given), params, inputs, keywords, fn
                 )
