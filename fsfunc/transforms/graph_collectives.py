@@ -20,11 +20,16 @@ from fsfunc.comm.operations import OPERATIONS
 
 @dataclass(frozen=True)
 class GraphCollective:
-    """A collective of a graph: what its node starts on ``axis`` of ``mesh``."""
+    """A collective of a graph: what its node starts on ``axis`` of ``mesh``.
+
+    ``compared``: as of a `RankGroup`. It is that of the step without its graph: another
+    rank may run that, and both must say of a collective the same.
+    """
 
     op: str
     mesh: Mesh
     axis: tuple[str, ...]
+    compared: bool
     what: str
     how: dict[str, Any]
     label: tuple[str, str]
@@ -58,9 +63,8 @@ class GraphLink(AbstractLink):
         **how: Any,
     ) -> Handle:
         number = len(self.calls)
-        self.calls.append(
-            GraphCollective(op, here().mesh, where.axis, what, how, current_label())
-        )
+        on = here().mesh, where.axis, where.compared
+        self.calls.append(GraphCollective(op, *on, what, how, current_label()))
         shape = OPERATIONS[op].result_shape(x.shape, where.size)
         if sizes := how.get("sizes"):
             shape = (sum(row[where.index] for row in sizes), *x.shape[1:])
@@ -104,11 +108,7 @@ class _Noted(Handle):
 
 
 class Run:
-    """The collectives of one run of a graph, which its nodes start and await.
-
-    They are those of the call before, in its order, which the ranks compared: another
-    rank may run them without a graph, as its batch has a shape that is new to it.
-    """
+    """The collectives of one run of a graph, which its nodes start and await."""
 
     def __init__(self, calls: Sequence[GraphCollective]):
         self.calls = calls
@@ -117,11 +117,11 @@ class Run:
 
     def start(self, x: Tensor, y: Tensor, number: int) -> None:
         call = self.calls[number]
-        where = self.groups.get((call.mesh, call.axis))
+        on = call.mesh, call.axis, call.compared
+        where = self.groups.get(on)
         if where is None:
-            at = replace(here(call.mesh), compared=True)
-            where = group(call.axis, at)
-            self.groups[call.mesh, call.axis] = where
+            at = replace(here(call.mesh), compared=call.compared)
+            where = self.groups[on] = group(call.axis, at)
         x = x.contiguous()
         with label(*call.label):
             out = y if y.is_contiguous() else None
