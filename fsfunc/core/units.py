@@ -135,8 +135,8 @@ class Unit:
             told = functools.partial(self._changed, params, inputs, keywords)
             # Without data nothing is written, and what records would see the mode. So
             # would a compiler's guards, by which it compiled each call anew.
-            plain = fn is self.fn and not _torch.is_compiled_function(fn)
-            looks = plain and not traced
+            compiled = frame().compiler or _torch.is_compiled_function(self.fn)
+            looks = not (traced or compiled)
             with _torch.Writes(watched, told) if looks else nullcontext():
                 out = self._check_captures(
                     _tensors(given), params, inputs, keywords, fn
