@@ -142,7 +142,7 @@ _IN_TWO = {
 
 
 def read_again(kernels: Kernels, func: Any, made: Sequence[Tensor]) -> int:
-    """How many first arguments of an operator another kernel of a device reads too.
+    """The number of first arguments of an operator that a second kernel reads too.
 
     ``made``: what it returned.
     """

@@ -49,7 +49,7 @@ def other_states() -> States:
 
 
 def drawn_elsewhere() -> list[bytes]:
-    """What changes when a number is drawn of Python's generator, or of numpy's."""
+    """The states of Python's generator and numpy's: they change with each draw."""
     return [dumps(state) for _, state in other_states()]
 
 

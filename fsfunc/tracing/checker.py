@@ -1,8 +1,7 @@
 """The type check of a step: types for units, collectives and gradients.
 
-A :class:`Checker` knows the types of values (`Operators`), and has hooks for all that
-is no operator of torch. It runs the bodies of units, inside which every value is the
-rank's own.
+A :class:`Checker` knows the types of values (`Operators`), and has hooks for what is no
+operator of torch. Inside a unit's body every value is the rank's own.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
-    ``calls`` are the signatures of the calls of sharded functions; ``said`` what
-    numbers torch's functions were given. Of a pipelined loss it sees what that returns:
-    in it sharded leaves go into units alone. ``own_paths`` are those of the state that
-    the outermost one returns at which each rank has a value of its own.
+    ``calls``: signatures of calls of sharded functions; ``said``: numbers that torch's
+    functions were given; ``own_paths``: those of the returned state that are per rank.
     """
 
     def __init__(
@@ -95,8 +92,7 @@ class Checker(Tracer, Watcher, Operators):
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
-        ours = is_internal() or node is not None
-        if how == OWN and seen.kind is Kind.A and ours:
+        if how == OWN and seen.kind is Kind.A and (is_internal() or node is not None):
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
         why, op = misused(how, seen.kind), how.op
@@ -112,8 +108,7 @@ class Checker(Tracer, Watcher, Operators):
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         seen = self.known.of(x)
-        parts = seen.kind in PARTS and how != OWN
-        if where.mean and not frame().path and parts:
+        if where.mean and not frame().path and seen.kind in PARTS and how != OWN:
             raise refusal("parts", how.op, [seen], None)
 
     def claimed(self, x: Any, what: str) -> None:

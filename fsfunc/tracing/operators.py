@@ -212,7 +212,7 @@ def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _dims_of(func: Any) -> list[tuple[int, str]]:
-    """Which of an operator's arguments are dims to work along, and their names."""
+    """The places of arguments that are dims to work along, and their names."""
     names = enumerate(a.name for a in func._schema.arguments)
     return [(i, name) for i, name in names if name in ("dim", "dims")]
 

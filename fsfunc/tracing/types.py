@@ -132,7 +132,7 @@ def _of_terms(op: OperatorClass, given: Sequence[Operand], kinds: set[Kind]) -> 
 
 
 def misused(how: LinearMap, kind: Kind) -> str:
-    """Why a value of this type may not go that way; "" if it may."""
+    """The reason that a value of this type may not go that way; "" if it may."""
     if how.of == "I":
         return "" if agrees(kind) else "one value"
     if how.op in ("enter", "slice") or (how.op, how.of, how.to) == ("cast", "M", "R"):

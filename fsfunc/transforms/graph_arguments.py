@@ -103,7 +103,7 @@ def distinct(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _described(x: Tensor) -> tuple[Any, ...]:
-    """What a graph has of a tensor, but its values."""
+    """The properties of a tensor that a graph depends on."""
     plain = x.layout == torch.strided and type(x) in (Tensor, torch.nn.Parameter)
     if not plain or x.is_conj() or x.is_neg():
         raise TypeError(
@@ -133,7 +133,7 @@ class Returned:
 
 
 def said(x: Any) -> Any:
-    """What two runs of a step must have in common of a leaf of their results."""
+    """The properties of a result's leaf that two runs of a step have in common."""
     if isinstance(x, Sharded):
         return x.layout.shape, x.part_shape, held(x).dtype
     return (x.shape, x.dtype) if isinstance(x, Tensor) else x
