@@ -77,10 +77,11 @@ def own_draws(axis: Axis | None) -> Iterator[None]:
     >>> torch.equal(a, b), torch.equal(x, y)
     (False, True)
     """
-    alone = axis is None or axis_size(axis) == 1
-    if alone or _torch.fake_active():
-        if not alone:
-            refuse_in_graph(f"own_draws over {axis!r} draws random numbers")
+    if axis is None or axis_size(axis) == 1:
+        yield
+        return
+    if _torch.fake_active():
+        refuse_in_graph(f"own_draws over {axis!r} draws random numbers")
         yield
         return
     index = axis_index(axis)
