@@ -72,7 +72,8 @@ def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> TracedS
     made: list[Tensor] = []
 
     def of_inputs(*same: Tensor) -> list[Tensor]:
-        assert all(map(operator.is_, same, inputs))
+        if not all(map(operator.is_, same, inputs)):
+            raise RuntimeError(_OTHERS)
         made.extend(run())
         return made
 
@@ -107,16 +108,17 @@ def _lifted(graph: torch.fx.GraphModule) -> list[Tensor]:
     """Makes inputs of the constants of a graph: whoever holds them may write them."""
     found: dict[str, torch.fx.Node] = {}
     constants: list[Tensor] = []
-    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
-    for node in graph.graph.nodes:
+    nodes = list(graph.graph.nodes)
+    first = next(n for n in nodes if n.op != "placeholder")  # inputs come before it
+    for node in nodes:
         if node.op != "get_attr":
             continue
         if node.target not in found:
             value = operator.attrgetter(node.target)(graph)
             if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
                 raise RuntimeError(_UNKNOWN.format(node.target, value))
-            with graph.graph.inserting_after(last):
-                last = found[node.target] = graph.graph.placeholder(node.target)
+            with graph.graph.inserting_before(first):
+                found[node.target] = graph.graph.placeholder(node.target)
             constants.append(value)
         node.replace_all_uses_with(found[node.target])
     graph.graph.eliminate_dead_code()
@@ -135,6 +137,10 @@ def compiled(
         return made
 
 
+_OTHERS = (
+    "torch's make_fx traced other tensors than it was given: this torch cannot compile "
+    "a step whole. Compile its units, jit(step)"
+)
 _PLACES = (
     "a step that is compiled whole calls as_strided of an argument, which may lie "
     "elsewhere in the next call: call it of x.clone()"

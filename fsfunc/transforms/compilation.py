@@ -51,19 +51,19 @@ def jit(
 
     With ``whole_step`` the step itself is one graph: forward, backward, collectives and
     update, between whose operators no Python runs, and across which the compiler fuses.
-    It is for many short operators, and where Python takes long (0.4 of the time of
-    ``jit`` on a model of 64 channels). The first call with arguments of new shapes runs
-    without it, and is checked; the second is traced and compiled; then Python does not
-    run again. So numbers, strings and functions that the step finds by itself stay as
-    they were, and what it would write into Python's own objects, such as a list, it
-    does not. Tensors that it closes over are read in each call; numbers of the first
-    argument may change, and are float64 tensors in the graph; other arguments are part
-    of the shapes, and each set of these keeps a graph. What is sent is as without, and
-    so are the comparisons of ranks. It goes around all transforms but ``donate``, and
-    takes ``shard``, ``accumulate``, ``remat`` and ``precision``; a recompute stays one,
-    and a ``jit`` within is compiled with the step. A step that draws random numbers,
-    reads a value, or whose update depends on one, is refused. In inference mode, under
-    ``torch.func``, and with arguments that require gradients the step runs as it is.
+    It is for many short operators, and where Python takes long. The first call with
+    arguments of new shapes runs without it, and is checked; the second is traced and
+    compiled; then Python does not run again. So numbers, strings and functions that the
+    step finds by itself stay as they were, and what it would write into Python's own
+    objects, such as a list, it does not. Tensors that it closes over are read in each
+    call; numbers of the first argument may change, and are float64 tensors in the
+    graph; other arguments are part of the shapes, and each set of these keeps a graph.
+    What is sent is as without, and so are the comparisons of ranks. It goes around all
+    transforms but ``donate``, and takes ``shard``, ``accumulate``, ``remat`` and
+    ``precision``; a recompute stays one, and a ``jit`` within is compiled with the
+    step. A step that draws random numbers, reads a value, or whose update depends on
+    one, is refused. In inference mode, under ``torch.func``, and with arguments that
+    require gradients the step runs as it is.
 
     Args:
         f: a train step, a loss, or a unit.

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fsfunc._torch.operator_graphs import START, WAIT
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink, shape_of_result
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, Mesh, here
-from fsfunc.comm.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,10 @@ class GraphLink(AbstractLink):
         number = len(self.calls)
         on = here().mesh, where.axis, where.compared
         self.calls.append(GraphCollective(op, *on, what, how, current_label()))
-        shape = OPERATIONS[op].result_shape(x.shape, where.size)
-        if sizes := how.get("sizes"):
-            shape = (sum(row[where.index] for row in sizes), *x.shape[1:])
         with torch.no_grad():
             x = x.detach()
-            handle = _Noted(self, x, x.new_empty(shape), out, number)
+            y = x.new_empty(shape_of_result(op, x, where, how))
+            handle = _Noted(self, x, y, out, number)
             self.note(START, handle)
         return handle
 

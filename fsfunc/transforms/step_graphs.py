@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import operator_graphs
-from fsfunc._torch.operator_graphs import is_operator
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
 from fsfunc.runtime.generators import drawn_elsewhere, one_number
@@ -147,9 +146,9 @@ class StepGraph:
         plain = [id(x) not in packed for x in given.given]
         operator_graphs.check_places(self.traced.graph, plain)
         for node in self.traced.graph.graph.nodes:
-            if is_operator(node.target):
-                if is_random(node.target, node.args, node.kwargs):
-                    raise RuntimeError(_DRAWS.format(node.target))
+            call = node.target, node.args, node.kwargs
+            if operator_graphs.is_operator(node.target) and is_random(*call):
+                raise RuntimeError(_DRAWS.format(node.target))
         self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
         self._check_alike(treedef)
         places = {id(x): (True, i) for i, x in enumerate(inputs)}

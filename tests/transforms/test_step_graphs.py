@@ -172,6 +172,14 @@ def test_tensors_that_the_step_closes_over_are_read_in_each_call():
         beside.add_(1)
 
 
+def test_a_step_without_tensors_among_its_arguments_is_a_graph_too():
+    beside = torch.ones(2)
+    run = whole(lambda name: beside * 2)
+    for k in range(3):
+        same(run("a"), torch.full((2,), 2.0 * (k + 1)))
+        beside.add_(1)
+
+
 def test_donated_it_writes_what_nobody_else_holds():
     optimizer, mesh = ff.sgd(0.125), simulated(2)
     step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,15 @@ _INSTEAD = (
     "simulated mesh"
 )
 _MOST = 512  # distinct programs: more are a mistake, and would take for ever
+
+
+def shape_of_result(
+    op: str, x: Tensor, where: Any, how: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The shape of this rank's result of a collective of ``x``."""
+    if sizes := how.get("sizes"):
+        return sum(row[where.index] for row in sizes), *x.shape[1:]
+    return tuple(OPERATIONS[op].result_shape(x.shape, where.size))
 
 
 class AbstractLink(Link):
@@ -50,11 +59,9 @@ class AbstractLink(Link):
     ) -> Handle:
         if out is not None:
             return Done(out)
-        if sizes := how.get("sizes"):
-            rows = sum(row[where.index] for row in sizes)
-            return Done(x.new_empty((rows, *x.shape[1:])))
-        shape = OPERATIONS[op].result_shape(x.shape, where.size)
-        return Done(x.clone() if shape == x.shape else x.new_empty(shape))
+        shape = shape_of_result(op, x, where, how)
+        alike = shape == x.shape and not how.get("sizes")
+        return Done(x.clone() if alike else x.new_empty(shape))
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return Done(x.new_empty(0))
