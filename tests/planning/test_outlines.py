@@ -52,10 +52,11 @@ def test_the_few_stacks_that_are_planned_are_the_fastest_of_all():
 
 
 def test_of_many_stacks_few_are_planned_unless_more_are_asked_for(monkeypatch):
+    best = found().best  # kept for the other tests, so not found under the patches
     monkeypatch.setattr(stack_search, "MANY", 13)
     monkeypatch.setattr(stack_search, "FEW", 2)
     few, every = found.__wrapped__(), found.__wrapped__(100)
-    assert len(few.tried) <= 2 and few.best == found().best
+    assert len(few.tried) <= 2 and few.best == best
     assert every.best == few.best
 
 
