@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.optim.descent import is_misread
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
@@ -170,6 +171,13 @@ class _TorchFunctions:
                 f"torch's own step cannot be differentiated or batched, and {name} is "
                 "called where it would be: take ff.sharded_adam or ff.sgd"
             )
+        flats = out.buffers[0].tensors
+        if self.kind is torch.optim.SGD and self.defaults["fused"]:
+            if any(map(is_misread, flats)):
+                raise ValueError(
+                    "torch's fused SGD gives wrong numbers of parameters of 16 bits on "
+                    "a CPU: leave fused=True out, or take ff.sgd"
+                )
         return out
 
     def prepare(

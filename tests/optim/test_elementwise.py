@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.optim.adam import sharded_adam
-from fsfunc.optim.descent import sgd
+from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.torch_optimizers import from_torch
-from tests.optim.optimizers import OWN
+from tests.optim.optimizers import DESCENTS, OWN
 from tests.optim.trees import (
     assert_bits,
     assert_near,
@@ -56,6 +57,23 @@ def test_moments_of_another_dtype(dtype, moments):
     with donated():
         actual = trained(optimizer, params, [grads])
     assert_bits((after, state), actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", DESCENTS.elements)
+def test_sgd_of_16_bits_is_that_of_float32_rounded_each_step(settings, dtype):
+    params, grads = ([torch.randn(1001).to(dtype)] for _ in range(2))
+    wide = params, SgdState(0, [torch.zeros(1001)] if "momentum" in settings else None)
+    optimizer, found = sgd(0.1, **settings), (params, sgd(0.1, **settings).init(params))
+    for _ in range(3):
+        wide = optimizer.apply(*(tree.map(float_of, x) for x in (grads, *wide[::-1])))
+        wide = tree.map(lambda x: x.to(dtype) if isinstance(x, Tensor) else x, wide)
+        found = optimizer.apply(grads, found[1], found[0])
+        assert_bits(wide, found)
+
+
+def float_of(x):
+    return x.float() if isinstance(x, Tensor) else x
 
 
 SCHEDULED = {

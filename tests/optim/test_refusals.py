@@ -121,6 +121,7 @@ VALUES = [
     ("sparse gradients", torchs("SparseAdam")),
     (r"from_torch\(Adam\) does without capturable", torchs("Adam", capturable=True)),
     ("take ff.sharded_adam", torchs("Adam", differentiable=True)),
+    ("16 bits on a CPU", applied(torchs("SGD", fused=True)(), P.bfloat16())),
     ("Invalid learning rate", torchs("RMSprop", lr=-1.0)),
     ("Invalid alpha", torchs("RMSprop", alpha=-1.0)),
     ("steps is 0", lambda: ff.linear(0, 1, 0)),
