@@ -69,8 +69,8 @@ from fsfunc.core.frames import Interpretation, recording, transformed
 from fsfunc.core.losses import Summed, Weighted
 from fsfunc.core.units import unit
 from fsfunc.optim.adam import sharded_adam
+from fsfunc.optim.adaptive_scale import observe_gradients
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
-from fsfunc.optim.observing import observe_gradients
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
@@ -132,8 +132,8 @@ if TYPE_CHECKING:
     from fsfunc.optim.torch_optimizers import from_torch
     from fsfunc.optim.widening import master_weights, stochastic_rounding
     from fsfunc.pipelining import schedules
-    from fsfunc.pipelining.balanced_cuts import balance
     from fsfunc.pipelining.pipelines import pipeline
+    from fsfunc.pipelining.stage_plans import balance
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
     from fsfunc.planning import hardware
@@ -193,9 +193,9 @@ _LATER = {
         "fsfunc.optim.matrix.preconditioning": "shampoo",
         "fsfunc.optim.torch_optimizers": "from_torch",
         "fsfunc.optim.widening": "master_weights stochastic_rounding",
-        "fsfunc.pipelining.balanced_cuts": "balance",
         "fsfunc.pipelining.pipelines": "pipeline",
         "fsfunc.pipelining.schedules": "schedules",
+        "fsfunc.pipelining.stage_plans": "balance",
         "fsfunc.pipelining.timing": "Costs bubble clock",
         "fsfunc.pipelining.verification": "verify",
         "fsfunc.planning.calibration": "measure_hardware",

@@ -31,7 +31,7 @@ from fsfunc.checkpoint.stored import (
     bytes_of,
     open_regular,
 )
-from fsfunc.runtime.pages import populate
+from fsfunc.runtime.stores import populate
 from fsfunc.sharded.slices import Box
 
 # A thread waits for the disk, sums and copies in turn: with several of them disk and

@@ -14,7 +14,7 @@ runs its backward whole or in halves (`backward_split`). With updates in between
 `stage_updates` takes the place of `handler`.
 
 pipelines.py handler.py   pipeline; how it runs unit and gradient calls
-cut_programs.py stage_plans.py balanced_cuts.py   programs cut into stages
+cut_programs.py stage_plans.py   programs cut into stages
 actions.py          schedules as data
 synchronous.py schedules.py   with one update; all of them, and a search
 verification.py player.py   the check that one runs to its end

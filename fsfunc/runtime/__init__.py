@@ -3,7 +3,7 @@
 scopes.py           context managers for a variable, the collector, compiled functions
 generators.py       states of random generators, saved and restored; seeds
 memory.py           pools of buffers; tables by storage; the kinds of memory in a plan
-memory_spaces.py stores.py   where a tensor is stored; the host's memory, mapped files
-pages.py            pages of memory, allocated and advised
+memory_spaces.py    where a tensor is stored
+stores.py           the host's memory, mapped files; pages, allocated and advised
 random_blocks.py    random numbers of which any range can be drawn alone
 """

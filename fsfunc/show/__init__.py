@@ -1,10 +1,10 @@
 """Tables and pictures for people.
 
 shardings.py        tables of states, of checkpoints
-plans.py peaks.py estimates.py layouts.py   tables
+plans.py estimates.py layouts.py   tables
 lanes.py            charts over time: rows of spans; as text
 timelines.py stream_charts.py   schedules, and estimates, as lanes
-memory_curves.py memory_plot.py   memory over a step: the model; its chart
+memory_curves.py memory_plot.py   memory over a step, and its peak; its chart
 figures.py          pictures by matplotlib, in one set of colours
 traces.py           JSON for trace viewers
 pages.py            all of a plan as one HTML file

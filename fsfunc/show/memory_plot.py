@@ -13,8 +13,7 @@ from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painted
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, listing, sheet
-from fsfunc.show.memory_curves import Curve, curve_of
-from fsfunc.show.peaks import held_by_unit, peak_words
+from fsfunc.show.memory_curves import Curve, curve_of, held_by_unit, peak_words
 from fsfunc.show.plans import check_plan
 
 if TYPE_CHECKING:

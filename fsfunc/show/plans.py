@@ -23,7 +23,7 @@ from fsfunc.printing.tables import (
 )
 from fsfunc.sharded.placements import describe
 from fsfunc.show.layouts import in_words
-from fsfunc.show.peaks import (
+from fsfunc.show.memory_curves import (
     OUTSIDE_UNITS,
     alive_table,
     kinds_table,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.pages import populate
 from fsfunc.runtime.random_blocks import BLOCK, draw, seeded
+from fsfunc.runtime.stores import populate
 from fsfunc.state.init_tape import InitTape
 from fsfunc.state.taped_ops import Ref, TapedOp, exchange
 

@@ -1,7 +1,7 @@
 """Trees of values: flattened, mapped, named by path and compared.
 
-functions.py structure.py   flatten, map, paths; how two trees differ
-nodes.py non_tensor_leaves.py   registered classes; tensors hidden in leaves
+functions.py nodes.py   flatten, map, paths; registered classes
+structure.py        how two trees differ; tensors hidden in leaves
 """
 
 from fsfunc.tree.functions import (

@@ -13,14 +13,18 @@ from typing import Any
 import optree
 
 from fsfunc.tree.nodes import learned
-from fsfunc.tree.non_tensor_leaves import LEAVES, NAMESPACE, PLAIN, SHOWN, hides
 from fsfunc.tree.structure import (
+    LEAVES,
+    NAMESPACE,
+    PLAIN,
+    SHOWN,
     IsLeaf,
     Node,
     Tree,
     TreeDef,
     TreeMismatch,
     differences,
+    hides,
     message,
     path_of,
 )

@@ -16,7 +16,7 @@ import optree
 import torch.utils._pytree as torch_pytree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
-from fsfunc.tree.non_tensor_leaves import (
+from fsfunc.tree.structure import (
     CONTAINERS,
     LEAVES,
     NAMESPACE,

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fsfunc.runtime.pages import populate
+from fsfunc.runtime.stores import populate
 
 
 def faults():

@@ -29,7 +29,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
-from fsfunc.comm.watch.flight_recorder import FlightRecord
+from fsfunc.comm.watch.watchdog import FlightRecord
 
 # torch 2.13 renamed it; 2.11 only knows the old name.
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None)

@@ -30,7 +30,7 @@ from fsfunc.comm.backends.exchange import (
 )
 from fsfunc.comm.backends.link import Handle, Signature, digest, signature
 from fsfunc.comm.backends.process_groups import Groups
-from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
+from fsfunc.comm.watch.watchdog import FlightRecord, FlightRecorder
 
 
 class Transfers:

@@ -31,7 +31,7 @@ from fsfunc.comm.backends.exchange import (
 )
 from fsfunc.comm.backends.link import Handle, digest
 from fsfunc.comm.operations import OPERATIONS, SUM, Fold
-from fsfunc.comm.watch.flight_recorder import FlightRecord
+from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
 # torch 2.13 renamed it; 2.11 only knows the old name.

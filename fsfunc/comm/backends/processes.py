@@ -48,8 +48,7 @@ from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.comm.watch.flight_recorder import FlightRecord
-from fsfunc.comm.watch.watchdog import patience_of, the_watchdog
+from fsfunc.comm.watch.watchdog import FlightRecord, patience_of, the_watchdog
 from fsfunc.runtime.memory import BufferPool
 
 

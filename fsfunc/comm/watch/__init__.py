@@ -4,7 +4,6 @@ A rank that waits in vain asks the others for their state, through torch's store
 raises with the answers. A rank that ends by an error tells the others first. Nothing is
 sent while all goes well.
 
-flight_recorder.py  the last 100 collectives of a process, and their progress
 mailboxes.py        messages by queues in torch's store
-watchdog.py         the thread that watches waits, and the errors of those in vain
+watchdog.py         the last 100 collectives; the thread that watches waits; errors
 """
