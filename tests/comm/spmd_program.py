@@ -1,6 +1,6 @@
 """One program over every collective, for ranks of any backend to agree upon.
 
-Of floats: what else travels is `tests.core.dtype_sweep`'s.
+Of floats: what else travels is `tests.core.test_dtypes`'s.
 """
 
 import torch

@@ -14,9 +14,9 @@ def test_processes_are_as_simulated_ranks(processes):
         import warnings; warnings.simplefilter("ignore", DeprecationWarning)
         import fsfunc as ff
         from tests.checks import same
-        from tests.core.dtype_sweep import over_processes
+        from tests.core.test_dtypes import over_processes
         from tests.comm.spmd_program import against_simulated
-        from tests.comm.transfers_program import everything
+        from tests.comm.test_transfers import everything
         mesh = against_simulated({"data": 3}, ["data"])
         assert over_processes(3) == []
         main, there = lambda: everything("data"), ff.make_mesh(mesh.axes, "simulated")
@@ -29,7 +29,7 @@ def test_processes_are_as_simulated_ranks(processes):
 
 
 def test_natively_processes_are_as_plain_lists(processes):
-    program = "from tests.core.dtype_sweep import over_processes as f; print(f(2))"
+    program = "from tests.core.test_dtypes import over_processes as f; print(f(2))"
     assert processes(program, 2) == "[]\n" * 2
 
 

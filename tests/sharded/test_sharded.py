@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import split_buffers
+from fsfunc.sharded.packing import repacked, split_buffers
 from fsfunc.sharded.slices import take
-from tests.sharded.packed_trees import repack
+
+
+def repack(t, coordinates):
+    """A tree, its leaves packed again where one had lost its buffer."""
+    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
+    return tree.unflatten(treedef, leaves) if repacked(leaves, coordinates) else t
+
 
 AT = {"data": 1}
 SHAPES = st.lists(
