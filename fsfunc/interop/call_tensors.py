@@ -95,6 +95,7 @@ class CallTensors:
         """The call is over: what it was given is let go."""
         self._running, self.params, self.buffers = False, {}, {}
         self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
+        del self.flow  # its last input holds a graph, with what was gathered for it
 
     def _flow(self, params: Mapping[str, Any]) -> SplitFlow:
         plan = self.part.plan

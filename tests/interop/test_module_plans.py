@@ -197,3 +197,33 @@ def test_models_of_transformers_split_by_their_own_plan(family):
     units = f"{module.base_model_prefix}.layers.*"
     # Norms of some are in fp32.
     splits_as_one_device(module, text(4), language_loss, units, plan="auto")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def test_split_layers_keep_nothing_of_a_recompute():
+    """Of remat's own, each layer more holds its input, and gradients: nothing else."""
+    rows, plan = 1000, {"*.up": "column", "*.down": "row"}
+    mesh = ff.make_mesh({"data": 2, "model": 2}, "abstract")
+
+    def peak(n):
+        module = torch.nn.Sequential(*(Layer() for _ in range(n)))
+        how = {"plan": plan, "axis": "model"}
+        apply, params, buffers = ff.from_module(module, "*", **how)
+        optimizer = ff.sharded_adam(1e-3)
+        step = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+        step = ff.shard(ff.remat(optimizer(step)), mesh, "data", zero=3)
+        batch, layouts = torch.zeros(rows, WIDTH), apply.layouts
+        given = step, lambda: params, optimizer, batch
+        return ff.plan(*given, mesh=mesh, layouts=layouts).peak_bytes
+
+    assert peak(6) - peak(3) < 3 * 2 * rows * WIDTH * 4
