@@ -227,7 +227,7 @@ class Trials:
     def outlines(self) -> Outlines:
         """The outlines of stacks, of the loss recorded once."""
         found = self._once(
-            lambda: program(self.loss_fn, self.init(), self._local({})())
+            lambda: program(self.loss_fn, _alike(self.init()), self._local({})())
         )
         sizes = self.rows, self.params, self.moments
         return Outlines(found, *sizes, self.hardware)

@@ -55,21 +55,38 @@ def test_a_config_is_planned_as_the_step_that_it_describes(axes, config, tmp_pat
     assert build.tokens(abstract) == axes["data"] * 3 * 8
     assert batch.shape == (3, 8) and batch.dtype == torch.int64
     assert sum(x.numel() for x in init().values()) == parameters()
-    names = {e.op.name for e in plan[0].events if isinstance(e, Ran)}
-    assert any("flash_attention" in name for name in names)
+    ops = [e.op for e in plan[0].events if isinstance(e, Ran)]
+    names = {op.name for op in ops}
+    attention = [op for op in ops if "flash_attention" in op.name]
+    assert attention and all(op.causal for op in attention)
     assert not any("softmax" in n and "log" not in n for n in names)
     assert (plan.count("psum", axis="model") > 0) == ("model" in axes)
 
 
-@pytest.mark.parametrize("axes", ["data=4", "data=2,model=2"])
-def test_the_best_stack_is_searched_for(axes, config, capsys):
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes"), [("data=4", {}), ("data=2,model=2", {}), ("data=4", MIXTRAL)]
+)
+def test_the_best_stack_is_searched_for(axes, changes, config, capsys):
     mesh = ["--mesh", axes, "--hardware", "h100"]
-    assert not main(["plan", "--hf", str(config()), *mesh, "--search"])
+    assert not main(["plan", "--hf", str(config(**changes)), *mesh, "--search"])
     said = capsys.readouterr().out
     assert "stacks planned, of which" in said
     code = said.partition("The fastest, around train_step:")[2]
     assert "step = ff.precision(train_step, compute=torch.bfloat16" in code
     assert ("layouts=layouts" in code) == ("model" in axes)
+
+
+def test_a_window_that_is_shorter_than_the_batch_is_a_mask(config):
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    for window, masked in ((8, True), (17, False)):
+        path = config(model_type="mistral", sliding_window=window)
+        step, init, optimizer, batch, _ = HuggingFaceStep(path, [])(mesh)
+        ran = ff.plan(step, init, optimizer, batch, mesh=mesh, device="cuda")[0].ran
+        causal = {r.op.causal for r in ran if "flash_attention" in r.op.name}
+        assert causal == {not masked}
 
 
 REFUSED = {
