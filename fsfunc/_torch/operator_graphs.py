@@ -126,15 +126,29 @@ def _lifted(graph: torch.fx.GraphModule) -> list[Tensor]:
     return constants
 
 
+def most_shapes() -> int:
+    """How many sets of shapes torch compiles one function for."""
+    return torch._dynamo.config.recompile_limit
+
+
 def compiled(
     graph: torch.fx.GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]
 ) -> Callable[..., Sequence[Any]]:
-    """The kernels of a graph, for inputs of these shapes and strides."""
+    """The kernels of a graph, for inputs of these shapes and strides.
+
+    They run in the order of the trace, unless ``options`` say otherwise.
+    """
     from torch._inductor.compile_fx import compile_fx  # dear
 
     with torch.no_grad():
-        made: Any = compile_fx(graph, list(inputs), config_patches=options)
+        how = _IN_ORDER | options
+        made: Any = compile_fx(graph, list(inputs), config_patches=how)
         return made
+
+
+# These passes know no collective of ours: they put its start just before its wait, so
+# that nothing is computed meanwhile, and every gather before the first layer.
+_IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 
 _OTHERS = (
