@@ -20,7 +20,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, stated
 from fsfunc.optim.leaves import Tree
-from fsfunc.runtime.scopes import is_in_graph, refuse_in_graph
+from fsfunc.runtime.scopes import asked_in_graph, is_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
 Schedule = Callable[[Any], Any]
@@ -28,6 +28,8 @@ Schedule = Callable[[Any], Any]
 
 def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
     """The learning rate at ``count``; a schedule is asked for it.
+
+    In a step's graph that is before each run, outside of it.
 
     Raises:
         ValueError: the schedule gave a negative number, or none.
@@ -38,7 +40,7 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
     if not callable(learning_rate):
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
-        _check_traceable(learning_rate)
+        return asked_in_graph(rate_at, learning_rate, count)
     rate = learning_rate(count)
     if isinstance(rate, (int, float)) and not rate >= 0:
         raise ValueError(
@@ -46,25 +48,6 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
             "it must be 0 or more"
         )
     return rate
-
-
-class _Count(Tensor):
-    """A count in place of a number, by which nobody can look anything up."""
-
-    def __hash__(self) -> int:
-        refuse_in_graph("a schedule looks its rate up by the count")
-        return super().__hash__()
-
-
-def _check_traceable(schedule: Schedule) -> None:
-    """Raises if a schedule gives other rates for tensors than for numbers."""
-    with _torch.beneath_all_modes():
-        for n in range(4):
-            count = torch.tensor(n, dtype=torch.float64).as_subclass(_Count)
-            found, expected = float(schedule(count)), float(schedule(n))
-            if not math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12):
-                said = f"{expected} for the count {n}, and {found} for a tensor of it"
-                refuse_in_graph(f"a schedule gives {said}")
 
 
 def constant(value: float) -> Schedule:

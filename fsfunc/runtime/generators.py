@@ -6,10 +6,11 @@ that is mixed of the numbers that tell it: so neither mixture may ever change.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pickle import dumps
 from typing import Any
@@ -48,9 +49,29 @@ def other_states() -> States:
     return [(g, g.get_state()) for g in generators]
 
 
-def drawn_elsewhere() -> list[bytes]:
-    """The states of Python's generator and numpy's: they change with each draw."""
-    return [dumps(state) for _, state in other_states()]
+def drawn_elsewhere() -> Callable[[], bool]:
+    """A function: True once a generator of Python's or numpy's was drawn of.
+
+    The default ones, and objects that the garbage collector lists (so none of before a
+    ``gc.freeze()``). One that has no state, such as `random.SystemRandom`, is not seen.
+    """
+    numpy, kinds = sys.modules.get("numpy"), (random.Random,)
+    if numpy:  # the object that a Generator or RandomState draws of
+        kinds = (random.Random, numpy.random.BitGenerator)
+    # By type: to ask some objects for their class imports a module.
+    found = [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+
+    def states() -> list[bytes]:
+        objects = [_state_of(x) for x in found]
+        return objects + [dumps(state) for _, state in other_states()]
+
+    before = states()
+    return lambda: before != states()
+
+
+def _state_of(generator: Any) -> bytes:
+    python = isinstance(generator, random.Random)
+    return dumps(random.Random.getstate(generator) if python else generator.state)
 
 
 def set_generators(states: States) -> None:

@@ -7,12 +7,13 @@ when is for Python to say, and for transforms to see.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsfunc import _torch
 
@@ -77,22 +78,46 @@ def plainly() -> AbstractContextManager[None]:
     return standing("force_eager")
 
 
-_IN_GRAPH: ContextVar[list[int] | None] = ContextVar("fsfunc_in_graph", default=None)
+class BeforeRuns:
+    """What each run of a graph does in Python before, as its step did while traced.
+
+    Attributes:
+        drawn: how many numbers it draws and does not use.
+        asked: (function, its arguments, tensor for the number that it returns).
+    """
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.asked: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tensor]] = {}
+
+
+_IN_GRAPH: ContextVar[BeforeRuns | None] = ContextVar("fsfunc_in_graph", default=None)
 
 
 def in_graph() -> Scoped:
-    """Inside, a step is traced to be run as a graph, with other values.
-
-    Its list has a number for each that `one_number` has to draw in such a run.
-    """
-    return Scoped(_IN_GRAPH, [])
+    """Inside, a step is traced to be run as a graph, with other values."""
+    return Scoped(_IN_GRAPH, BeforeRuns())
 
 
 def draws_in_graph(number: int) -> int:
     """``number``, in place of one that each run of the graph draws and does not use."""
-    if (drawn := _IN_GRAPH.get()) is not None:
-        drawn.append(number)
+    if (before := _IN_GRAPH.get()) is not None:
+        before.drawn += 1
     return number
+
+
+def asked_in_graph(fn: Callable[..., Any], *args: Any) -> Tensor:
+    """A float64 tensor of no dims, in which each run of the graph has ``fn(*args)``.
+
+    Of ``args`` those that are leaves of the step's arguments are then what is given.
+    """
+    before = _IN_GRAPH.get()
+    assert before is not None, "no graph is traced"
+    key = fn, *map(id, args)
+    if key not in before.asked:
+        with _torch.beneath_all_modes():
+            before.asked[key] = fn, args, torch.zeros((), dtype=torch.float64)
+    return before.asked[key][2]
 
 
 def is_in_graph() -> bool:

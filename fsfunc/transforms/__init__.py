@@ -28,5 +28,5 @@ microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
 offloading.py offloaded_residuals.py   offload; residuals of units
 casting.py donation.py compilation.py   precision; donate; jit
-step_graphs.py graph_arguments.py graph_collectives.py   jit(whole_step=True)
+step_graphs.py step_traces.py graph_arguments.py graph_collectives.py   jit of a step
 """

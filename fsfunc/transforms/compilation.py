@@ -51,19 +51,23 @@ def jit(
 
     With ``whole_step`` the step itself is one graph: forward, backward, collectives and
     update, between whose operators no Python runs, and across which the compiler fuses.
-    It is for many short operators, and where Python takes long. The first call with
-    arguments of new shapes runs without it, and is checked; the second is traced and
-    compiled; then Python does not run again. So numbers, strings and functions that the
-    step finds by itself stay as they were, and what it would write into Python's own
-    objects, such as a list, it does not. Tensors that it closes over are read in each
-    call; numbers of the first argument may change, and are float64 tensors in the
-    graph; other arguments are part of the shapes, and each set of these keeps a graph.
-    What is sent is as without, and so are the comparisons of ranks. It goes around all
-    transforms but ``donate``, and takes ``shard``, ``accumulate``, ``remat`` and
-    ``precision``; a recompute stays one, and a ``jit`` within is compiled with the
-    step. A step that draws random numbers, reads a value, or whose update depends on
-    one, is refused. In inference mode, under ``torch.func``, and with arguments that
-    require gradients the step runs as it is.
+    It is for many short operators, and where Python takes long. The first call with a
+    state runs without it, and is checked; later ones are graphs, on all ranks: each set
+    of shapes is traced and compiled at its first call, then Python does not run again.
+    So numbers, strings and functions that the step finds by itself stay as they were,
+    and what it would write into Python's own objects, such as a list, it does not; the
+    clock and what the system draws (``random.SystemRandom``, an unseeded generator made
+    in the step) stay too. Schedules of optimizers are asked before each run. Tensors
+    that it closes over are read in each call; numbers of the first argument may change,
+    and are float64 tensors in the graph; other arguments are part of the shapes. As of
+    a unit, 8 sets of these have graphs at most.
+    What is sent is as without, in the order of the step (``min_bytes`` of ``shard``
+    says how small a message may be), and so are the comparisons of ranks. It goes
+    around all transforms but ``donate``, and takes ``shard``, ``accumulate``, ``remat``
+    and ``precision``; a recompute stays one, and a ``jit`` within is compiled with the
+    step. A step that draws random numbers, of Python's and numpy's generators too,
+    reads a value, or whose update depends on one, is refused. In inference mode, under
+    ``torch.func``, and with arguments that require gradients the step runs as it is.
 
     Args:
         f: a train step, a loss, or a unit.

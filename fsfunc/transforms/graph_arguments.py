@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.core.tracers import signature
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.placements import describe
 from fsfunc.sharded.plain_leaves import laid_as
 from fsfunc.sharded.spent import any_spent, refuse_spent
 from fsfunc.tracing.runs import shadows
@@ -43,6 +45,21 @@ class Arguments:
         self.rest = (args[1:], keywords)
         self.state = self.treedef.child(0).child(0) if args else None
         self.key = self._key()
+
+    def kind(self, args: Any, keywords: Any) -> Any:
+        """By which calls share a call without a graph, as they share a type check."""
+        of_state, *_ = signature(args, keywords)
+        state = distinct(self.leaves[: self.state.num_leaves]) if self.state else []
+        layouts = [id(x) for x in self.layouts]
+        return of_state, *map(_described, state), *layouts
+
+    def beside(self) -> str:
+        """The leaves beside the state, for messages."""
+        others = self.leaves[self.state.num_leaves if self.state else 0 :]
+        return ", ".join(
+            describe(x.shape, x.dtype) if hasattr(x, "dtype") else repr(x)
+            for x in others
+        )
 
     def _key(self) -> tuple[Any, ...]:
         tensors: dict[int, int] = {}
@@ -130,6 +147,14 @@ class Returned:
         leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
         kinds = [(type(x), laid_as(x), said(x)) for x in leaves]
         return cls(treedef, kinds, given.layouts)
+
+    def shaped_as(self, other: Returned) -> Returned:
+        """This, with the shapes and the constants of a result without data."""
+        kinds = []
+        for (kind, laid, old), (_, _, new) in zip(self.kinds, other.kinds, strict=True):
+            tensors = isinstance(old, tuple) and isinstance(new, tuple)
+            kinds.append((kind, laid, (*new[:-1], old[-1]) if tensors else new))
+        return replace(self, kinds=kinds)
 
 
 def said(x: Any) -> Any:

@@ -1,18 +1,19 @@
 """``jit(step, whole_step=True)``: a step as one compiled graph, with its collectives.
 
-A call with arguments of new shapes runs as it is, and is checked. The next one is
-traced on tensors without data: forward, backward, collectives and update become one
-graph, between whose operators no Python runs. Around it there are two things to do: to
-find the tensors of the arguments, and to make the leaves of the result.
+The first call with a state runs as it is, and is checked. Later ones are traced on
+tensors without data, once for each set of shapes: forward, backward, collectives and
+update become one graph, between whose operators no Python runs. Around it there are two
+things to do: to find the tensors of the arguments, and to make the leaves of the
+result. All ranks run graphs from the second call on, whatever shapes each is given: a
+graph rounds otherwise than the step does.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,27 +21,19 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import frame, inside
-from fsfunc.runtime.generators import drawn_elsewhere, one_number
-from fsfunc.runtime.scopes import in_graph
-from fsfunc.sharded.donated import Donation, Everything
+from fsfunc.core.frames import frame
+from fsfunc.runtime.generators import one_number
+from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.placements import describe
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.tracing.operators import is_random
-from fsfunc.tracing.runs import without_data
 from fsfunc.transforms.graph_arguments import (
-    CONSTANT,
     Arguments,
     Returned,
-    distinct,
     held,
-    said,
     settings,
 )
-from fsfunc.transforms.graph_collectives import GraphLink, Run, at_now
-
-TAKES = ("shard", "accumulate", "remat", "remat_calls", "precision")
+from fsfunc.transforms.graph_collectives import Run, at_now
+from fsfunc.transforms.step_traces import StepTrace, check_takes
 
 
 def whole_step(
@@ -63,11 +56,12 @@ def whole_step(
     return run
 
 
-def check_takes(handler: Any) -> None:
-    """Raises unless a graph can be that of a step with this interpretation."""
-    if handler.called not in TAKES:
-        name = handler.called or type(handler).__name__
-        raise ValueError(_OTHERS.format(name, ", ".join(TAKES)))
+class _Kind(NamedTuple):
+    """The calls that share one without a graph: that one, and the keys of graphs."""
+
+    seen: Returned
+    key: Any
+    graphs: list[Any]
 
 
 class _Graphs:
@@ -75,7 +69,8 @@ class _Graphs:
 
     def __init__(self, f: Callable[..., Any], backend: str, options: dict[str, Any]):
         self.f, self.backend, self.options = f, backend, options
-        self.made: dict[Any, Returned | StepGraph] = {}
+        self.made: dict[Any, StepGraph] = {}
+        self.kinds: dict[Any, _Kind] = {}
         self.lock = Lock()  # simulated ranks are threads
 
     def __call__(self, args: Any, keywords: Any) -> Any:
@@ -85,119 +80,51 @@ class _Graphs:
         ):
             return self.f(*args, **keywords)
         at, donated = maybe_here(), frame().donated
-        key = (at and (at.mesh, at.rank), donated is not None, *settings(), given.key)
+        who, how = at and (at.mesh, at.rank), (donated is not None, *settings())
+        key = who, how, given.key
         found = self.made.get(key)
         if found is None:
-            out = self.f(*args, **keywords)
-            self.made[key] = Returned.of(out, given)
-            return out
-        if isinstance(found, Returned):
-            found = StepGraph(self.f, given, found, donated is not None)
-            self.made[key] = found
+            kind = who, how, given.kind(args, keywords)
+            if kind not in self.kinds:
+                out = self.f(*args, **keywords)
+                self._keep(kind, _Kind(Returned.of(out, given), key, []))
+                return out
+            found = self._new(key, self.kinds[kind], given, donated is not None)
         if found.kernels is None:
             with self.lock:
                 found.compile(given, self.backend, self.options)
         return found(given, donated)
 
+    def _keep(self, name: Any, kind: _Kind) -> None:
+        """Keeps a new kind, such as another state's; forgets the oldest of many."""
+        self.kinds[name] = kind
+        of_rank = [k for k in self.kinds if k[0] == name[0]]
+        if len(of_rank) > operator_graphs.most_shapes():
+            for key in self.kinds.pop(of_rank[0]).graphs:
+                del self.made[key]
+
+    def _new(self, key: Any, kind: _Kind, given: Arguments, donates: bool) -> StepGraph:
+        """The graph of new shapes."""
+        if (n := len(kind.graphs)) >= operator_graphs.most_shapes():
+            raise RuntimeError(_MANY.format(n, given.beside()))
+        alike = key == kind.key
+        trace = StepTrace(self.f, given, kind.seen, donates=donates, alike=alike)
+        kind.graphs.append(key)
+        self.made[key] = StepGraph(trace)
+        return self.made[key]
+
 
 class StepGraph:
-    """The graph of a step, for arguments of one key.
+    """The graph of a step, for arguments of one key, as it runs.
 
     Args:
-        seen: what the step returned when it ran as it is.
-        donates: whether it may write into its first argument.
-
-    Attributes:
-        whole: as the frame's compiler: the step is compiled with all that it calls.
+        trace: that of the step.
     """
 
-    whole = True
     kernels: Callable[..., Sequence[Any]] | None = None
-    drawn: list[int]  # see `in_graph`
 
-    def __init__(
-        self, f: Callable[..., Any], given: Arguments, seen: Returned, donates: bool
-    ):
-        self.seen = seen
-        self.compared: list[Any] = []
-        at = maybe_here()
-        self.link = None if at is None else GraphLink(at)
-        at = at and replace(at, link=self.link)
-        around = frame().replace(
-            compiler=self, donated=Everything() if donates else None
-        )
-        with without_data(given.leaves, at, told=_TOLD) as mode:
-            args, keywords, inputs = given.without_data(mode)
-            known = {id(x) for x in inputs}
-
-            def run() -> list[Tensor]:
-                with inside(around), in_graph() as self.drawn:
-                    self.out = f(*args, **keywords)
-                made = distinct(tree.leaves(self.out, is_leaf=is_sharded))
-                return [x for x in made if id(x) not in known]
-
-            before = drawn_elsewhere()
-            self.traced = operator_graphs.traced(run, inputs)
-            if before != drawn_elsewhere():
-                raise RuntimeError(_DRAWS.format("Python's or numpy's"))
-        if self.traced.written and not donates:
-            raise RuntimeError(_WRITES)
-        packed = {id(x.packed.flat) for x in given.leaves if is_sharded(x) and x.packed}
-        plain = [id(x) not in packed for x in given.given]
-        operator_graphs.check_places(self.traced.graph, plain)
-        for node in self.traced.graph.graph.nodes:
-            call = node.target, node.args, node.kwargs
-            if operator_graphs.is_operator(node.target) and is_random(*call):
-                raise RuntimeError(_DRAWS.format(node.target))
-        self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
-        self._check_alike(treedef)
-        places = {id(x): (True, i) for i, x in enumerate(inputs)}
-        places |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
-        # Of each leaf of the result: whether it lies in an input, and in which tensor.
-        self.places = [places.get(id(held(x))) for x in self.out]
-
-    def _check_alike(self, treedef: Any) -> None:
-        """Raises if the trace returns other than the call before, but for numbers."""
-        if treedef != self.seen.treedef:
-            raise RuntimeError(_CHANGED.format("results of two structures"))
-        for x, (kind, _, seen) in zip(self.out, self.seen.kinds, strict=True):
-            if isinstance(x, Tensor) and kind in (int, float) and not x.ndim:
-                continue  # a number that is made of the state's
-            if not isinstance(x, (Tensor, Sharded, *CONSTANT)):
-                raise TypeError(_ODD.format(type(x).__name__))
-            if isinstance(x, Tensor) and x.requires_grad:
-                raise RuntimeError(_GRAPH)
-            if said(x) == seen or said(x) != said(x):  # NaN
-                continue
-            if isinstance(x, Tensor) and issubclass(kind, Tensor):
-                raise RuntimeError(_UNLIKE.format(describe(*seen), describe(*said(x))))
-            raise RuntimeError(_CHANGED.format(f"{seen!r}, then {x!r}"))
-
-    # As the compiler of the frame
-
-    def of(self, call: Any) -> Callable[..., Any]:
-        return call.unit.fn
-
-    def parts(self, call: Any) -> bool:
-        return False
-
-    def means(self, call: Any) -> bool:
-        return False
-
-    def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:
-        return make()
-
-    check_takes = staticmethod(check_takes)
-
-    def compares(self, first_calls: Any, f: Any, found: Any, treedef: Any) -> None:
-        """Notes that ``shard`` compares the batches and states of some calls.
-
-        Not of a sharded function that the step calls, and that returns something else.
-        """
-        if treedef == self.seen.treedef:
-            self.compared.append((first_calls, f, found))
-
-    # A call
+    def __init__(self, trace: StepTrace):
+        self.trace, self.traced = trace, trace.traced
 
     def compile(self, given: Arguments, backend: str, options: dict[str, Any]) -> None:
         """Compiles the graph; with "eager" its operators run one by one.
@@ -225,22 +152,25 @@ class StepGraph:
 
     def __call__(self, given: Arguments, donated: Donation | None) -> Any:
         due = []
-        for first_calls, f, found in self.compared:
+        for first_calls, f, found in self.trace.compared:
             found = found.replace(at=at_now(found.at))
             due.append((first_calls, f, found, first_calls.begins(given.rest, found)))
-        tensors, calls = given.tensors(), [] if self.link is None else self.link.calls
+        tensors, link = given.tensors(), self.trace.link
         if donated is not None:
             self._keep_others(tensors, donated)
-        for _ in self.drawn:
+        for _ in range(self.trace.before.drawn):
             one_number()
+        for fn, i, into in self.trace.asked:
+            into.copy_(torch.as_tensor(fn(given.leaves[i])))
+        run = Run([] if link is None else link.calls)
         try:
-            with torch.no_grad(), operator_graphs.running(Run(calls)):
+            with torch.no_grad(), operator_graphs.running(run):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
         finally:  # a step that raises has spoiled what it may have written
             written = [tensors[i] for i in self.traced.written]
             torch.autograd.graph.increment_version(written)
         leaves = self._leaves(given, tensors, made)
-        out = tree.unflatten(self.seen.treedef, leaves)
+        out = tree.unflatten(self.trace.seen.treedef, leaves)
         for first_calls, f, found, call in due:
             first_calls.compare_state(f, found, given.state, out, call)
         return out
@@ -265,7 +195,7 @@ class StepGraph:
         kept = {(id(held(x)), id(x.layout)): x for x in given.leaves if is_sharded(x)}
         written, buffers, found = set(self.traced.written), {}, []
         for x, (kind, laid, _), place in zip(
-            self.out, self.seen.kinds, self.places, strict=True
+            self.trace.out, self.trace.seen.kinds, self.trace.places, strict=True
         ):
             if place is None:  # a constant
                 found.append(x)
@@ -298,47 +228,18 @@ def _leaf_over(value: Tensor, like: Sharded, buffers: dict[int, Any]) -> Sharded
     return buffers[id(value)][id(like.layout)]
 
 
-_TOLD = (
-    "a step that is compiled whole",
-    ", of which Python sees only the trace: make it a torch.where, or compile the "
-    "step's units, jit(step)",
-)
-_OTHERS = (
-    "jit(whole_step=True) of a step with {}: one graph takes {}, and donate around it. "
-    "Compile the step's units, jit(step)"
-)
 _WITHIN = (
     "jit(whole_step=True) is called within a transform, a loss or a unit: its graph is "
     "that of a whole step, so it goes around all of them but donate, as in "
     "donate(jit(shard(step, ...), whole_step=True))"
 )
-_DRAWS = (
-    "a step that is compiled whole draws random numbers ({}): the compiler's would be "
-    "others. Compile its units, jit(step), which repeats them as ever"
+_MANY = (
+    "a step that is compiled whole has graphs for {} sets of shapes, as many as "
+    "torch._dynamo.config.recompile_limit allows, and is given others: {}. Pad batches "
+    "to a few shapes; give as tensors what numbers and strings beside the state change "
+    "from call to call; or raise that limit"
 )
 _REFUSED = (
     "the compiler cannot take a step whole: {}. Compile its units, jit(step), or see "
     'that the graph is right, jit(step, whole_step=True, backend="eager")'
-)
-_WRITES = (
-    "a step that is compiled whole writes into its arguments: put donate around, "
-    "donate(jit(step, whole_step=True)), which sees who else holds them"
-)
-_ODD = (
-    "a step that is compiled whole returns a {}: its graph makes tensors, numbers and "
-    "strings. Return what it is made of"
-)
-_GRAPH = (
-    "a step that is compiled whole returns a tensor that has a graph: return "
-    "x.detach(), as nobody can differentiate what is compiled"
-)
-_UNLIKE = (
-    "a step that is compiled whole returned {}, and its trace {}: there the numbers of "
-    "a state are tensors in float64. Give what is made of them a dtype, .to(x.dtype), "
-    "or compile the step's units, jit(step)"
-)
-_CHANGED = (
-    "a step that is compiled whole returned {}, in two calls with arguments of the "
-    "same shapes: in a graph Python does not run again. Return it as a tensor, or "
-    "compile the step's units, jit(step)"
 )

@@ -113,7 +113,7 @@ def test_updates_and_casts_are_those_of_the_step(name, compute):
     close(found, expected, 1e-5)
 
 
-def test_new_shapes_run_as_they_are_and_then_as_graphs():
+def test_new_shapes_are_traced_at_once_and_then_python_runs_no_more():
     traced = []
 
     @ff.unit
@@ -126,12 +126,101 @@ def test_new_shapes_run_as_they_are_and_then_as_graphs():
     params = layers(1, bias=False)
     states = [ff.TrainState(params, optimizer.init(params))] * 2
     run = whole(step)
-    for rows, more in ((8, 1), (8, 1), (8, 0), (4, 1), (8, 0), (4, 1), (4, 0)):
+    for rows, more in ((8, 1), (8, 1), (8, 0), (4, 2), (8, 0), (4, 0), (4, 0)):
         before, x = len(traced), floats(rows, 4, seed=rows)
         states[0], _ = run(states[0], x)
         assert len(traced) - before == more, rows
         states[1], _ = step(states[1], x)
     close(states[0], states[1])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_ranks_with_batches_of_other_shapes_have_weights_of_the_same_bits(zero):
+    """Adam's equation in a graph rounds otherwise than its kernel in the step."""
+    optimizer, mesh = ff.sharded_adam(0.1), simulated(2)
+    step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data", zero=zero))
+
+    def main():
+        rank, mine = ff.axis_index("data"), ff.local_batch(X, mesh, "data")
+        state = ff.init_state(step, layers(2, make=floats), optimizer, mine)
+        found = []
+        for rows in (4, 4, 3 if rank else 4, 4, 2, 1 if rank else 4):
+            state, _ = step(state, mine[:rows])
+            found.append(ff.unshard(state.params))
+        return found
+
+    same(*ff.spmd(main, mesh)())
+
+
+def test_results_may_depend_on_the_shapes_of_a_batch():
+    def step(state, x):
+        return ff.tree.map(lambda p: p + x.sum(0), state), (x * 2, len(x), "text")
+
+    run, state = whole(step), torch.zeros(4)
+    for rows in (8, 8, 5, 5, 8):
+        x = floats(rows, 4, seed=rows)
+        same(run(state, x), step(state, x))
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_graphs_are_kept_for_a_bounded_number_of_shapes_and_of_states():
+    run = whole(lambda state, x, n: (state * n, x))
+    for rows in (1, 2, 3, 2):
+        run(torch.ones(2), torch.ones(rows), 2)
+    with pytest.raises(RuntimeError, match=r"2 sets of shapes.*others: f32\[4\], 2"):
+        run(torch.ones(2), torch.ones(4), 2)
+    with pytest.raises(RuntimeError, match="as tensors what numbers"):
+        run(torch.ones(2), torch.ones(3), 3)
+    traced = []
+    run = whole(lambda state: (traced.append(len(state)), state * 2)[1])
+    for n in (1, 1, 2, 2, 3, 3, 1):  # the third has the first forgotten
+        same(run(torch.ones(n)), torch.full((n,), 2.0))
+    assert traced == [1] * 2 + [2] * 2 + [3] * 2 + [1]
+
+
+class Rates:
+    """A schedule that reads a Python object, which somebody changes between steps."""
+
+    now = 0.25
+
+    def __call__(self, count):
+        return self.now
+
+
+def looked_up(count):
+    return {2: 0.125}.get(count, 0.25)
+
+
+RATES = {
+    "looked up": looked_up,
+    "by a branch": lambda count: 0.125 if count < 2 else 0.25,
+    "by the type": lambda count: 0.125 * (1 + count) if isinstance(count, int) else 9.0,
+    "an object's": Rates(),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_schedule_is_asked_before_each_run(name):
+    rate, params = RATES[name], layers(1, bias=False)
+    optimizer = ff.sgd(rate, momentum=0.5)
+    step = train_step(chain(linear), optimizer)
+    states = [ff.TrainState(params, optimizer.init(params))] * 2
+    run = whole(step)
+    for k in range(5):
+        if isinstance(rate, Rates):
+            rate.now = 2.0**-k
+        states = [f(state, X)[0] for f, state in zip((run, step), states, strict=True)]
+    close(*states)
+
+
+def test_a_schedule_whose_rate_is_negative_is_told_at_its_count():
+    optimizer = ff.sgd(lambda count: 0.1 - 0.04 * count)
+    run = whole(train_step(chain(), optimizer))
+    state = ff.TrainState(params := layers(1), optimizer.init(params))
+    for _ in range(3):
+        state, _ = run(state, X)
+    with pytest.raises(ValueError, match=r"rate -0.0.* at count 3"):
+        run(state, X)
 
 
 def test_rows_of_a_data_set_and_parts_of_kept_buffers_are_one_graph():
@@ -382,18 +471,6 @@ REFUSED = {
     "draws": (lambda: of_loss(chain(dropped)), "draws random numbers"),
     "Python counts": (lambda: whole(sharded(counting())), r"returned \d, then \d"),
     "Python branches": (lambda: whole(sharded(branching)), "asks for a tensor's value"),
-    "a rate that is looked up": (
-        lambda: of_loss(chain(), ff.sgd(lambda count: {2: 0.1}.get(count, 0.01))),
-        "looks its rate up",
-    ),
-    "a rate by the count's type": (
-        lambda: of_loss(chain(), ff.sgd(lambda n: n if isinstance(n, int) else 0.5)),
-        "gives 0.0 for the count 0, and 0.5 for a tensor",
-    ),
-    "a rate by a branch": (
-        lambda: of_loss(chain(), ff.sgd(lambda count: 0.1 if count < 5 else 0.01)),
-        "asks for a tensor's value",
-    ),
     "only good steps": (
         lambda: of_loss(chain(), ff.apply_if_finite(ff.sgd(0.1))),
         "only if all gradients are finite",
@@ -440,6 +517,7 @@ ODD = {
     "a graph": (lambda w, x: (w, PARAMETER * 2), X, RuntimeError, "that has a graph"),
     "Python's": (lambda w, x: x * random.random(), X, RuntimeError, "draws random"),
     "numpy's": (lambda w, x: x * numpy.random.rand(), X, RuntimeError, "draws random"),
+    "a count's": (lambda w, x: rated(w), X, RuntimeError, "that it computes"),
     "noise": (lambda w, x: ff.randn_like(x), X, RuntimeError, "randn_like draws"),
     "within": (
         lambda w, x: ff.offload(lambda v: v * 2, activations="host")(w[0]),
@@ -448,6 +526,14 @@ ODD = {
         "a step with offload",
     ),
 }
+
+
+def rated(w):
+    optimizer = ff.sgd(lambda count: 0.1)
+    state = optimizer.init(w[0])._replace(count=w[1] + 1)
+    return optimizer.apply(w[0], state, w[0])[0]
+
+
 PARAMETER = torch.nn.Parameter(torch.ones(2))
 
 
@@ -458,6 +544,17 @@ def test_what_a_graph_would_freeze_or_change_is_refused(name):
     with pytest.raises(error, match=said) if error else nullcontext():
         for _ in range(2):
             run(state, x)
+
+
+@pytest.mark.parametrize(
+    "make", [random.Random, numpy.random.default_rng, numpy.random.RandomState]
+)
+def test_draws_of_a_generator_object_are_refused(make):
+    drawn = make(0)
+    run = whole(lambda w, x: x * drawn.uniform(1.0, 2.0))
+    run(X, X)
+    with pytest.raises(RuntimeError, match="Python's or numpy's"):
+        run(X, X)
 
 
 # Compiled
