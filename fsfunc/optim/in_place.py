@@ -121,7 +121,7 @@ class Writing:
         object.
         """
         if isinstance(buffers, Loose) and all(mine):
-            leaves = [x.detach() for x in old]
+            leaves = list(map(Tensor.detach, old))
             self.old += old
             self.new += leaves
             return Target(leaves, tensors)
@@ -138,10 +138,10 @@ class Writing:
             else:
                 x = old[positions[0]]
                 made = [x.twin() if is_sharded(x) else x.detach()]
+            self.old += [old[i] for i in positions]
+            self.new += made
             for i, leaf in zip(positions, made, strict=True):
                 leaves[i] = leaf
-                self.old.append(old[i])
-                self.new.append(leaf)
         return Target(leaves, tensors)
 
     def end(self) -> None:

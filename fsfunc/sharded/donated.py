@@ -17,7 +17,7 @@ from fsfunc.sharded.spent import spend_all
 
 _key = attrgetter("_cdata")
 
-_OVERWRITTEN = (
+OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
     "is donated: read it before the update, or keep a copy (x.clone()) made before it; "
     "a step that is not donated keeps both"
@@ -34,8 +34,9 @@ class Donation:
     Args:
         tensors: the known tensors in the memory of the state.
         leaves: the arguments of the step; their tensors are known too.
-        keys: the storage key of each of ``tensors``, if they have been computed.
+        keys: the storage key of each of ``tensors``, where these are known.
         twins: further known tensors, one for each of ``storages``.
+        storages: handles of all that ``tensors`` and ``twins`` lie in, or none.
         why: the error of a leaf that was overwritten.
     """
 
@@ -47,35 +48,30 @@ class Donation:
         twins: Sequence[Tensor] = (),
         storages: Sequence[torch.UntypedStorage] = (),
         *,
-        why: str = _OVERWRITTEN,
+        why: str = OVERWRITTEN,
     ):
         self.why = why
+        tensors = list(tensors)
         # Kept alive: of one that is freed meanwhile the count would still include it.
-        self.known = list({id(x): x for x in tensors}.values()) if tensors else []
-        found = map(_torch.storage_key, self.known) if keys is None else keys
-        self.uses = Counter(found)
-        self.seen: dict[int, int] = {}  # by the id of a twin: its key
-        self.storages = storages  # each has one handle, and gets no other
+        self.known = dict(zip(map(id, tensors), tensors, strict=True))
+        found = map(_torch.storage_key, tensors) if keys is None else keys
+        self.seen = dict(zip(map(id, tensors), found, strict=True))  # by id: its key
         if twins:
-            its = list(map(_key, storages))
-            self.seen = dict(zip(map(id, twins), its, strict=True))
-            self.known += twins
-            self.uses.update(its)
+            self.known.update(zip(map(id, twins), twins, strict=True))
+            self.seen.update(zip(map(id, twins), map(_key, storages), strict=True))
+        self.uses = Counter(self.seen.values())
+        self.fake = _torch.FakeTensor in set(map(type, tensors))
+        self.storages = storages  # each has one handle, and gets no other
         self.lazy = list(leaves)  # counted when something is to be written
 
     def add(self, leaves: Iterable[Any]) -> None:
         """Adds leaves to what is known, with the tensors that they will make."""
-        found = []
-        for leaf in leaves:
-            if isinstance(leaf, Sharded):
-                if leaf._part is None:
-                    self.lazy.append(leaf)  # it has not made its tensor yet
-                    continue
-                leaf = leaf._part
-            if isinstance(leaf, Tensor):
-                found.append(leaf)
-        self.known += found
-        self.uses.update(map(_torch.storage_key, found))
+        parts = [(x._part if isinstance(x, Sharded) else x, x) for x in leaves]
+        self.lazy += [leaf for x, leaf in parts if x is None]  # that make one later
+        made = {id(x): x for x, _ in parts if isinstance(x, Tensor)}
+        for at in made.keys() - self.known.keys():
+            self.known[at] = made[at]
+            self.uses[_torch.storage_key(made[at])] += 1
 
     def look(self) -> None:
         """Adds the tensors that leaves have made by now."""
@@ -88,10 +84,10 @@ class Donation:
         tensors = list(tensors)
         # What is seen is among ``known``, so that no other tensor has its id.
         at = list(map(id, tensors))
-        if not at or not self.seen.keys() >= set(at):
+        if self.fake or not self.storages or not self.seen.keys() >= set(at):
             return list(map(self._is_ours, tensors))
         keys = list(map(self.seen.__getitem__, at))
-        if max(map(_torch.uses_of, keys)) <= 2:  # by what is known, and its handle
+        if max(map(_torch.uses_of, keys), default=0) <= 2:  # by one tensor, its handle
             return [True] * len(keys)
         return [_torch.uses_of(key) <= self.uses[key] + 1 for key in keys]
 

@@ -8,7 +8,10 @@ as a list of buffers, for optimizers and sums.
 from __future__ import annotations
 
 from bisect import bisect, insort
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,8 +31,11 @@ def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
 
     Cost: one copy of these leaves, which is what a user's elementwise update costs.
     """
-    whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
-    sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in whole]
+    whole = complete_shards(leaves)
+    if sum(map(is_sharded, leaves)) == sum([len(at) for at, _ in whole]):
+        return False
+    within = {i for positions, _ in whole for i in positions}
+    sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in within]
     loose = [i for i in sharded if _can_pack(leaves[i])]
     if not loose:
         return False
@@ -222,31 +228,27 @@ def _part(leaf: Any) -> Any:
     return None if leaf.is_kept else leaf.local
 
 
-def complete_shards(
-    leaves: Sequence[Any],
-) -> dict[int, tuple[list[int], FlatShard]]:
-    """(positions, buffer) of every buffer of which all leaves are here, by its id.
+def complete_shards(leaves: Sequence[Any]) -> list[tuple[list[int], FlatShard]]:
+    """(positions, buffer) of every buffer of which all leaves are here.
 
     Not if a gradient call differentiates the leaves, as ``flat`` has no history then.
     """
-    found: dict[int, tuple[list[int], FlatShard]] = {}
-    for i, leaf in enumerate(leaves):
-        if not is_sharded(leaf) or leaf.packed is None or leaf.parts is not None:
-            continue
-        if leaf.spent:
-            leaf.check()
-        packed = leaf.packed
-        found.setdefault(id(packed), ([], packed))[0].append(i)
-    complete = {}
-    for key, (positions, packed) in found.items():
+    found: defaultdict[FlatShard, list[int]] = defaultdict(list)
+    for i, leaf in compress(enumerate(leaves), map(is_sharded, leaves)):
+        if leaf.packed is not None and leaf.parts is None:
+            if leaf.spent:
+                leaf.check()
+            found[leaf.packed].append(i)
+    complete = []
+    for packed, positions in found.items():
         if len(positions) != len(packed.members):
             continue
-        at = {}
-        for i in positions:
-            at[id(leaves[i].layout)] = i
-        ordered = list(map(at.get, map(id, packed.members)))
-        if None not in ordered:
-            complete[key] = (ordered, packed)
+        layouts = [leaves[i].layout for i in positions]
+        if not all(map(is_, layouts, packed.members)):  # the tree has another order
+            at = dict(zip(map(id, layouts), positions, strict=True))
+            positions = list(map(at.get, map(id, packed.members)))
+        if None not in positions:
+            complete.append((positions, packed))
     return complete
 
 
@@ -261,24 +263,17 @@ def split_alike(*trees: Any) -> list[PackedTree]:
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
         if treedef != flats[0][1]:
             tree.check_same_structure(trees[0], t)
-    complete = [complete_shards(leaves) for leaves, _ in flats]
-    first = flats[0][0]
-    starts: list[dict[int, FlatShard]] = [
-        {p[0]: packed for p, packed in groups.values()} for groups in complete
+    whole = [
+        {tuple(at): packed for at, packed in complete_shards(leaves)}
+        for leaves, _ in flats
     ]
-    positions = [{tuple(p) for p, _ in groups.values()} for groups in complete]
-    shared = set.intersection(*positions)
+    shared = set.intersection(*map(set, whole))
     inside = {i: p for p in shared for i in p}
-    cuts: list[tuple[int, ...]] = []
-    seen: set[tuple[int, ...]] = set()
-    for i in range(len(first)):
-        p = inside.get(i, (i,))
-        if p not in seen:
-            seen.add(p)
-            cuts.append(p)
+    first = flats[0][0]
+    cuts = dict.fromkeys([inside.get(i, (i,)) for i in range(len(first))])
     out = []
-    for (leaves, treedef), by_start, t in zip(flats, starts, trees, strict=True):
-        groups = [(list(p), by_start[p[0]] if p in shared else None) for p in cuts]
+    for (leaves, treedef), packed, t in zip(flats, whole, trees, strict=True):
+        groups = [(list(p), packed[p] if p in shared else None) for p in cuts]
         paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
         out.append(PackedTree(treedef, leaves, groups, paths))
     return out

@@ -62,17 +62,15 @@ def spend(leaf: Any, why: str) -> None:
 
 
 def spend_all(leaves: Iterable[Any], why: str) -> None:
-    """Marks each of ``leaves``; fast where most are of one class."""
-    kinds: dict[type, type] = {}
+    """Marks each of ``leaves``."""
+    kinds = {was: _spent(was, why) for was in (Tensor, Parameter)}
     for leaf in leaves:
-        was = type(leaf)
-        kind = kinds.get(was)
-        if kind is not None:
-            leaf.__class__ = kind
-            continue
-        spend(leaf, why)
-        if was in (Tensor, Parameter):
-            kinds[was] = type(leaf)
+        if (was := type(leaf)) in kinds:
+            leaf.__class__ = kinds[was]
+        elif was is Sharded and leaf._part is None:
+            leaf.spent = why
+        else:
+            spend(leaf, why)
 
 
 def any_spent(leaves: Sequence[Any]) -> bool:

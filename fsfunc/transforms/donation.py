@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor, UntypedStorage, strided
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.sharded.donated import Donation, is_held, overlaps
+from fsfunc.sharded.donated import OVERWRITTEN, Donation, is_held, overlaps
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
@@ -98,7 +99,7 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         held = is_held(memory.written)
         # The step sees other objects over the same memory: these ones can be marked
         # from now on. To mark them afterwards costs less, where all are plain.
-        late = memory.plain() and not held and not _ranks_meet()
+        late = memory.late() and not held and not _ranks_meet()
         if late:
             mine, given = leaves, state
         else:
@@ -135,59 +136,58 @@ class _Memory:
     """The memory of leaves, and the tensors in it.
 
     ``written`` are packed buffers, and parts of other leaves; ``tensors`` are all
-    tensors that are made; ``once``: whether each leaf occurs once.
+    tensors that are made, ``keys`` their storages; ``once``: whether each leaf occurs
+    once.
     """
 
     def __init__(self, leaves: list[Any]):
-        shards, parts, seats = {}, [], []
-        self.written: list[Tensor] = []
-        self.leaves = leaves
+        self.leaves, self.whole = leaves, _are_whole(leaves)
         self.storages: list[UntypedStorage] = []
-        if _are_whole(leaves):
+        if self.whole:
             self.tensors = self.written = [x for x in leaves if type(x) in _DENSE]
             self.storages = list(map(Tensor.untyped_storage, self.written))
             self.keys = [storage._cdata for storage in self.storages]
             self.once = len(set(self.keys)) == len(self.keys)
             return
-        for leaf in leaves:
-            shard = leaf.packed if isinstance(leaf, Sharded) else None
-            x = leaf._part if isinstance(leaf, Sharded) else leaf
-            if shard is not None:
-                shards[id(shard)] = shard
-                seats.append((id(shard), id(leaf.layout)))
-                if isinstance(x, Tensor):
-                    parts.append(x)
-            elif isinstance(x, Tensor):
-                self.written.append(x)
-        self.written += [shard.flat for shard in shards.values()]
-        keys = list(map(_torch.storage_key, self.written))
-        self.once = len(set(seats)) == len(seats) and len(set(keys)) == len(keys)
-        by_id = dict(zip(map(id, self.written), keys, strict=True))
-        others = {id(x): x for x in (*parts, *_wholes(shards.values()))}
-        by_id |= {i: _torch.storage_key(x) for i, x in others.items() if i not in by_id}
-        self.tensors = [*self.written, *others.values()]
-        self.keys = list(by_id.values())
+        sharded = list(filter(is_sharded, leaves))
+        packed = [x for x in sharded if x.packed is not None]
+        shards = dict.fromkeys([x.packed for x in packed])
+        seats = {(id(x.packed), id(x.layout)) for x in packed}
+        others = [*filterfalse(is_sharded, leaves)]
+        others += [x._part for x in sharded if x.packed is None]
+        self.written = [x for x in others if isinstance(x, Tensor)]
+        self.written += [shard.flat for shard in shards]
+        if {strided}.issuperset([x.layout for x in self.written]):
+            self.storages = list(map(Tensor.untyped_storage, self.written))
+        parts = [x._part for x in packed if x._part is not None]
+        every = [*self.written, *parts, *_wholes(shards)]
+        self.tensors = list(dict(zip(map(id, every), every, strict=True)).values())
+        self.keys = list(map(_torch.storage_key, self.tensors))
+        apart = len(set(self.keys[: len(self.written)])) == len(self.written)
+        self.once = apart and len(seats) == len(packed)
 
     def twins(self) -> list[Any]:
         """Other objects over the same memory."""
-        if self.storages:
+        if self.whole:
             return [x.detach() if type(x) in _DENSE else x for x in self.leaves]
         return list(map(_twin, self.leaves))
 
-    def donation(self, twins: list[Any]) -> Donation:
-        """The donation to a step that is given ``twins`` of the leaves."""
-        if not (self.storages and self.once):
-            return Donation(self.tensors, twins, self.keys)
-        mine = [x for x in twins if isinstance(x, Tensor)]
-        if twins is self.leaves:
-            return Donation((), (), (), mine, self.storages, why=_GONE_ALREADY)
-        return Donation(self.tensors, (), self.keys, mine, self.storages)
+    def donation(self, given: list[Any]) -> Donation:
+        """The donation to a step that is given these leaves, or twins of them."""
+        why, of = _GONE_ALREADY if given is self.leaves else OVERWRITTEN, self.storages
+        if not (self.whole and self.once):
+            return Donation(self.tensors, given, self.keys, (), of, why=why)
+        if given is self.leaves:
+            return Donation((), (), (), self.tensors, of, why=why)
+        twins = [x for x in given if isinstance(x, Tensor)]
+        return Donation(self.tensors, (), self.keys, twins, of)
 
-    def plain(self) -> bool:
-        """True if all are plain tensors, each alone in its memory, of no graph."""
-        if not (self.storages and self.once):
-            return False
-        if composable():
+    def late(self) -> bool:
+        """True if leaves may be marked late: each is alone in its memory, of no graph.
+
+        Parts that are not made yet are views of such memory.
+        """
+        if not self.once or composable():
             return False
         tensors = self.tensors
         return {Tensor}.issuperset(map(type, tensors)) and not any(
@@ -213,14 +213,16 @@ def _renewed(out: Any, given: list[Any]) -> Any:
 
     Which is marked, as what was written over has been.
     """
-    rest = [x for x in given if type(x) in _DENSE]
+    rest = [x for x in given if type(x) in _DENSE or type(x) is Sharded and not x.spent]
     if not rest:
         return out
     left = set(map(id, rest))
     leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
-    again = [x.detach() if id(x) in left else x for x in leaves]
+    if not left.isdisjoint(map(id, leaves)):
+        again = [_twin(x) if id(x) in left else x for x in leaves]
+        out = tree.unflatten(treedef, again)
     spend_all(rest, _GONE)
-    return tree.unflatten(treedef, again)
+    return out
 
 
 def _are_whole(leaves: list[Any]) -> bool:

@@ -101,7 +101,7 @@ class ShardRuntime:
         given = tuple(self.differentiated)
         leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
         found: list[Any] = treedef.flatten_up_to(into)  # type: ignore[arg-type]
-        groups = complete_shards(found).values()
+        groups = complete_shards(found)
         sums = {id(leaves[at[0]].packed): shard.flat for at, shard in groups}
         if sums.keys() == self.keeps.keys():
             self.sums.add_to(sums)
