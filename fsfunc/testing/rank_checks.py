@@ -166,9 +166,18 @@ def _claimed(value: Any, where: RankGroup) -> tuple[list[str], list[Any]]:
             if not set(x.layout.axes).isdisjoint(where.axis):
                 continue
             x = x.local
-        names.append(path)
-        found.append(x)
+        for what, part in _dense(x):
+            names.append(path + what)
+            found.append(part)
     return names, found
+
+
+def _dense(x: Any) -> list[tuple[str, Any]]:
+    """A leaf; of a sparse tensor, its indices and its values."""
+    if not isinstance(x, Tensor) or x.layout == torch.strided:
+        return [("", x)]
+    x = x.detach().to_sparse_coo().coalesce()
+    return [(" indices", x.indices()), (" values", x.values())]
 
 
 def _message(name: str, x: Any, where: RankGroup) -> str:

@@ -21,6 +21,7 @@ from fsfunc.tracing.groups import Recorded, plain
 from fsfunc.tracing.operators import flat
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import Outside, said
+from fsfunc.tracing.types import Kind, agrees
 
 _READS_NOTHING = {
     "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
@@ -114,7 +115,10 @@ class Reads(Outside):
         return own
 
 
-_METHODS = ("size", "dim", "numel", "nelement", "ndimension", "stride")
+_METHODS = (
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "dim_order",
+    "storage_offset", "untyped_storage", "_typed_storage",
+)  # fmt: skip
 _SHAPES: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: name for name in ("shape", "ndim", "nbytes")},
     **{getattr(Tensor, name): name for name in _METHODS},
@@ -122,7 +126,7 @@ _SHAPES: dict[Any, str] = {
     torch.numel: "numel",
 }
 _EXPANDS = {Tensor.expand_as: "expand_as", torch.broadcast_tensors: "broadcast_tensors"}
-_PASSES_ON = ("__len__", "handle_torch_function", *_EXPANDS.values())
+_PASSES_ON = ("__len__", "dim_order", "handle_torch_function", *_EXPANDS.values())
 _VALUES: dict[Any, str] = {
     Tensor.numpy: "numpy",
     Tensor.tolist: "tolist",
@@ -150,10 +154,11 @@ class Asked(Outside):
             asker = sys._getframe(1)
             while asker.f_code.co_name in _PASSES_ON:
                 asker = asker.f_back or asker
-            if called_by_user(asker):
-                self.checker.measured(
-                    name, *flat(args) if func in _EXPANDS else args[:1]
-                )
+            if not called_by_user(asker):
+                return func(*args, **kwargs)
+            if func is Tensor.expand_as:
+                return self._expanded(*args)
+            self.checker.measured(name, *flat(args) if func in _EXPANDS else args[:1])
             return func(*args, **kwargs)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs)
@@ -172,6 +177,15 @@ class Asked(Outside):
             of = [given["outputs"], given.get("grad_outputs")]
             self.checker.pulled(inputs, out, of)
         return out
+
+    def _expanded(self, x: Any, part: Any) -> Any:
+        """``x.expand_as(part)``: of one number at the place of each element, a part."""
+        known = self.checker.known
+        seen, numbers = known.of(part), x.numel() == 1 and agrees(known.kind(x))
+        if not numbers or seen.kind is not Kind.S and not seen.flat:
+            self.checker.measured("expand_as", x, part)
+            return x.expand_as(part)
+        return self.checker.typed_like(x.expand_as(part), part)
 
     def _values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of a function that takes values out of torch, or prints them."""

@@ -167,6 +167,11 @@ def by_expanding(w, x):
     return each(lambda a: a / torch.ones(1, dtype=a.dtype).expand_as(a).sum(), w)
 
 
+def by_broadcasting(w, x):
+    one = torch.ones(1, dtype=x.dtype)
+    return each(lambda a: a / torch.broadcast_tensors(one, a)[0].sum(), w)
+
+
 def another_rate_by_rank(w, x):
     rate = 0.1 * (1 + ff.axis_index("data"))
     return each(lambda a: a * rate, w)
@@ -184,7 +189,8 @@ STEPS = {
     "dims": (by_dims, "ndim at .*part of 'a'.*is_leaf=ff.is_sharded"),
     "length": (by_length, "len at .*part of 'a'.*is_leaf=ff.is_sharded"),
     "count": (by_count, "numel at .*part of 'a'.*is_leaf=ff.is_sharded"),
-    "expanded": (by_expanding, "expand_as at .*part of 'a'.*zeros_like"),
+    "expanded": (by_expanding, "sum at .*part of 'a' alone: use ff.tree_sum"),
+    "broadcast": (by_broadcasting, "broadcast_tensors at .*part of 'a'.*zeros_like"),
     "a range": (a_range, "add .*no single number.*ff.unshard.*ff.lay_like"),
     "a sum": (gradient(sum_of_parts), "sum .*part of 'a' alone: use ff.tree_sum"),
     "mixed": (sorted_parts, "sort .*mixes .*ff.unshard.tree. for whole tensors"),

@@ -203,6 +203,9 @@ ELEMENTS = {
     "a path of vectors": lambda w, g: w - (g / g.norm() if g.ndim == 1 else g),
     "its stride": lambda w, g: w - g / w.stride(0),
     "its memory": lambda w, g: w - g / w.nbytes,
+    "its storage": lambda w, g: w - g / w.untyped_storage().nbytes(),
+    "where it begins": lambda w, g: w - g * w.storage_offset(),
+    "its dims' order": lambda w, g: w - g / len(w.dim_order()),
 }
 
 
@@ -210,6 +213,15 @@ ELEMENTS = {
 def test_rows_and_shapes_are_not_those_of_elements(name, zero):
     with pytest.raises(LawError):
         run(by(ELEMENTS[name]), zero, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_one_number_expanded_to_a_part_is_one_value(zero):
+    half = torch.tensor(0.5)
+    run(by(lambda w, g: w - half.expand_as(g) * g), zero, torch.ones(2, 2))
+    with pytest.raises(LawError, match="expand_as at"):
+        own = by(lambda w, g: w - g)
+        run(lambda w, x: each(lambda g: x.mean().expand_as(g) * g, own(w, x)), zero)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -211,6 +211,14 @@ UNLIKE = {
         lambda: torch.ones(2).mul(1 + rank()).to(torch.float8_e4m3fn),
         r"at \(0,\) rank 0 has 1.0",
     ),
+    "a sparse tensor's values": (
+        lambda: {"w": torch.eye(2).mul(1 + rank()).to_sparse()},
+        r"'w values' f32\[2\] differs(.*\n)*  at \(0,\) rank 0 has 1.0",
+    ),
+    "its places": (
+        lambda: {"w": torch.eye(2).roll(rank(), 0).to_sparse()},
+        "'w indices' i64",
+    ),
 }  # fmt: skip
 
 
@@ -227,7 +235,8 @@ def test_one_value_is_compared_in_one_reduction_that_no_ledger_has():
         x = torch.ones(2, 4)
         state = ff.init_state(step, layers(2), ff.sgd(0.1), x)
         nan = torch.tensor([float("nan"), -0.0, 1.0])
-        check_replicated((state, nan, "text", torch.zeros(0)), "data")
+        sparse = torch.eye(2).to_sparse()
+        check_replicated((state, nan, "text", torch.zeros(0), sparse), "data")
 
     assert_cost(ff.spmd(main, MESH), bytes=0)
     grid = simulated(data=2, model=2)
