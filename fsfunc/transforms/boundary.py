@@ -132,8 +132,11 @@ class _Enter(torch.autograd.Function):
         ctx.runtime, ctx.calls, ctx.shards, ctx.tied = runtime, calls, shards, tied
         ctx.set_materialize_grads(False)
         found = [None if token is None else token.clone()]
-        for call in calls:
-            found += call.parameters()
+        frozen: list[Tensor] = []  # no derivative by these is computed, as without us
+        for call, tracked in zip(calls, ctx.needs_input_grad[5:], strict=True):
+            found += (views := call.parameters())
+            frozen += () if tracked or call.keeps else views
+        ctx.mark_non_differentiable(*frozen)
         return tuple(found)
 
     @staticmethod

@@ -49,6 +49,34 @@ def test_every_rank_reduces_in_one_order_whatever_its_loss_reads():
         close(grads, expected, 1e-6)
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
+def test_what_is_not_differentiated_is_no_variable_in_a_unit(zero, kind):
+    """A unit of frozen leaves computes no derivatives, and a loss can ask for it."""
+    asked = []
+
+    @ff.unit
+    def unit(p, x):
+        asked.append(p.requires_grad)
+        return x @ p.abs()
+
+    def loss(w, frozen, x):
+        y = unit(frozen, x)
+        asked.append(y.requires_grad)
+        return scale(w, y).mean()
+
+    scale = ff.unit(lambda w, y: w * y)
+    step = lambda s, x: ff.value_and_grad(loss)(*s, x)[1]  # noqa: E731
+    given, x = (torch.ones(()), torch.eye(3, dtype=kind)), floats(2, 3)
+
+    def main():
+        sharded = ff.shard(step, MESH, "data", zero=zero)
+        return ff.unshard(sharded(ff.place(sharded, given, x), x))
+
+    close(ranks(main)[0], step(given, x))
+    assert not any(asked)
+
+
 @ZEROS
 def test_an_output_that_is_a_parameter_is_the_callers_own(zero):
     """Written in place by the caller, it changes neither the state nor a buffer."""
