@@ -123,6 +123,7 @@ class RepeatedCall:
         self.how = self.known.get(self.key)
         # Each with the shape and dtype of what it stands for.
         self.residuals: list[tuple[weakref.ref[_Residual], Any, Any]] = []
+        self.norms: Any = None  # of these, in a first call
         self.modes = 0  # dispatch modes around the function, which see other operators
         self.device: Any = None  # of the unit token
         self.running, self.within = True, False
@@ -191,6 +192,7 @@ class RepeatedCall:
         """Calls a function of which it is not known what it does."""
         thread, states = running().thread, [*generator_states(), *self.others]
         token, draws = None if thread is None else thread.token, NotedDraws()
+        self.norms = []
         counter = frame().counter
         number = counter.count
         try:
@@ -211,7 +213,7 @@ class RepeatedCall:
                 thread.token = token
             counter.count = number  # units within draw by their numbers
             set_generators([*states, *found])
-            self.residuals, self.within = [], False
+            self.residuals, self.norms, self.within = [], [], False
             return self._unsaved(fn, *args, **keywords)
         return out
 
@@ -223,6 +225,8 @@ class RepeatedCall:
         else:
             one.value = None
         self.residuals.append((weakref.ref(one), x.shape, x.dtype))
+        if self.norms is not None:
+            self.norms.append(_torch.saved_norm(x))
         return one
 
     def _unpack(self, one: _Residual) -> Tensor:
@@ -282,7 +286,7 @@ class RepeatedCall:
         if self.within:
             return fn(*args, **keywords)
         self.within = True
-        due = iter(self.residuals)
+        due, norms = iter(self.residuals), iter(self.norms or ())
         left = len(self.residuals)
 
         def fill(x: Tensor) -> Tensor:
@@ -290,7 +294,9 @@ class RepeatedCall:
             x, left = x.detach(), left - 1
             if left >= 0:
                 each, *kind = next(due)
-                if kind != [x.shape, x.dtype]:
+                if kind != [x.shape, x.dtype] or not _torch.is_near(
+                    next(norms, None), x
+                ):
                     raise RuntimeError(_UNLIKE)
                 if (one := each()) is not None:
                     one.value, one.version = x, x._version
@@ -299,17 +305,13 @@ class RepeatedCall:
             return x
 
         if self.how is not How.AFTER:
-            with saved_tensors_hooks(fill, _as_it_is):
+            with saved_tensors_hooks(fill, lambda x: x):
                 return fn(*args, **keywords)
         out, handles = saving(fn, args, keywords)
         with _torch.beneath_all_modes():
             for handle in handles:
                 fill(handle.data)
         return out
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[Any]]:
@@ -341,7 +343,7 @@ _MISSED = (
 )
 _UNLIKE = (
     "a unit under remat saved something else for its backward when it ran again: it "
-    "must do the same again"
+    "must do the same again, whatever a counter or a list of Python's has come to"
 )
 _CHANGED = (
     "a value that a unit's backward needs was changed by an in-place operation after "

@@ -176,6 +176,32 @@ def test_a_unit_that_does_something_else_the_second_time_is_refused(other):
         differentiated(loss_of(body), wrap=ff.remat)
 
 
+def by_a_counter(h, p, runs):
+    return (h * len(runs)).exp()
+
+
+def by_a_row(h, p, runs):
+    """What is saved of it has the same shape each time."""
+    return h.exp() * p["a"][len(runs) % 2]
+
+
+def by_torch_func(h, p, runs):
+    """Which allows no hooks while it runs."""
+    return torch.func.vmap(lambda row: (row * len(runs)).exp())(h)
+
+
+@pytest.mark.parametrize("other", [by_a_counter, by_a_row, by_torch_func])
+def test_a_unit_that_counts_its_runs_is_refused(other):
+    runs = []
+
+    def body(p, x):
+        runs.append(1)
+        return other(x @ p["a"], p, runs)
+
+    with pytest.raises(RuntimeError, match="whatever a counter"):
+        differentiated(loss_of(body), wrap=ff.remat)
+
+
 @pytest.mark.parametrize("around", ["shard(remat)", "remat(shard)"])
 @pytest.mark.parametrize("end", ["sum", "psum"])
 def test_over_ranks(around, end):
