@@ -201,7 +201,7 @@ def signature(args: Any, keywords: Any) -> Any:
         elif is_sharded(x):
             kinds.append((x.layout.shape, x.layout.dtype))
         else:
-            kinds.append(kind := type(x))
+            kinds.append(kind := x.__class__)  # of a number that stands for one
             if kind not in _NUMBERS:
                 marks.append(x if kind is bool else kind)
     return (treedef, *marks), *kinds

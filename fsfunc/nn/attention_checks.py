@@ -84,7 +84,7 @@ def checked(
 def _reach(name: str, causal: bool, window: Window) -> Reach:
     """The distances that a query sees before and after itself; None: without an end."""
     both = window if isinstance(window, tuple) else (window, window)
-    fit = [x is None or type(x) is int and x >= 0 for x in both]
+    fit = [x is None or x.__class__ is int and x >= 0 for x in both]
     if len(both) != 2 or not all(fit):
         raise ValueError(
             f"{name}: window={window!r} is no number of positions, from 0 on, before "

@@ -42,7 +42,7 @@ class Visible(NamedTuple):
     def causal(self) -> bool:
         """True if query r sees keys 0 to r."""
         least, *others = self
-        return type(least) is int and least == 0 and all(x is None for x in others)
+        return least.__class__ is int and least == 0 and all(x is None for x in others)
 
     def at(self, rows: slice, keys: slice) -> Visible:
         """The same for some of the queries and some of the keys."""

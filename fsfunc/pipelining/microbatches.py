@@ -135,7 +135,7 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
         return value
     leaves, treedef = tree.flatten(value)
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    numbers = [i for i, x in enumerate(leaves) if type(x) in (bool, int, float)]
+    numbers = [i for i, x in enumerate(leaves) if x.__class__ in (bool, int, float)]
     packed = [i for i in tensors if averaged(leaves[i])]
     device = leaves[tensors[0]].device if tensors else None
 

@@ -31,5 +31,6 @@ replicas.py         comparison of values that must be equal on all ranks
 types.py knowledge.py   the types, and the facts about tensors
 provenance.py results.py   gradients of rows that are averaged too early
 steadiness.py       placeholders for values; steps that differ from run to run
+compared_numbers.py   numbers and words of the arguments that a step compares
 refusals.py         the messages
 """

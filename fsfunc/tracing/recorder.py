@@ -35,6 +35,7 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing import runs
+from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut, refuse_hidden, scripts_told
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
@@ -119,12 +120,11 @@ def _record(
         handlers = tuple(map(recorder.standing_for, f.handlers))
         f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
-            leaves, treedef = recorder.leaves(params, splits)
+            given = recorder.leaves(params, splits), *rest
             recorder.own.add(tree.leaves(rest))
             with Reads(recorder):
-                given = tree.unflatten(treedef, leaves)
-                out = fn(given, *rest)
-            recorder.carries((given,), out)
+                out = fn(*asked_numbers(given, recorder.answered))
+            recorder.carries(given[:1], out)
     asks(asked)
     recorder.end(asked)
     return recorder
@@ -148,14 +148,12 @@ class Recorder(Findings, Tracer, Watcher):
             the library read what is sharded, and not together with what is not.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: the signatures of the calls of sharded functions.
-        said: the numbers that torch's functions were given, which ``steadiness``
-            compares with those of other runs; ``calls_at``: the lines of gradient
-            calls.
+        said: the numbers that torch's functions were given, for ``steadiness``;
+            ``calls_at``: the lines of gradient calls.
         axes: those of its collectives (except of numbers outside losses), and those
             whose ``axis_index`` it read.
         updates: whether it returns sharded leaves that are no gradients.
-        own: what may be a rank's own outside losses and units; ``hidden``: the leaves
-            that were written by ``.data``.
+        own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
     """
 
     forward_only: bool = False
@@ -175,9 +173,7 @@ class Recorder(Findings, Tracer, Watcher):
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
     _alive: list[Tensor] = field(default_factory=list)
 
-    def leaves(
-        self, params: Any, splits: Mapping[str, tuple[Split, ...]]
-    ) -> tuple[list[Any], Any]:
+    def leaves(self, params: Any, splits: Mapping[str, tuple[Split, ...]]) -> Any:
         """The leaves of what the step is given first, each :class:`Recorded`."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -185,7 +181,7 @@ class Recorder(Findings, Tracer, Watcher):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
                 leaves[i] = Recorded(x.detach(), layout)
                 self.layouts[path] = replace(layout, parts=splits.get(path, ()))
-        return leaves, treedef
+        return tree.unflatten(treedef, leaves)
 
     def end(self, asked: set[str]) -> None:
         """Sets ``plain``, which is False after a run with backward passes.
@@ -247,6 +243,10 @@ class Recorder(Findings, Tracer, Watcher):
             self.own_paths.add("")
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
+
+    def answered(self, found: bool) -> bool:
+        self.plain = False  # the other answer may lead elsewhere
+        return found
 
     def is_leaf(self, x: Any) -> bool:
         """True if ``x`` is in place of a leaf, or of the gradient by one."""

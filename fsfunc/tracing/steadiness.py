@@ -7,7 +7,9 @@ which are compared between runs.
 
 A value that a step reads from a fake tensor is replaced by a number. The number differs
 from run to run, so that more than one branch is seen; and for a rank's own value it
-differs between neighbouring ranks, so that results that depend on it are found.
+differs between neighbouring ranks, so that results that depend on it are found. Of a
+number or a word among its arguments, such as the count of steps, a comparison that the
+step makes is answered both ways.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 
 _COUNTS, _NUMBERS = (1, 2, 0), (1.0, 2.0**20, -(2.0**20))
@@ -59,6 +62,10 @@ class StandIns:
             elif own and self.odd is not None:
                 value = value + (value + self.odd) % 2
             return value
+
+    def answered(self, found: bool) -> bool | Tensor:
+        """The answer to a comparison of an argument, outside units."""
+        return found if is_internal() or frame().path else self.truth(found, False)
 
     def truth(self, found: Tensor | bool, own: bool) -> Tensor | bool:
         """The same of answers that are yes or no."""

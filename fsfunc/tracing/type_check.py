@@ -20,6 +20,7 @@ from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
+from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.replicas import Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
@@ -260,6 +261,7 @@ class _Trial:
             if times > 1:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]
+            args, named = asked_numbers((args, named), stand_ins.answered)
             with (
                 inside(f.replace(tracer=checker, at=now)),
                 watching(checker),

@@ -70,10 +70,11 @@ def shard(
     What is checked: the first call of each structure of arguments and each set of True
     and False among them, and of each shapes if the step computes with leaves or
     gradients outside units, is run without data before it, and refused where it has no
-    meaning. A branch of Python that first runs in a later call, as a counter or a clock
-    chooses it, is not: to see it would cost a Python function for every operator of
-    every call. It shows where it makes replicated leaves differ; give the step a bool
-    argument that chooses it, and it is checked.
+    meaning. A comparison that the step makes of a number or a word among its arguments
+    (``if state.step % 10 == 0``) is answered both ways there. A branch that first runs
+    in a later call, as an attribute or a clock chooses it, is not seen: that would cost
+    a Python function for every operator of every call. It shows where it makes
+    replicated leaves differ; give the step what chooses it as an argument.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 

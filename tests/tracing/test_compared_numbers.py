@@ -1,0 +1,125 @@
+"""A branch by a number, or a word, is checked before a step takes it."""
+
+import copy
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.tracing.refusals import LawError
+from tests.checks import close, simulated
+from tests.derivatives.judging import by_turns
+
+MESH = simulated(2)
+W, X = torch.eye(3), torch.arange(12.0).reshape(4, 3)
+unit = ff.unit(lambda w, x: x @ w)
+each = ff.tree.map
+
+
+def stepping(wrong, *, instead=lambda g, x: each(lambda g: g * x.mean(), g)):
+    """A step that makes something else of its gradients where ``wrong`` says so."""
+
+    def step(s, x, *more):
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+        g = instead(g, x) if wrong(s, *more) else g
+        return {"w": each(lambda w, g: w - g / 8, s["w"], g), "n": s["n"] + 1}
+
+    return step
+
+
+def run(step, zero, *more, calls=2, x=X):
+    def main():
+        sharded = ff.shard(step, MESH, "data", zero=zero)
+        mine = ff.local_batch(x, MESH, "data")
+        state = ff.place(sharded, {"w": W, "n": 0}, mine, *more)
+        for _ in range(calls):
+            state = sharded(state, mine, *more)
+        return ff.unshard(state)
+
+    return ff.spmd(main, MESH)()
+
+
+LATER = {
+    "from a step on": (lambda s: s["n"] > 100,),
+    "at one step": (lambda s: 100 == s["n"],),
+    "each so many steps": (lambda s: s["n"] % 10 == 9,),
+    "by half of a count": (lambda s: (s["n"] - 50) // 100,),
+    "unless it is so": (lambda s: not 5 - s["n"],),
+    "a rate": (lambda s, rate: rate >= 0.5, 0.1),
+    "a word": (lambda s, mode: mode == "late", "early"),
+    "one of several words": (lambda s, mode: mode in ("late", "last"), "early"),
+    "words within": (
+        lambda s, how: how["n"] == 3 and how["w"] != "a",
+        dict(n=1, w="a"),
+    ),
+}
+
+
+@by_turns(LATER)
+def test_the_other_branch_is_refused_at_the_first_call(name, zero):
+    wrong, *more = LATER[name]
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(stepping(wrong), zero, *more)
+
+
+def runs_of(rate):
+    """How many runs the ranks make of a step before its first real call."""
+    runs = []
+
+    def step(s, x):
+        runs.append(ff.recording())
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s.params, x)[1]
+        return s.apply_gradients(g, ff.sgd(rate)), None
+
+    def main():
+        sharded = ff.shard(step, MESH, "data")
+        sharded(ff.init_state(sharded, W, ff.sgd(rate), X), X)
+
+    ff.spmd(main, MESH)()
+    return sum(runs)
+
+
+def test_a_schedule_of_a_users_own_is_no_branch():
+    """Of it there is a rate alone: the step needs no check for it."""
+    assert runs_of(0.1) == runs_of(lambda n: 0.1 if n < 5 else 0.01)
+
+
+def both(s, *more):
+    """Reads and computes with it as with any number; another answer may raise."""
+    n = s["n"]
+    assert n < 1000, "a step that never comes"
+    table = {0: "a", 1: "b"}
+    known = table[n % 2], f"{n:03d}", list(range(n)), [3, 4, 5][n % 3], -n, 2**n
+    assert copy.deepcopy(n) == n and isinstance(n, int) and hash(n) == hash(int(n))
+    return n % 2 == 0 and known[0] == "a" and len(torch.full((n + 1,), n)) > n
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_where_both_answers_are_right_nothing_changes(zero):
+    step = stepping(both, instead=lambda g, x: each(lambda g: g / 2, g))
+    expected = {"w": W, "n": 0}
+    for _ in range(4):
+        expected = step(expected, X)
+    for found in run(step, zero, calls=4):
+        close(found, expected)
+        assert type(found["n"]) is int
+
+
+def test_in_a_unit_it_is_what_it_is():
+    seen = []
+
+    @ff.unit
+    def scaled(w, x, n):
+        seen.append(n > 5)
+        return x @ w
+
+    def step(s, x):
+        loss = lambda w, x, n: scaled(w, x, n).mean()  # noqa: E731
+        return ff.value_and_grad(loss, batch_argnums=1)(s["w"], x, s["n"])[1]
+
+    def main():
+        sharded = ff.shard(step, MESH, "data")
+        sharded(ff.place(sharded, {"w": W, "n": 0}, X), X)
+
+    ff.spmd(main, MESH)()
+    assert seen and not any(seen)
