@@ -28,26 +28,43 @@ def beside_units(w, x):
     return x.square().mean()
 
 
-def on_ranks(program, n, way, wrap=lambda f: f, w=W, x=X, mesh=None):
-    """What ``program(o, w, x)`` returns on each of ``n`` simulated ranks, unsharded."""
-    mesh = MESHES[n] if mesh is None else mesh
-    main = rank_main(program, mesh, way, wrap, w, x)
-    return ff.spmd(main, mesh)()
+def on(n, way, step, w=W, laid=None, x=X, wrap=lambda f: f, route="fake"):
+    """What ``step(w, x)`` returns on each of ``n`` simulated ranks, whole.
+
+    Args:
+        laid: what parameters are laid out for: by default for units, or beside them.
+        route: recorded on tensors without data; "real": as it really runs; "odd":
+            where neither can go.
+    """
+    return ff.spmd(
+        rank_main(MESHES[n], way, step, w, laid, x, wrap, route), MESHES[n]
+    )()
 
 
-def rank_main(program, mesh, way, wrap=lambda f: f, w=W, x=X):
+def rank_main(mesh, way, step, w=W, laid=None, x=X, wrap=lambda f: f, route="fake"):
     """What one rank runs."""
+    laid = laid or (beside_units if way is None else by_units)
 
     def shard(f):
         return ff.shard(wrap(f), mesh, AXIS, zero=3 if way is None else way)
 
+    def odd(w, x):
+        return step(w, x + 0 * torch.unique(x.detach()).sum())
+
     def main():
-        mine = ff.local_batch(x, mesh, AXIS)
-        given = ff.place(shard(beside_units if way is None else by_units), w, mine)
-        step = shard(lambda w, x: program(Ranks(), w, x))
-        return ff.unshard(step(given, mine))
+        mine, f = ff.local_batch(x, mesh, AXIS), shard(odd if route == "odd" else step)
+        if route == "real" and way is not None or laid is step:
+            given = ff.place(f, w, mine, record="fake" if route == "odd" else route)
+        else:
+            given = ff.place(shard(laid), w, mine)
+        return ff.unshard(f(given, mine))
 
     return main
+
+
+def of_ranks(program):
+    """``program(o, w, x)`` as a step."""
+    return lambda w, x: program(Ranks(), w, x)
 
 
 def by_law(program, n, parts=True, w=W, x=X, placed=True):
@@ -74,10 +91,3 @@ def assert_lawful(found, expected, tolerance=1e-9):
 
 def gradient(loss):
     return lambda w, x: ff.value_and_grad(loss)(w, x)[1]
-
-
-def on(n, zero, step, params=W, laid=by_units):
-    """What ``step`` returns on each of ``n`` ranks; one rank is the judge."""
-
-    shard = lambda f: ff.shard(f, MESHES[n], "data", zero=zero)  # noqa: E731
-    return checks.on_ranks(shard(step), params, X, mesh=MESHES[n], laid=shard(laid))

@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.steadiness import Unsteady
 from tests import checks
-from tests.derivatives.judging import by_turns
+from tests.derivatives.judging import by_turns, on
 
 MESH = checks.simulated(2)
 W = torch.ones(2, 1)
@@ -87,15 +87,8 @@ ROWS = {
 }
 
 
-def run(step, zero, given=None):
-    given = W if given is None else given
-
-    def main():
-        mine = ff.local_batch(X, MESH, "data")
-        sharded = ff.shard(step, MESH, "data", zero=zero)
-        return ff.unshard(sharded(ff.place(sharded, given, mine), mine))
-
-    return ff.spmd(main, MESH)()
+def run(step, zero, given=W):
+    return on(2, zero, step, given, laid=step, x=X)
 
 
 @by_turns(ROWS)

@@ -20,8 +20,8 @@ from fsfunc.tracing.refusals import LawError, RowsApart
 from tests.derivatives import drawn_loops
 from tests.derivatives.drawn import losses, matrices, run
 from tests.derivatives.drawn_loops import ROWS, is_of_a_batch, loops
-from tests.derivatives.judging import MESHES, WAYS, W, X, beside_units, by_law
-from tests.derivatives.worlds import NoMeaning, Ranks, by_units
+from tests.derivatives.judging import MESHES, WAYS, W, X, by_law, of_ranks, on
+from tests.derivatives.worlds import NoMeaning, Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 STACKS = {"": lambda f: f, "remat": ff.remat}
@@ -67,28 +67,6 @@ def judge(expect, find, alone):
     assert close(found, expected), (found[0], expected[0])
 
 
-def on_ranks(step, n, way, route, stack, data=X):
-    """What ``step(w, x)`` gives each rank; ``odd``: tensors without data cannot go."""
-    mesh = MESHES[n]
-    shard = lambda f: ff.shard(stack(f), mesh, "data", zero=3 if way is None else way)  # noqa: E731
-
-    def odd(w, x):
-        return step(w, x + 0 * torch.unique(x.detach()).sum())
-
-    def main():
-        mine, f = ff.local_batch(data, mesh, "data"), shard(step)
-        if way is None or route == "odd":
-            f = shard(odd) if route == "odd" else f
-            w = ff.place(shard(beside_units if way is None else by_units), W, mine)
-        elif route == "real":
-            w = ff.place(f, W, mine, record="real")
-        else:
-            w = ff.place(shard(by_units), W, mine)
-        return ff.unshard(f(w, mine))
-
-    return ff.spmd(main, mesh)()
-
-
 def step_of(node, take):
     """The drawn loss, or a derivative of it."""
 
@@ -123,11 +101,11 @@ IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 @example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "fake", "remat")
 def test_programs_are_right_or_refused(node, take, n, way, route, stack):
     program = step_of(node, take)
-    step = lambda w, x: program(Ranks(), w, x)  # noqa: E731
+    how = {"wrap": STACKS[stack], "route": route}
     judge(
         lambda: by_law(program, n, parts=bool(way), placed=way is not None),
-        lambda: on_ranks(step, n, way, route, STACKS[stack]),
-        lambda: on_ranks(step, 1, way, route, STACKS[stack]),
+        lambda: on(n, way, of_ranks(program), **how),
+        lambda: on(1, way, of_ranks(program), **how),
     )
 
 
@@ -150,7 +128,7 @@ def test_loops_are_right_or_refused_where_they_are_not(drawn, n, way, route, sta
     right = not is_of_a_batch(drawn) or close([by_law], [alone])
     step = lambda w, x: drawn_loops.run(drawn, w, rows(x))  # noqa: E731
     try:
-        found = on_ranks(step, n, way, route, STACKS[stack], data)
+        found = on(n, way, step, x=data, wrap=STACKS[stack], route=route)
     except RowsApart:
         assert not right, "refused, though it is right"
         return

@@ -18,8 +18,8 @@ from tests.derivatives.judging import (
     X,
     assert_lawful,
     by_law,
+    of_ranks,
     on,
-    on_ranks,
 )
 from tests.derivatives.worlds import by_units, unit
 
@@ -54,9 +54,9 @@ def holds(name, how, n, way, **wrap):
     step = taken_by(how, LOSSES[name])
     if n > 1 and (name, how, way) in REFUSED:
         with pytest.raises(ValueError, match="one value on all ranks, is this ra"):
-            on_ranks(step, n, way)
+            on(n, way, of_ranks(step))
     else:
-        assert_lawful(on_ranks(step, n, way, **wrap), by_law(step, n))
+        assert_lawful(on(n, way, of_ranks(step), **wrap), by_law(step, n))
 
 
 @pytest.mark.parametrize(("name", "ways"), turns(LOSSES, EVERY, 3))
@@ -77,7 +77,7 @@ def test_so_it_has_by_torch_func_and_under_remat(name, ways):
 @pytest.mark.parametrize(("name", "ways"), turns(STEPS, EVERY, 3))
 def test_a_step_gives_what_the_law_says(name, ways):
     for n, way in ways:
-        assert_lawful(on_ranks(STEPS[name], n, way), by_law(STEPS[name], n))
+        assert_lawful(on(n, way, of_ranks(STEPS[name])), by_law(STEPS[name], n))
 
 
 def test_parameters_and_data_at_once():
@@ -91,7 +91,7 @@ def test_parameters_and_data_at_once():
         return by_w, o.grad_x(lambda x: loss(o, w, x), x)
 
     for n, way in FEW:
-        assert_lawful(on_ranks(step, n, way), by_law(step, n))
+        assert_lawful(on(n, way, of_ranks(step)), by_law(step, n))
 
 
 def test_a_weighted_loss_is_divided_by_the_mean_weight():
@@ -105,7 +105,7 @@ def test_a_weighted_loss_is_divided_by_the_mean_weight():
         return [3 * part**2 / weight for part in x]
 
     for n in MESHES:
-        assert_lawful(on_ranks(step, n, None), by_law(step, n))
+        assert_lawful(on(n, None, of_ranks(step)), by_law(step, n))
 
 
 def test_plain_autograd_by_own_values():
@@ -123,7 +123,7 @@ def test_plain_autograd_by_own_values():
         return found
 
     for n, way in FEW:
-        assert_lawful(on_ranks(step, n, way), by_law(step, n))
+        assert_lawful(on(n, way, of_ranks(step)), by_law(step, n))
 
 
 @pytest.mark.parametrize("way", [0, 3])

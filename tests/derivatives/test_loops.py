@@ -14,7 +14,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tracing.refusals import RowsApart
 from tests import checks
-from tests.derivatives.judging import MESHES, W, X, beside_units, by_turns
+from tests.derivatives.judging import MESHES, W, X, by_turns, on
 from tests.derivatives.worlds import by_units, unit
 
 each = tree.map
@@ -191,15 +191,7 @@ ONE_ROW = ["by_hand", "critic", "critic_by_adam"]
 
 
 def run(step, n, zero, rows=4):
-    mesh = MESHES[n]
-
-    def main():
-        shard = lambda f: ff.shard(f, mesh, "data", zero=zero or 0)  # noqa: E731
-        mine = ff.local_batch(X[: rows * n], mesh, "data")
-        w = ff.place(shard(beside_units if zero is None else by_units), W, mine)
-        return ff.unshard(shard(step)(w, mine))
-
-    return ff.spmd(main, mesh)()
+    return on(n, zero, step, x=X[: rows * n])
 
 
 @by_turns(REFUSED, (None, 0, 3))

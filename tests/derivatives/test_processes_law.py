@@ -12,7 +12,7 @@ import pytest
 import fsfunc as ff
 from tests.derivatives import refused
 from tests.derivatives.cases import LOSSES, STEPS
-from tests.derivatives.judging import W, X, assert_lawful, by_law, rank_main
+from tests.derivatives.judging import W, X, assert_lawful, by_law, of_ranks, rank_main
 from tests.derivatives.test_law import taken_by
 
 SOME_WAYS = [3, None]  # by turns; simulated ranks go all of them
@@ -27,7 +27,7 @@ def main():
     right = 0
     for step in PROGRAMS.values():
         expected, way = by_law(step, 2)[mesh.rank], SOME_WAYS[right % 2]
-        assert_lawful([rank_main(step, mesh, way)()], [expected])
+        assert_lawful([rank_main(mesh, way, of_ranks(step))()], [expected])
         right += 1
     told = 0
     for name, (step, text) in REFUSED.items():

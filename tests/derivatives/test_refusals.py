@@ -8,7 +8,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.tracing.refusals import LawError
 from tests.derivatives import refused
-from tests.derivatives.judging import MESHES, W, X, beside_units, gradient, on
+from tests.derivatives.judging import MESHES, W, X, gradient, on
 from tests.derivatives.worlds import by_units
 
 each = tree.map
@@ -69,9 +69,7 @@ def test_a_function_around_a_collective_answers_as_that_does(zero):
         return gradient(loss)
 
     def found(reduce):
-        if zero is not None:
-            return on(2, zero, step(reduce))
-        return on(2, 0, step(reduce), laid=beside_units)
+        return on(2, zero, step(reduce))
 
     psum = lambda x: ff.psum(x, "data")  # noqa: E731
     for one, right in zip(found(reduced_by_hand(psum)), found(psum), strict=True):

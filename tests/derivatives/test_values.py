@@ -14,31 +14,11 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tracing.refusals import LawError
 from tests import checks
-from tests.derivatives.judging import MESHES, W, X
+from tests.derivatives.judging import MESHES, W, X, on
 from tests.derivatives.worlds import by_units
 
 each = tree.map
 ROUTES = ["fake", "real", "odd"]
-
-
-def run(step, n=2, zero=3, record="fake", x=X):
-    """``odd``: tensors without data cannot go through it, and it is not recorded."""
-    mesh = MESHES[n]
-
-    def odd(w, x):
-        return step(w, x + 0 * torch.unique(x.detach()).sum())
-
-    def main():
-        shard = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
-        mine = ff.local_batch(x, mesh, "data")
-        f = shard(odd if record == "odd" else step)
-        if record == "odd":
-            w = ff.place(shard(by_units), W, mine)
-        else:
-            w = ff.place(f, W, mine, record=record)
-        return ff.unshard(f(w, mine))
-
-    return ff.spmd(main, mesh)()
 
 
 def of_parts(change):
@@ -105,7 +85,7 @@ OWN = {
 def test_a_reduction_of_parts_is_refused_on_every_route(name, record):
     error = LawError if record != "fake" else (LawError, RuntimeError)
     with pytest.raises(error, match="part of the gradient|asks for a tensor's value"):
-        run(of_parts(PARTS[name]), record=record)
+        on(2, 3, of_parts(PARTS[name]), route=record)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +96,7 @@ def test_an_own_value_scales_no_gradient_on_any_route(name, record, zero):
     error = LawError if record != "fake" else (LawError, RuntimeError)
     text = "differs from rank to rank|ranks|rank \\d|asks for a tensor's value"
     with pytest.raises(error, match=text):
-        run(times(OWN[name]), record=record, zero=zero)
+        on(2, zero, times(OWN[name]), route=record)
 
 
 def scaled_by_the_loss(w, x):
@@ -154,7 +134,7 @@ def test_what_asks_for_values_and_is_right_runs(step, record, zero):
     """The data are the same on all ranks, so that one device says what is right."""
     x = X[:3].repeat(2, 1)
     right = step(W, X[:3])
-    for found in run(step, x=x, record=record, zero=zero):
+    for found in on(2, zero, step, x=x, route=record):
         checks.close(found, right)
 
 
@@ -172,7 +152,7 @@ def later(w, x, clips=False):
 
 def test_a_way_that_a_value_opens_is_looked_at_before_it_is_gone():
     with pytest.raises(LawError, match="mean at .*part of the gradient"):
-        run(seldom, record="odd")
+        on(2, 3, seldom, route="odd")
 
 
 def test_a_way_that_an_argument_opens_is_looked_at_when_it_is_given():
