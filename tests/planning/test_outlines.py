@@ -91,7 +91,7 @@ def test_an_outline_holds_what_a_plan_holds(how, zero):
 
 @cache
 def tried():
-    sizes = {"vocab": 64, "seq": 32, "dim": 256, "layers": 12, "heads": 4}
+    sizes = {"vocab": 64, "seq": 32, "dim": 256, "layers": 8, "heads": 4}
     init = lambda: gpt.init_params(torch.Generator(), **sizes)  # noqa: E731
     tokens = torch.zeros(32, sizes["seq"], dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens.clone()}

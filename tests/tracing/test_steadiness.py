@@ -66,51 +66,42 @@ def test_a_count_that_recordings_raise_is_refused(kind):
         trained(kind, False)
 
 
-def test_what_is_made_at_the_first_run_alone_hides_no_count():
-    made = []
-
-    def step(w, x):
-        rate = 0.1 / (1 + len(made))
-        made.append(torch.full((3,), 2.0).sum() if not made else None)
-        g = ff.value_and_grad(unit)(w, x)[1]
-        return ff.tree.map(lambda a, g: a - rate * g, w, g)
-
-    with pytest.raises(Unsteady, match="Python state"):
-        f = ff.shard(step, MESH, "data")
-        ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
+def made_at_the_first_run_alone(runs, w, x):
+    rate = 0.1 / (1 + len(runs))
+    runs.append(torch.full((3,), 2.0).sum() if not runs else None)
+    g = ff.value_and_grad(unit)(w, x)[1]
+    return ff.tree.map(lambda a, g: a - rate * g, w, g)
 
 
-def test_a_count_that_only_the_library_hears_of_later_is_refused():
-    """The check says more than the record: at a line at which that said nothing."""
-    runs = []
+def scaled(factors):
+    """By what the library alone hears of: it says more than the record does there."""
 
-    def step(w, x):
+    def step(runs, w, x):
         runs.append(1)
-        g = ff.value_and_grad(unit)(w, x)[1]
-        w = ff.tree.map(torch.sub, w, g)
-        if len(runs) > 1:
-            w = ff.tree_scale(w, 1 / len(runs))
-        return w
-
-    with pytest.raises(Unsteady, match="mul.* is given 0.3.* and 0.25"):
-        f = ff.shard(step, MESH, "data")
-        ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
-
-
-def test_a_count_that_the_library_hears_of_at_a_known_line_is_refused():
-    """The check calls once more what the record has called there."""
-    runs = []
-
-    def step(w, x):
-        runs.append(1)
-        g = ff.value_and_grad(unit)(w, x)[1]
-        w = ff.tree.map(torch.sub, w, g)
-        for factor in [0.5, 1 / len(runs)][: len(runs)]:
+        w = ff.tree.map(torch.sub, w, ff.value_and_grad(unit)(w, x)[1])
+        for factor in factors(len(runs)):
             w = ff.tree_scale(w, factor)
         return w
 
-    with pytest.raises(Unsteady, match="mul.* is given 0.3.* and 0.25"):
-        f = ff.shard(step, MESH, "data")
+    return step
+
+
+COUNTS = {
+    "made at first": (made_at_the_first_run_alone, "Python state"),
+    # At a line at which the record said nothing; and once more than it has called it.
+    "later": (scaled(lambda n: [1 / n] if n > 1 else []), "mul.* is given 0.3.* 0.25"),
+    "at a known line": (
+        scaled(lambda n: [0.5, 1 / n][:n]),
+        "mul.* is given 0.3.* 0.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_in_a_closure_is_refused(name):
+    step, said = COUNTS[name]
+    f = ff.shard(partial(step, []), MESH, "data")
+    with pytest.raises(Unsteady, match=said):
         ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
 
 
