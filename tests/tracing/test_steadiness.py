@@ -86,14 +86,12 @@ def scaled(factors):
     return step
 
 
+MUL = "mul.* is given 0.3.* and 0.25"
 COUNTS = {
     "made at first": (made_at_the_first_run_alone, "Python state"),
     # At a line at which the record said nothing; and once more than it has called it.
-    "later": (scaled(lambda n: [1 / n] if n > 1 else []), "mul.* is given 0.3.* 0.25"),
-    "at a known line": (
-        scaled(lambda n: [0.5, 1 / n][:n]),
-        "mul.* is given 0.3.* 0.25",
-    ),
+    "later": (scaled(lambda n: [1 / n] if n > 1 else []), MUL),
+    "at a known line": (scaled(lambda n: [0.5, 1 / n][:n]), MUL),
 }
 
 
