@@ -53,6 +53,11 @@ class TokenLoss:
             raise ValueError(
                 f"{what}: reduction={reduction!r}: it is 'mean', 'sum' or 'none'"
             )
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(
+                f"{what}: label_smoothing={label_smoothing} is no share: give one "
+                "within [0, 1]"
+            )
         size = 1 if axis is None else axis_size(axis)
         return TokenLoss(axis, own, own * size, label_smoothing, z_loss, reduction)
 
