@@ -9,7 +9,7 @@ dim of every tensor that is made of them: it has to be in one dim, and stay ther
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,7 +161,8 @@ class _SplitDim(TorchFunctionMode):
         if split:
             if _draws(name, args, kwargs):
                 raise _NotSplit(_drawn(name))
-            self._check_along(name, split[0], args, kwargs)
+            for x in split:
+                self._check_along(name, x, args, kwargs)
             for y in found:
                 self._check_dim(name, split, y)
         elif any(map(_is_marked, found)) and name not in _ALIKE:
@@ -199,19 +200,31 @@ class _SplitDim(TorchFunctionMode):
             )
 
     def _check_along(self, name: str, x: Tensor, args: Any, kwargs: Any) -> None:
-        """Functions that keep a shape and mix what lies along a dim, or number it."""
-        name, dims = name.rstrip("_"), []
+        """Functions that mix what lies along a dim, or number it, or may do so."""
+        given, name = name, name.strip("_").removeprefix("special_")
+        dims: Sequence[int] = []
         if name in ("layer_norm", "rms_norm"):
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
-            dims = list(range(x.ndim - len(shape), x.ndim))
-        elif name in ("tril", "triu"):
+            dims = range(x.ndim - len(shape), x.ndim)
+        elif name in ("tril", "triu", "scaled_dot_product_attention"):
             dims = [x.ndim - 2, x.ndim - 1]
+        elif name == "pad":
+            ends = kwargs.get("pad", args[1] if len(args) > 1 else ())
+            dims = [x.ndim - 1 - i // 2 for i, n in enumerate(ends) if n]
+        elif name == "batch_norm":
+            dims = [i for i in range(x.ndim) if i != 1]
+        elif name == "einsum":
+            dims = [] if _is_kept(x, args) else [_dim(x)]
         elif name in _ALONG:
             place, default = _ALONG[name]
-            dim = kwargs.get("dim", args[place] if len(args) > place else default)
-            dims = list(range(x.ndim)) if dim is None else [dim % x.ndim]
-        if _dim(x) in dims:
-            self._refuse(name, x)
+            dim = args[place] if len(args) > place else default
+            dim = kwargs.get("dim", kwargs.get("axis", dim))
+            dims = range(x.ndim) if dim is None else [dim % x.ndim]
+        elif not (name in _MOVES or name in _RESHAPES or _is_pointwise(name)):
+            dims = range(x.ndim)
+        counted = name not in _MOVES and name not in _RESHAPES and _counts(args, kwargs)
+        if _dim(x) in dims or counted:
+            self._refuse(given, x)
 
     def _check_types(self, given: list[Tensor], found: list[Tensor]) -> None:
         """One value on all ranks that meets parts would get one part's gradient."""
@@ -229,6 +242,38 @@ class _SplitDim(TorchFunctionMode):
                 f'{whole[0]!r} is "whole", which is for modules that see split '
                 "features, and sees others: leave it out of the plan"
             )
+
+
+def _is_kept(x: Tensor, args: Any) -> bool:
+    """True if an einsum's result has the split dim of an operand."""
+    inputs, _, out = args[0].replace(" ", "").partition("->")
+    operands = args[1:] if isinstance(args[1], Tensor) else args[1]
+    letters = next(
+        n for n, y in zip(inputs.split(","), operands, strict=True) if y is x
+    )
+    before, dots, after = letters.partition("...")
+    at = _dim(x)
+    if dots and at >= len(before):
+        at = max(at - x.ndim, -len(after) - 1)  # the last of the dots, if it is one
+        return "..." in out if at < -len(after) else after[at] in out
+    return letters[at] in out
+
+
+def _is_pointwise(name: str) -> bool:
+    """True for a function of each element by itself, by torch's own tags."""
+    for x in (name, name[name[0] in "ri" :]):  # as in __radd__ and __iadd__
+        packet = getattr(torch.ops.aten, _DUNDERS.get(x, x), None)
+        for overload in packet.overloads() if packet is not None else ():
+            if torch.Tag.pointwise in getattr(packet, overload).tags:
+                return True
+    return name in _POINTWISE
+
+
+def _counts(args: Any, kwargs: Any) -> bool:
+    """True if a number is that of split features, its inverse, or a root of these."""
+    numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, int | float) and x]
+    powers = [abs(v) / _MARK for n in numbers for v in (n, n * n, 1 / n, 1 / n / n)]
+    return any(0.5 < v < _MARK and abs(v - round(v)) < 1e-7 for v in powers)
 
 
 def _meeting(parameter: str) -> str:
@@ -262,18 +307,35 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
     return p > 0 and kwargs.get("training", args[2] if len(args) > 2 else True)
 
 
+_DUNDERS = {"truediv": "div", "floordiv": "div", "mod": "remainder", "invert": "neg",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}  # fmt: skip
+_POINTWISE = set(
+    "hardswish log_sigmoid logsigmoid softsign tanhshrink floor_divide copy fill zero "
+    "bucketize real imag conj view_as_real view_as_complex dropout dropout1d dropout2d "
+    "alpha_dropout feature_alpha_dropout rrelu".split()
+)
+# What moves, copies or leaves out whole features, or sums over other dims than theirs.
+_MOVES = set(
+    "get getitem cat concat stack chunk split tensor_split unbind select narrow "
+    "transpose permute movedim moveaxis swapaxes swapdims t adjoint contiguous clone "
+    "detach float double half bfloat16 int long bool type cpu cuda expand expand_as "
+    "broadcast_to unsqueeze squeeze repeat repeat_interleave tile requires_grad "
+    "zeros_like ones_like empty_like full_like sum nansum mean nanmean amax amin max "
+    "min prod var std var_mean std_mean norm vector_norm linalg_vector_norm logsumexp "
+    "any all argmax argmin median count_nonzero aminmax matmul rmatmul bmm mm baddbmm "
+    "linear".split()
+)
 _RESHAPES = {
     "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
 }  # fmt: skip
 # By name: at which place the dim is given, and which it is by default.
 _ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys("softmax log_softmax softmin sort argsort glu".split(), (1, -1)),
+    **dict.fromkeys("sort argsort glu".split(), (1, -1)), "topk": (2, -1),
+    **dict.fromkeys("softmax log_softmax softmin".split(), (1, None)),
     **dict.fromkeys("cumsum cumprod cummax cummin logcumsumexp".split(), (1, 0)),
     **dict.fromkeys("index_fill index_copy index_add index_select".split(), (1, 0)),
     **dict.fromkeys("gather scatter scatter_add scatter_reduce".split(), (1, 0)),
-    **dict.fromkeys("flip roll msort renorm fft ifft".split(), (9, None)),
     "take_along_dim": (2, None), "gumbel_softmax": (4, -1), "normalize": (2, 1),
-    "group_norm": (9, 1),
 }  # fmt: skip
 _RANDOM = {
     "rrelu", "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like",

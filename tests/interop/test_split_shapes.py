@@ -70,6 +70,16 @@ RIGHT = {
         SIZE)).softmax(-1).matmul(m.v(x).view(b, n, -1, SIZE).transpose(1,
         2)).transpose(1, 2).flatten(2)),
 }  # fmt: skip
+RIGHT |= {
+    "by numbers": lambda m, x, b, n: ((1e-6 + m.q(x) * 1e-12 - 3.0) / 1e4) ** 2,
+    "written": lambda m, x, b, n: m.q(x).clone().mul_(2).masked_fill_(m.k(x) > 0, 0),
+    "of a batch": lambda m, x, b, n: F.batch_norm(m.q(x).transpose(1, 2), None, None,
+        training=True).transpose(1, 2),
+    "means of positions": lambda m, x, b, n: m.q(x) - m.k(x).mean(1, keepdim=True),
+    "padded": lambda m, x, b, n: F.pad(m.q(x), (0, 0, 1, 0))[:, :-1],
+    "dots": lambda m, x, b, n: torch.einsum("...nhd,...mhd->...nhd", *(f(x).view(b, n,
+        -1, SIZE) for f in (m.q, m.k))).flatten(2),
+}  # fmt: skip
 HEADS_OF_ALL = {
     "in the place of a head's size": lambda m, x, b, n: joined(attend(*m.heads(x, b, n,
         HEADS, -1)), b, n),
@@ -93,6 +103,25 @@ MIXED = {
     "a part that is written": lambda m, x, b, n: (m.q(x).clone().index_fill_(-1,
         torch.arange(2, device=x.device), 0.0)),
     "a mean that leaves": lambda m, x, b, n: (m.q(x), m.k(x).mean()),
+}  # fmt: skip
+MIXED |= {
+    "one head": lambda m, x, b, n: attend(m.q(x), m.k(x), m.v(x)),
+    "a special softmax": lambda m, x, b, n: torch.special.softmax(m.q(x), -1),
+    "a sum along an axis": lambda m, x, b, n: torch.cumsum(m.q(x), axis=-1),
+    "norms of channels": lambda m, x, b, n: F.group_norm(m.q(x), n),
+    "norms of instances": lambda m, x, b, n: F.instance_norm(m.q(x)),
+    "norms of positions": lambda m, x, b, n: F.batch_norm(m.q(x), None, None,
+        training=True),
+    "neighbours": lambda m, x, b, n: F.max_pool1d(m.q(x), 3, 1, 1),
+    "frequencies": lambda m, x, b, n: torch.fft.fft(m.q(x)).real,
+    "the other way round": lambda m, x, b, n: torch.rot90(m.q(x), 2, (1, 2)),
+    "channels in turn": lambda m, x, b, n: F.channel_shuffle(m.q(x).transpose(1, 2)[...,
+        None], 2)[..., 0].transpose(1, 2),
+    "a product that sums": lambda m, x, b, n: torch.einsum("bnd,bme->bnd", m.q(x),
+        m.k(x)),
+    "by their number": lambda m, x, b, n: m.q(x) * m.q(x).shape[-1] ** -0.5,
+    "by the number of heads": lambda m, x, b, n: joined(attend(*m.heads(x, b, n, -1,
+        SIZE)) / m.q(x).view(b, n, -1, SIZE).shape[2], b, n),
 }  # fmt: skip
 TYPED = {
     "an input": lambda m, x, b, n: m.q(x) * x.sum(),
