@@ -142,6 +142,16 @@ class Victim:
         for name, data in self.files.items():
             (self.path / name).write_bytes(data)
 
+    @contextmanager
+    def saying(self, body):
+        """While its manifest says this, in time."""
+        (self.path / "fsfunc.json").write_bytes(text_of(body))
+        try:
+            with in_time(60):
+                yield
+        finally:
+            self.restore()
+
     def mutate(self, draw):
         file = self.path / draw.choice(sorted(self.files))
         data = self.files[file.name]

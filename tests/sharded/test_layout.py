@@ -10,6 +10,7 @@ from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.placements import Flat, Owned, Split, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
+from tests.checkpoint import trees
 from tests.checks import refusals, refused
 
 F32 = torch.float32
@@ -23,32 +24,12 @@ shapes = st.one_of(
 
 @st.composite
 def layouts(draw, shape):
-    """Any layout of this shape over one to three axes of at most 8 ranks in all."""
-    axes = draw(st.lists(st.sampled_from(AXES), max_size=3, unique=True))
-    sizes, left = [], 8
-    for _ in axes:
-        sizes.append(draw(st.integers(1, left)))
-        left //= sizes[-1]
-    n_flat = draw(st.integers(0, min(2, len(axes))))
-    n_outer = len(axes) - n_flat
-    parts = []
-    for axis, size in zip(axes[:n_outer], sizes[:n_outer], strict=True):
-        if shape and draw(st.booleans()):
-            parts.append(Split(draw(st.integers(0, len(shape) - 1)), axis, size))
-        else:
-            parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
-    if not n_flat:
-        return Layout(shape, torch.int64, tuple(parts), "w")
-    before, after = draw(shapes), draw(shapes)
-    return pack_flat(
-        [before, shape, after],
-        torch.int64,
-        ["before", "w", "after"],
-        axes[n_outer:],
-        sizes[n_outer:],
-        "unit",
-        outer=[(), parts, ()],
-    )[1]
+    """Any layout of this shape over axes of at most 8 ranks in all."""
+    sizes, left = {}, 8
+    for axis in AXES:
+        sizes[axis] = draw(st.integers(1, left))
+        left //= sizes[axis]
+    return draw(trees.layouts(shape, torch.int64, sizes, "w"))
 
 
 one_layout = shapes.flatmap(layouts)
