@@ -65,7 +65,7 @@ test_save_load_api.py
 test_nested_dict.py
   has     | trees of dicts and lists come back as they were | tree/test_tree.py::test_unflatten_undoes_flatten
 test_compatibility.py
-  has     | a file of another version is told | checkpoint/test_damaged.py::test_another_version_is_told
+  has     | a file of another version is told | checkpoint/test_forged.py::test_a_manifest_that_makes_no_sense_is_refused_at_once
 test_restricted_metadata_unpickler.py
   has     | metadata run no code | checkpoint/test_forged.py::test_a_manifest_that_makes_no_sense_is_refused_at_once
 test_fsspec.py

@@ -66,7 +66,7 @@ optim/test_oss.py
   has     | closed forms of a step, with momentum | optim/test_laws.py::test_apply_has_the_bits_of_torchs
   has     | schedules of learning rates | optim/test_elementwise.py::test_a_schedule_is_the_scheduler_asked_for_each_count
   has     | norms are torch's | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
-  has     | more ranks than parameters | optim/test_foreign.py::test_a_rank_without_elements_counts_too
+  has     | more ranks than parameters | optim/test_strides.py::test_a_rank_without_elements_counts_too
   differs | add_param_group while training | ff.partition names groups beforehand; OSS moves what had thawed | fairscale/test_fairscale.py::test_layers_that_thaw_are_those_of_torch
   not     | step(closure) | a step is a function: call the loss again in it
   differs | balanced by whole tensors, greedily | by elements: equal parts | sharded/test_layout.py::test_pack_flat_lays_leaves_end_to_end_and_pads_at_the_end

@@ -1,14 +1,40 @@
-"""Leaves side by side in buffers, and trees as the few tensors that this makes."""
+"""Leaves side by side in buffers, trees as few tensors, and pages that are there."""
+
+import resource
+import sys
 
 import pytest
 import torch
 
+from fsfunc.runtime.stores import populate
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.packing import chunk_here, joined, pack, packed_of
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
+
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where faults are counted so")
+def test_populated_memory_faults_no_more():
+    x = torch.empty(1 << 24)  # from the system, each time
+    before = faults()
+    populate(x)
+    taken = faults()
+    x.zero_()
+    assert faults() - taken < 100 or taken == before  # or the system is too old
+
+
+def test_what_is_written_stays():
+    x = torch.arange(1 << 14)
+    for part in (x, x[1:3], x[5000:], x[:0], x[::2], x.to("meta")):
+        populate(part)
+    assert torch.equal(x, torch.arange(1 << 14))
+
 
 SHAPES, NAMES = [(3,), (0,), (2, 2), ()], ["a", "b", "c", "d"]
 AT = [{"data": i} for i in range(3)]
