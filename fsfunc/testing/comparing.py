@@ -47,15 +47,12 @@ class Difference:
         return repr(x.detach()[self.index].item())
 
 
-def difference(
-    found: Any, expected: Any, tolerance: float = 0.0, paths: Any = None
-) -> Difference | None:
+def difference(found: Any, expected: Any, tolerance: float = 0.0) -> Difference | None:
     """The first leaf in which two trees differ, or None.
 
     Args:
         tolerance: the largest difference of two numbers, relative to theirs or to 1;
             0 requires equal values.
-        paths: those of the leaves to compare; by default all.
 
     Raises:
         TreeMismatch: the structures differ.
@@ -63,9 +60,8 @@ def difference(
     tree.check_same_structure(expected, found)
     names, leaves, _ = tree.flatten_with_paths(found)
     for path, a, b in zip(names, leaves, tree.leaves(expected), strict=True):
-        if paths is None or path in paths:
-            if (seen := _unlike(path, a, b, tolerance)) is not None:
-                return seen
+        if (seen := _unlike(path, a, b, tolerance)) is not None:
+            return seen
     return None
 
 

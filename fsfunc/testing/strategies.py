@@ -40,7 +40,6 @@ def meshes(
     max_axes: int = 2,
     max_size: int = 8,
     powers: bool = True,
-    ones: bool = True,
 ) -> Mesh:
     """Simulated meshes; they shrink to ``{"data": 2}``.
 
@@ -48,22 +47,20 @@ def meshes(
         names: those of the axes; the first is always there.
         max_size: of the mesh.
         powers: whether sizes are powers of two, over which means are exact.
-        ones: whether axes of size 1 are among them.
     """
     left, sizes = max_size, {}
     for name in names[: draw(st.integers(1, max_axes))]:
         fit = [n for n in ((2, 4, 8) if powers else (2, 3, 4, 5, 6, 7, 8)) if n <= left]
-        fit += [1] if ones or not fit else []
-        sizes[name] = draw(st.sampled_from(fit))
+        sizes[name] = draw(st.sampled_from([*fit, 1]))
         left //= sizes[name]
     return make_mesh(sizes, "simulated")
 
 
 @st.composite
-def axes(draw: Any, mesh: Mesh, *, several: bool = True) -> Axis:
+def axes(draw: Any, mesh: Mesh) -> Axis:
     """One axis of a mesh, or several in any order; they shrink to its first one."""
     names = list(mesh.axes)
-    if not several or len(names) == 1 or not draw(st.booleans()):
+    if len(names) == 1 or not draw(st.booleans()):
         return draw(st.sampled_from(names))
     count = draw(st.integers(2, len(names)))
     return tuple(draw(st.permutations(names))[:count])
@@ -88,22 +85,20 @@ def layouts(
     dtype: torch.dtype = torch.float32,
     *,
     flat: bool = True,
-    owned: bool = True,
 ) -> Layout:
     """Layouts of one tensor over any axes of a mesh; they shrink to a whole one.
 
     Args:
         flat: whether some axes cut a flat buffer, which other tensors share.
-        owned: whether one coordinate of an axis may have all of it.
     """
     names = draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))
     outer = draw(st.integers(0, len(names))) if flat else len(names)
     parts = []
     for axis in names[:outer]:
         size = mesh.axes[axis]
-        if shape and not (owned and draw(st.booleans())):
+        if shape and not draw(st.booleans()):
             parts.append(Split(draw(st.integers(0, len(shape) - 1)), axis, size))
-        elif owned:
+        else:
             parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
     if outer == len(names):
         return Layout(tuple(shape), dtype, tuple(parts), "w")
@@ -127,22 +122,18 @@ def tensors(draw: Any, shape: Strategy[tuple[int, ...]], dtype: torch.dtype) -> 
     return torch.randint(-2, 3, made, generator=generator).to(dtype)
 
 
-def trees(
-    leaf: Strategy[Any] | None = None, *, max_leaves: int = 5, multiple: int = 1
-) -> Strategy[Any]:
+def trees(*, max_leaves: int = 5, multiple: int = 1) -> Strategy[Any]:
     """Trees of tensors: dicts, lists and tuples, empty ones and None among them.
 
     They shrink to one leaf.
 
     Args:
-        leaf: draws a leaf; by default a tensor of any shape and of float32 or int64.
         multiple: of which every size is, for leaves to be cut.
     """
-    if leaf is None:
-        shape = shapes(multiple=multiple, max_dims=2)
-        leaf = st.sampled_from([torch.float32, torch.int64]).flatmap(
-            lambda dtype: tensors(shape, dtype)
-        )
+    shape = shapes(multiple=multiple, max_dims=2)
+    leaf = st.sampled_from([torch.float32, torch.int64]).flatmap(
+        lambda dtype: tensors(shape, dtype)
+    )
     keys = st.sampled_from(["w", "b", "a b", "10", "9"])
     return st.recursive(
         leaf | st.none(),
@@ -156,7 +147,7 @@ def trees(
 
 
 def batches(
-    mesh: Mesh, axis: Axis | None = None, *, rows_each: int = 1, max_times: int = 2
+    mesh: Mesh, axis: Axis | None = None, *, rows_each: int = 1
 ) -> Strategy[dict[str, Tensor]]:
     """Batches for drawn models, of which each rank along ``axis`` has equal rows.
 
@@ -164,7 +155,7 @@ def batches(
         rows_each: of which a rank has a multiple, for microbatches.
     """
     size = mesh.size if axis is None else mesh.axis_size(axis)
-    count = st.integers(1, max_times).map(lambda k: k * rows_each * size)
+    count = st.integers(1, 2).map(lambda k: k * rows_each * size)
     return st.builds(rows, count, seeds)
 
 
@@ -213,9 +204,7 @@ def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[Drawn
 
 
 @st.composite
-def orders(
-    draw: Any, kinds: Sequence[str] = ("remat", "accumulate")
-) -> tuple[str, ...]:
+def orders(draw: Any, kinds: Sequence[str]) -> tuple[str, ...]:
     """Orders of transforms with "shard" among them, the innermost first.
 
     "donate", which is for train steps, comes last: around all others.

@@ -36,7 +36,6 @@ def check_collective(
     shape: Sequence[int] = (12, 2),
     sizes: Sequence[int] = (2, 3, 4),
     transpose: Callable[[Tensor], Tensor] | None = None,
-    agreeing: bool = False,
     under: Sequence[str] = UNDER,
     mesh: Mesh | None = None,
 ) -> None:
@@ -57,7 +56,6 @@ def check_collective(
         shape: the shape of the argument.
         sizes: the sizes of the axis, tried from the smallest.
         transpose: its transpose, if you know it: a function of the cotangent.
-        agreeing: whether the argument, though of type V, is equal on all ranks.
         under: the derivatives to check.
         mesh: a mesh with further axes, instead of ``sizes``.
 
@@ -80,7 +78,7 @@ def check_collective(
         raise ValueError(f"under={under!r}, sizes={sizes!r}: nothing would be asked")
     drawn = (make_mesh({axis: n}, "simulated") for n in sizes)
     for at in drawn if mesh is None else [mesh]:
-        _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)
+        _Check(fn, axis, of, to, tuple(shape), transpose, at).run(under)
 
 
 @dataclass(eq=False)
@@ -93,7 +91,6 @@ class _Check:
     to: str
     shape: tuple[int, ...]
     transpose: Any
-    agreeing: bool
     mesh: Mesh
 
     def __post_init__(self) -> None:
@@ -105,7 +102,7 @@ class _Check:
         name = getattr(fn, "__name__", type(fn).__name__)
         n = mesh.axis_size(axis)
         self.name = f'{name}, {of} -> {to} over "{axis}" of size {n}'
-        self.alike = of in "IR" or self.agreeing
+        self.alike = of in "IR"
         self.x, self.z = (
             typed(self.alike, self.shape, mesh, axis, self.draw) for _ in "xz"
         )
