@@ -4,9 +4,8 @@ In the first run a unit's function saves nothing: autograd gets a :class:`_Resid
 place of each tensor. The second run gives these their values, in the same order, and
 ends with the last: what a function computes after it, such as a block's last product,
 makes its output alone. The graph is that of the first run, so it may be differentiated
-twice or in parts, and buffers are gathered and dropped by it as without ``remat``.
-
-Source: torch.utils.checkpoint, the variant that is not reentrant.
+twice or in parts, and buffers are gathered and dropped by it as without ``remat``. It
+is torch.utils.checkpoint, in the variant that is not reentrant.
 """
 
 from __future__ import annotations
