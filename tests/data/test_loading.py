@@ -231,6 +231,24 @@ def test_bad_batches_and_positions_are_refused(call, error, way_out):
     refused(call, error, way_out)
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda rank: {"seed": rank}, "seed: rank 0: 0; rank 1: 1"),
+        (lambda rank: {"dataset": range(8 + rank)}, "rows: rank 0: 8; rank 1: 9"),
+    ],
+)
+def test_ranks_with_unlike_orders_are_refused(how, said):
+    mesh = simulated(2)
+
+    def main():
+        given = {"dataset": range(8), "mesh": mesh, "axis": "data", "batch_size": 4}
+        return ff.batches(**given | how(mesh.rank))
+
+    with pytest.raises(ValueError, match=f"unlike batches(.|\n)*{said}"):
+        ff.spmd(main, mesh)()
+
+
 @pytest.mark.processes
 def test_processes_read_what_one_device_would(processes):
     """With workers, and resumed on another number of ranks."""
