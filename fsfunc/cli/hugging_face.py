@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsfunc.cli.build_scripts import Refused
+from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.interop.modules import from_module
@@ -19,6 +20,7 @@ from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search
 from fsfunc.planning.stack_search import search
 from fsfunc.transforms.casting import precision
+from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
@@ -67,27 +69,42 @@ class HuggingFaceStep:
         axes = tuple(name for name in mesh.axes if name != MODEL)
         step = shard(step, mesh, axes, zero=self.options.zero) if axes else step
         batch = self._batch(self.options.sequences)
-        return step, lambda: params, optimizer, batch, layouts
+        return donate(step), lambda: params, optimizer, batch, layouts
 
-    def search(self, mesh: Mesh, hardware: Hardware, plans: int = 12) -> Search:
-        """The stacks that are best on a mesh, of those that promise most."""
-        loss_fn, optimizer, params, layouts = self._model(mesh)
-        ranks = mesh.size // mesh.axes.get(MODEL, 1)
+    def search(self, mesh: Mesh | int, hardware: Hardware) -> Search:
+        """The stacks that are best on a mesh, or on any of so many ranks.
+
+        Of those that promise most. A rank has the options' sequences; of any mesh, all
+        have as many as on one that cuts the batch alone.
+        """
+        loss_fn, optimizer, params, layouts = self._splitting(mesh)
+        any_mesh = isinstance(mesh, int)
+        ranks = mesh if any_mesh else mesh.size // mesh.axes.get(MODEL, 1)
         try:
             return search(
                 loss_fn,
                 optimizer,
                 lambda: params,
                 lambda: self._batch(self.options.sequences * ranks),
-                dict(mesh.axes),
+                mesh if any_mesh else dict(mesh.axes),
                 hardware,
                 compute=torch.bfloat16,
                 reduce=torch.float32,
                 layouts=layouts,
-                plans=plans,
+                plans=12,
             )
         except ValueError as error:
-            raise Refused(f"{self.path}, over {dict(mesh.axes)}: {error}") from None
+            raise Refused(f"{self.path}, over {mesh}: {error}") from None
+
+    def _splitting(self, mesh: Mesh | int) -> tuple[Any, Any, Any, Any]:
+        """The model on a mesh; on any, split where it has a plan of its own."""
+        if not isinstance(mesh, int):
+            return self._model(mesh)
+        split, whole = (make_mesh(a, "abstract") for a in ({MODEL: 1}, {}))
+        try:
+            return self._model(split)
+        except Refused:
+            return self._model(whole)
 
     def _batch(self, sequences: int) -> torch.Tensor:
         return torch.empty(sequences, self.length, dtype=torch.int64)

@@ -38,6 +38,7 @@ from fsfunc.show.estimates import estimate as estimate_tables
 HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
 THIS = "this"  # as a hardware's name: the machine at hand
 MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
+ANY = "or, to --search all meshes of so many ranks, their number"
 
 
 def add_plan(commands: Any) -> None:
@@ -74,7 +75,7 @@ def add_plan(commands: Any) -> None:
         action="append",
         type=_mesh,
         metavar="AXES",
-        help=f"{MESH}; given again, the script is planned on each",
+        help=f"{MESH}; given again, the script is planned on each; {ANY}",
     )
     names = ", ".join(known.name for known in machines.GIVEN)
     add(
@@ -99,7 +100,9 @@ def add_plan(commands: Any) -> None:
     add("--json", type=Path, metavar="PATH", help="write all numbers")
 
 
-def _mesh(text: str) -> Mesh:
+def _mesh(text: str) -> Mesh | int:
+    if text.isdecimal() and int(text):
+        return int(text)
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -111,7 +114,9 @@ def _mesh(text: str) -> Mesh:
     return make_mesh(axes, "abstract")
 
 
-def _text(mesh: Mesh) -> str:
+def _text(mesh: Mesh | int) -> str:
+    if isinstance(mesh, int):
+        return str(mesh)
     return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
 
 
@@ -122,6 +127,9 @@ def _run(options: argparse.Namespace) -> None:
     script = options.hf or options.script
     with _builder(options) as build:
         for mesh in options.mesh:
+            if isinstance(mesh, int):
+                _search(build, mesh, machine)
+                continue
             device = "cpu" if machine is None else machine.device
             found, times = plan_of(build, mesh, script, device), None
             if machine is not None:
@@ -133,16 +141,20 @@ def _run(options: argparse.Namespace) -> None:
                     times = estimate(found, machine, **how)
             seen.append((found, times))
             _show(found, times, machine, options)
-            if options.search and machine is not None:
-                best = build.search(mesh, machine)
-                put(best)
-                print(f"\nThe fastest, around train_step:\n{best.best.code}")
+            if options.search:
+                _search(build, mesh, machine)
     if len(seen) > 1:
         put(comparison(seen))
     if options.json:
         about = {"script": str(script), "arguments": options.passed}
         plans = [facts(found, times, machine) for found, times in seen]
         write_json(options.json, {**about, "plans": plans})
+
+
+def _search(build: Any, mesh: Mesh | int, machine: Hardware | None) -> None:
+    best = build.search(mesh, machine)
+    put(best)
+    print(f"\nThe fastest, around train_step:\n{best.best.code}")
 
 
 @contextmanager
@@ -173,6 +185,10 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) and len(options.mesh) > 1:
             raise Refused(f"--{name} writes one plan: give one --mesh")
     for mesh in options.mesh:
+        if isinstance(mesh, int):
+            if not options.search:
+                raise Refused(f"--mesh {mesh} names no axes: {MESH}; {ANY}")
+            continue
         if options.rank is not None and not 0 <= options.rank < mesh.size:
             raise Refused(
                 f"--rank {options.rank}: the ranks of --mesh {_text(mesh)} are 0 to "

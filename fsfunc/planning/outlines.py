@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.planning.candidates import lowered, size_in, stages_of
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.stacks import NODE, PIPE, Stack
+from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.state.layout_rules import axes_of
 from fsfunc.tracing.programs import Program, Spec
 
@@ -30,6 +30,10 @@ _OPERATORS = 60  # of a unit, forward and backward: a transformer's layer has as
 _ALIKE = 0.1  # of two outlines, which tell no smaller difference
 _ROUNDS = 4  # of a loop of equal parts, those that a plan runs
 _SPLIT = 1 / 3  # of a bubble: what is left where weight gradients fill it
+
+
+# Sizes of axes, and the collectives of a forward over them with their counts.
+Sent = tuple[Mapping[str, int], Mapping[Record, int]]
 
 
 class Outline(NamedTuple):
@@ -52,6 +56,7 @@ class Outlines:
     Args:
         program: of the loss, recorded on the whole batch of ``rows`` rows.
         params, moments: bytes of all of them.
+        sent: by axes of layouts, what a forward of all rows sent over them.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class Outlines:
         params: int,
         moments: int,
         hardware: Hardware,
+        sent: Mapping[frozenset[str], Sent] = {},
     ):
+        self.sent = sent
         self.calls, self.rows = program.calls, rows
         self.params, self.moments, self.hardware = params, moments, hardware
         self.flops = sum(call.flops for call in self.calls)
@@ -96,7 +103,7 @@ class Outlines:
             chunks = stages // deep
             idle = _SPLIT if "zb" in str(stack.schedule) else 1.0
             seconds += idle * compute * (deep - 1) / (stack.microbatches * chunks)
-        seconds += self._offloading(stack)
+        seconds += self._offloading(stack) + self._within(stack, again > 1) / deep
         held = self._held(stack, share, deep, again > 1)
         rounds = min(stack.accumulate, _ROUNDS) * stack.microbatches
         return Outline(seconds, held, rounds * len(self.calls))
@@ -139,6 +146,26 @@ class Outlines:
         if "activations" in stack.offload:
             moved += 2 * self.kept // math.prod(stack.parts_by_dim.values())
         return moved / host[0]
+
+    def _within(self, stack: Stack, again: bool) -> float:
+        """Seconds of what units send over axes of layouts, which is waited for.
+
+        A backward sends as much as a forward does.
+        """
+        over = dict(stack.split_over)
+        sizes, sent = self.sent.get(frozenset(over), ({}, {}))
+        rows = stack.parts_of((DATA, NODE))
+        passes = stack.accumulate * stack.microbatches
+        part, seconds = size_in(stack.compute) / (rows * passes), 0.0
+        for record, count in sent.items():
+            ranks = _ranks(stack, record.axis)
+            then = math.prod(sizes[a] for a in record.axis)
+            now = (1 - 1 / len(ranks)) / (1 - 1 / then)  # of a ring
+            size = Fraction(int(record.bytes * part * now))
+            each = replace(record, bytes=size)
+            each = collective_seconds(each, ranks, self.hardware)
+            seconds += each * count * passes
+        return seconds * (3 if again else 2)
 
     def _sending(self, stack: Stack) -> float:
         """Seconds of the transfers of parameters and gradients, one after another."""

@@ -122,6 +122,12 @@ class Stack:
             found[dim] = found.get(dim, 1) * dict(self.axes)[axis]
         return found
 
+    @property
+    def split_over(self) -> tuple[tuple[str, int], ...]:
+        """Axes with several ranks beside the usual: of layouts, or of other dims."""
+        usual = (DATA, PIPE, NODE)
+        return tuple((a, n) for a, n in self.axes if a not in usual and n > 1)
+
     def parts_of(self, axes: Iterable[str]) -> int:
         """The number of ranks along these axes; along one that is not there, one."""
         return math.prod(dict(self.axes).get(a, 1) for a in set(axes))

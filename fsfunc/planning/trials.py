@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.launch import spmd
+from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.planning.allocation import fits, needed_bytes
@@ -24,7 +26,7 @@ from fsfunc.planning.candidates import (
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.outlines import Outline, Outlines
+from fsfunc.planning.outlines import Outline, Outlines, Sent
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
@@ -69,6 +71,9 @@ class Trials:
         self.large: list[tuple[int, Stack]] = []  # foreseen bytes of what is skipped
         self.tried: list[Choice] = []
         self.skipped: list[Skipped] = []
+        # By axes of layouts: sizes, and what a forward sends; by sizes, why it cannot.
+        self.sent: dict[frozenset[str], Sent] = {}
+        self.unsplit: dict[Axes, str] = {}
         self.errors: list[Exception] = []
 
     def skip(self, stacks: Sequence[Stack], why: str) -> None:
@@ -85,7 +90,35 @@ class Trials:
                 why = f"the batch of {what} cannot be cut into {parts} parts"
                 self.skip([stack], why)
                 return False
+        over = frozenset(axis for axis, _ in stack.split_over)
+        if over and over not in self.sent and (why := self._unsplit(stack)):
+            self.skip([stack], why)
+            return False
         return True
+
+    def _unsplit(self, stack: Stack) -> str:
+        """The reason why the loss does not run over the axes of its layouts, if any."""
+        sizes = stack.split_over
+        if sizes and sizes not in self.unsplit:
+            self.unsplit[sizes] = self._forward(self.space.on(sizes))
+        return self.unsplit.get(sizes, "")
+
+    def _forward(self, stack: Stack) -> str:
+        """Notes what a forward sends over these axes alone; or why it cannot be."""
+
+        def forward(state: Any, batch: Any) -> Any:
+            return self.loss_fn(state.params, batch)
+
+        given = forward, self.init, self.optimizer, self._local(stack.parts_by_dim)
+        try:
+            mesh = Mesh(dict(stack.axes), "abstract")
+            found = plan(*given, mesh=mesh, layouts=stack.layouts).records()
+        except (ValueError, RuntimeError) as error:
+            self.errors.append(error)
+            return str(error)
+        sent = Counter(Record(r.op, r.axis, r.bytes, r.dtype) for r in found)
+        self.sent[frozenset(mesh.axes)] = dict(mesh.axes), sent
+        return ""
 
     def least(self, stack: Stack) -> int:
         """Bytes of parameters and moments, below which the stack cannot stay."""
@@ -125,6 +158,9 @@ class Trials:
         if stages > 1 and stages > (units := len(self.outlines.calls)):
             self.skip([stack], f"{stages} stages are more than {units} unit calls")
             return None
+        if why := self.unsplit.get(stack.split_over):
+            self.skip([stack], why)
+            return None
         least = self.least(stack)
         if least > self.memory:
             why = f"parameters and moments alone are {of_bytes(least)}"
@@ -163,10 +199,11 @@ class Trials:
             how = {"layouts": stack.layouts, "device": self.hardware.device}
             return plan(*given, mesh=mesh, **how)
         except (ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and stack.schedule is None:
+            why = self._unsplit(stack)
+            if not why and isinstance(error, RuntimeError) and stack.schedule is None:
                 raise
             self.errors.append(error)
-            self.skip([stack], str(error))
+            self.skip([stack], why or str(error))
             return None
 
     def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
@@ -230,7 +267,7 @@ class Trials:
             lambda: program(self.loss_fn, _alike(self.init()), self._local({})())
         )
         sizes = self.rows, self.params, self.moments
-        return Outlines(found, *sizes, self.hardware)
+        return Outlines(found, *sizes, self.hardware, self.sent)
 
     def _lengths(self, dim: int) -> list[int]:
         """Of the batch's tensors, in that dim."""

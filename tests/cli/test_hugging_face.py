@@ -79,6 +79,17 @@ def test_the_best_stack_is_searched_for(axes, changes, config, capsys):
     assert ("layouts=layouts" in code) == ("model" in axes)
 
 
+def test_all_meshes_of_a_number_of_ranks_are_searched(config, capsys):
+    """Split over those sizes alone that divide its tensors."""
+    three = ["--mesh", "3", "--hardware", "h100", "--search"]
+    assert not main(["plan", "--hf", str(config()), *three])
+    said = capsys.readouterr().out
+    assert "cannot split" in said and "of size 3: 64 is not a multiple" in said
+    assert "mesh = ff.make_mesh({" in said
+    assert main(["plan", "--hf", str(config()), "--mesh", "3"]) == 2
+    assert "--mesh 3 names no axes" in capsys.readouterr().err
+
+
 def test_a_window_that_is_shorter_than_the_batch_is_a_mask(config):
     mesh = ff.make_mesh({"data": 2}, "abstract")
     for window, masked in ((8, True), (17, False)):

@@ -125,3 +125,43 @@ def test_stacks_within_the_band_tie_and_others_do_not():
 def test_no_plan_at_all_is_refused():
     with pytest.raises(ValueError, match="plans=0: at least one"):
         found(0)
+
+
+@ff.unit
+def split_layer(p, x):
+    return x + ff.nn.row_linear(ff.nn.column_linear(x, p["up"]).tanh(), p["down"])
+
+
+def split_search(sizes, **given):
+    width = 512
+    init = lambda: [  # noqa: E731
+        {"up": torch.empty(4 * width, width), "down": torch.empty(width, 4 * width)}
+        for _ in range(6)
+    ]
+    layouts = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
+    given = {"zero": (3,), "remat": (None,), "accumulate": (1,), **given}
+    loss, batch = chain(split_layer), torch.empty(128, 64, width)
+    given |= {"layouts": layouts}
+    return search(loss, ff.sharded_adam(1e-3), init, batch, sizes, H100, **given)
+
+
+def test_an_outline_has_what_split_layers_send(monkeypatch):
+    """It is as near to a plan of split layers as to one of data alone."""
+    seen = {}
+    of = Trials.try_one
+
+    def try_one(self, stack, anyway=False):
+        choice = of(self, stack, anyway)
+        seen[stack.axes] = choice.seconds / self.outlines.of(stack).seconds
+        return choice
+
+    monkeypatch.setattr(Trials, "try_one", try_one)
+    split_search([{"data": 32}, {"data": 8, "model": 4}, {"data": 2, "model": 16}])
+    alone, *split = seen.values()
+    assert split and all(0.7 < x / alone < 1.3 for x in split)
+
+
+def test_an_axis_that_the_model_cannot_be_split_over_is_left_out():
+    made = split_search([{"data": 2, "model": n} for n in (3, 4)])
+    assert [c.axes["model"] for c in made.tried] == [4]
+    assert ["2048 is not a multiple" in s.why for s in made.skipped] == [True]
