@@ -7,9 +7,9 @@ routing.py          capacity, dropped choices, padding; the all-to-alls to exper
 gating.py           top-1, top-2, top-k gates
 experts.py   experts spread over ranks, and the all-to-alls to them
 context_parallel.py attention_checks.py   attention over a split sequence
-ring.py ring_schedule.py   the ring; what goes where, and which blocks are computed
+ring.py             the ring
 attention_blocks.py attention_masks.py   a block of keys; what is seen of it
-sequence_order.py   zig-zag order
+sequence_order.py   zig-zag order; what goes where, and which blocks are computed
 statistics.py       batch norms, of one rank's batch or of all; statistics
 normalization.py    norms of split features; mean and variance over ranks
 numerics.py         each rank's own random numbers, dropout; dtypes of sums, autocast

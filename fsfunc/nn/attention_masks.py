@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.nn.numerics import wide
-from fsfunc.nn.ring_schedule import Block, SequenceCut
+from fsfunc.nn.sequence_order import Block, SequenceCut
 
 NOTHING = -1e30  # within the range of fp32 and of bfloat16
 

@@ -21,8 +21,13 @@ from fsfunc.nn.attention_blocks import Heads
 from fsfunc.nn.attention_checks import Reach, Window, check_halves, check_heads, checked
 from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.ring import Ring, attention
-from fsfunc.nn.ring_schedule import SequenceCut
-from fsfunc.nn.sequence_order import contiguous_parts, unzigzag, zigzag, zigzag_parts
+from fsfunc.nn.sequence_order import (
+    SequenceCut,
+    contiguous_parts,
+    unzigzag,
+    zigzag,
+    zigzag_parts,
+)
 
 
 def ring_attention(

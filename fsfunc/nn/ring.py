@@ -34,7 +34,7 @@ from fsfunc.nn.attention_blocks import (
 )
 from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.numerics import wide, without_autocast
-from fsfunc.nn.ring_schedule import (
+from fsfunc.nn.sequence_order import (
     Block,
     SequenceCut,
     ring_blocks,

@@ -9,7 +9,7 @@ machine (`machines`); a search plans and estimates many stacks (`stacks`, `trial
 planner.py          plan: a step run where nothing is sent or computed; the moves
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
-device_kernels.py fused_chains.py   kernels of a GPU, and those that jit makes
+device_kernels.py   kernels of a GPU, and those that jit makes
 rounds.py           equal microbatches, of which one is run for many
 estimation.py simulation.py transfers.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do

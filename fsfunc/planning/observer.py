@@ -24,9 +24,8 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.planning.device_kernels import read_again
+from fsfunc.planning.device_kernels import FusedChains, read_again
 from fsfunc.planning.events import Event, Gave, Op, Ran, Took, Turn, describe, size_of
-from fsfunc.planning.fused_chains import FusedChains
 from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
