@@ -61,6 +61,7 @@ def matched(
             "strict=False"
         )
     _check_kinds(stored, here, found, sources, cast)
+    _check_origins(target, here, found)
     for path, leaf in here.items():
         if path not in found and _has_no_value(leaf):
             raise ValueError(
@@ -149,6 +150,30 @@ def _check_kinds(
         )
 
 
+def _check_origins(
+    target: Any, here: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    """Raises where parameters are read, and what a step makes them of is kept."""
+    ends = lambda x: is_sharded(x) or hasattr(type(x), "origins")  # noqa: E731
+    paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=ends)
+    for at, node in zip(paths, leaves, strict=True):
+        if is_sharded(node) or not ends(node):
+            continue
+        within = "/".join(filter(None, (at, node.origins)))
+        for name in tree.paths(getattr(node, node.origins), is_sharded):
+            own = f"{within}/{name}" if name else within
+            for path in found if own not in found else ():
+                alike = getattr(here[path], "shape", None) == here[own].shape
+                ending = not name or f"/{path}".endswith(f"/{name}")
+                if alike and ending and not path.startswith(f"{at}/"):
+                    raise ValueError(_ORIGINS.format(path, own))
+
+
+_ORIGINS = (
+    "{!r} is read, and {!r} is not, of which the optimizer makes it in each step, so "
+    "that it would be lost: read both; or load the parameters first, and make the "
+    "state of them, by ff.init_state or the optimizer's init"
+)
 _CODED = (
     "moments in 8 bits have a scale for each block of what one rank holds, and load "
     "where the parameters lie as they did: with that mesh, zero and units. Load the "

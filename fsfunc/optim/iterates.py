@@ -35,7 +35,8 @@ class ScheduleFreeState(NamedTuple):
 
     The parameters that are trained are y, where gradients are taken; `eval_params`
     gives x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that of
-    the weights of all updates, ``max_lr`` the largest learning rate so far.
+    the weights of all updates, ``max_lr`` the largest learning rate so far. For
+    ``origins`` see `MasterState`.
     """
 
     count: int
@@ -44,6 +45,8 @@ class ScheduleFreeState(NamedTuple):
     max_lr: float
     z: Any
     base: Any
+
+    origins = "z"
 
     def evaluated(self, params: Tree) -> Tree:
         """x, the average."""

@@ -150,11 +150,14 @@ class MasterState(NamedTuple):
     """The parameters in float32, and what the optimizer within keeps.
 
     ``master`` is a tree like the parameters, in the same layout, with None for leaves
-    that are not of 16 bits: these are their own masters.
+    that are not of 16 bits: these are their own masters. ``origins`` is the field of
+    which a step makes the parameters, whatever they were.
     """
 
     master: Any
     inner: State
+
+    origins = "master"
 
 
 @described

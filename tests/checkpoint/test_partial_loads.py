@@ -240,6 +240,28 @@ def test_whole_tensors_and_what_is_refused(tmp_path):
         ff.load(tmp_path / "a", found, donate=True, device="cuda")
 
 
+@pytest.mark.parametrize("name", ["", "w"])
+@pytest.mark.parametrize(
+    ("optimizer", "origin"),
+    [
+        (ff.master_weights(ff.sgd(0.5)), "master"),
+        (ff.schedule_free(ff.sgd(0.5), 0.5), "z"),
+    ],
+)
+def test_parameters_are_not_read_without_what_a_step_makes_them_of(
+    tmp_path, name, optimizer, origin
+):
+    params = torch.ones(3).bfloat16()
+    params = {name: params, "n": 3} if name else params
+    state = ff.TrainState(params, ff.chain(optimizer).init(params))
+    ff.save(tmp_path / "a", state)
+    with pytest.raises(ValueError, match=f"'params.*is read, and .*/{origin}"):
+        ff.load(tmp_path / "a", state, only="params")
+    inner = "opt_state/*/count" if origin == "z" else "opt_state/*/inner"
+    for only in (["params", f"opt_state/*/{origin}"], inner, "step"):
+        same(ff.load(tmp_path / "a", state, only=only), state)
+
+
 def test_a_target_that_is_being_saved_is_refused(tmp_path):
     state = {"w": torch.arange(3.0)}
     ff.save(tmp_path / "a", state)

@@ -347,13 +347,14 @@ PLAIN = train_step(chain(), ff.sgd(LR))
 SGD = ff.sgd(LR)
 
 
-def state_of(params):
-    return ff.TrainState(params, SGD.init(params))
+def state_of(params, optimizer=SGD):
+    return ff.TrainState(params, optimizer.init(params))
 
 
-def run(step, params=lambda: layers(1)):
+def run(step, params=lambda: layers(1), *optimizer):
     """A first call of ``step()`` on two nodes."""
-    return lambda: ff.spmd(lambda: step()(state_of(params()), batch_of(0)), MESH)()
+    start = lambda: state_of(params(), *optimizer)  # noqa: E731
+    return lambda: ff.spmd(lambda: step()(start(), batch_of(0)), MESH)()
 
 
 def local(step=PLAIN):
@@ -418,6 +419,9 @@ REFUSED = {
         run(lambda: local(ff.shard(PLAIN, MESH, "node"))), ValueError,
         "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
+    "parameters that follow masters": (
+        run(local, lambda: [{"w": torch.eye(WIDTH).bfloat16()}],
+            ff.master_weights(SGD)), ValueError, "ff.precision"),
     "a loss that spans ranks": (
         run(lambda: local(train_step(spanning, SGD))), ValueError, "outside of it"),
     "a step that is differentiated": (
