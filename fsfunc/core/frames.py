@@ -53,6 +53,8 @@ class Interpretation:
         same_batch: the axes along which all ranks must be given one batch.
         scales: whether it scales losses, so that gradients may be in float16.
         observes: whether :meth:`begins` and :meth:`ends` are called.
+        ends_alike: whether it does in the last microbatch what it does in others, as
+            a plan may then leave that one out.
     """
 
     lays_out = False
@@ -60,7 +62,7 @@ class Interpretation:
     compared: frozenset[int] = frozenset()
     called = ""
     same_batch: tuple[str, ...] = ()
-    scales = observes = False
+    scales = observes = ends_alike = False
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

@@ -96,11 +96,13 @@ class Tracer:
         ``stage``: of a pipeline, where a rank has several.
         """
 
-    def rounds(self) -> Any:
-        """The observer of a loop over microbatches, or None.
+    def rounds(self, fn: Callable[..., Any], named: str = "") -> Any:
+        """The observer of a loop over microbatches, for each of which ``fn`` is called.
 
-        Its ``after(carried, how, left)`` is called after each, and returns how many of
-        the next ones can be skipped.
+        ``named``: what comes before a microbatch's number in the names of messages.
+
+        Its ``begin`` is called before each, and its ``after`` after each, which returns
+        how many of the next ones can be skipped. None: none of them.
         """
         return None
 

@@ -20,6 +20,7 @@ synchronous.py schedules.py   with one update; all of them, and a search
 verification.py player.py   the check that one runs to its end
 transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter
+schedule_rounds.py  equal rounds of them, of which a plan runs a few
 stages.py           the user's own loss, of which one stage's unit calls run
 backward_split.py fused_gradients.py   its backward, or halves
 microbatches.py sample_gradients.py   a batch in parts, results joined; their gradients

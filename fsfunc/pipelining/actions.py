@@ -6,6 +6,7 @@ compute actions alone; `transfers.with_transfers` adds what travels between rank
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,41 @@ def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
             tuple(_action(entry, rank, at) for at, entry in enumerate(entries))
         )
     return tuple(schedule)
+
+
+@functools.lru_cache(maxsize=256)
+def stretches(row: tuple[Action, ...]) -> dict[int, tuple[int, int, int]]:
+    """Return where a row comes to the same actions again, of later microbatches.
+
+    By the place where such a stretch begins: how many actions a round has, by how much
+    its microbatches come later than those of the round before, and how many more rounds
+    there may be after the first. The last actions of a kind, and the last microbatch's,
+    are in none of those.
+
+    >>> stretches(parse(["F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"])[0])
+    {1: (2, 1, 3)}
+    """
+    what = [(a.kind, a.stage, a.peer) for a in row]
+    number = [a.microbatch for a in row]
+    last = {kind: i for i, kind in enumerate(what)}
+    most = max(number, default=0)
+    special = [i for i in range(len(row)) if last[what[i]] == i or number[i] == most]
+    found, i = dict[int, tuple[int, int, int]](), 0
+    while i < len(row):
+        end = next((j for j in special if j >= i), len(row))
+        for size in range(1, (end - i) // 3 + 1):
+            by, j = number[i + size] - number[i], i
+            while j + size < end and by > 0:
+                same = what[j + size] == what[j] and number[j + size] - number[j] == by
+                if not same:
+                    break
+                j += 1
+            if j - i >= 2 * size:
+                found[i] = size, by, (j - i) // size
+                i = j + size - 1
+                break
+        i += 1
+    return found
 
 
 def owners(schedule: Schedule) -> tuple[int, ...]:

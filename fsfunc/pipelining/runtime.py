@@ -25,6 +25,7 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.pipelining.actions import Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
+from fsfunc.pipelining.schedule_rounds import ScheduleRounds
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.generators import States, generators_kept, mix
@@ -71,7 +72,8 @@ class Worker:
         self.inbox: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
         self.outbox: dict[Any, dict[Value, Tensor]] = {}
-        self.kept: dict[Any, _Forwarded] = {}
+        self.kept: dict[Any, _Forwarded] = {}  # by "F", stage and microbatch
+        self.tables = self.inbox, self.posted, self.outbox, self.kept
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
         self.at = self.last = 0  # the action that is done now, and the last forward
@@ -99,6 +101,8 @@ class Worker:
         draws = any(m.cut.program.draws for m in self.microbatches)
         several = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
+        rounds = tracer.rounds(self.microbatches[0].call.fn, _NAMED)
+        rounds = None if rounds is None else ScheduleRounds(self, rounds)
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
                 if action in self.early:
@@ -108,20 +112,26 @@ class Worker:
                     for generator, _ in states:
                         generator.manual_seed(seed)
                 stage = action.stage if several else None
+                if rounds is not None:
+                    rounds.begin(self.at)
                 tracer.turn(action.kind[-1], action.microbatch, stage)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]
+                if rounds is not None:
+                    self.early.update(rounds.after(self.at))
             if not draws and self.frame.seed is not None:
                 _check_undrawn(states)
         for work in self.sends:
             work.wait()
+        if rounds is not None:
+            rounds.rounds.end()
         tracer.turn("", 0)
 
     # Forward
 
     def _F(self, a: Action) -> None:
-        batch, key = self.microbatches[a.microbatch], (a.stage, a.microbatch)
+        batch, key = self.microbatches[a.microbatch], ("F", a.stage, a.microbatch)
         cut = batch.cut
         received = self._taken("F", a)
         if self.values:  # each a leaf of the stage's graph
@@ -208,7 +218,7 @@ class Worker:
     # Backward
 
     def _B(self, a: Action) -> None:
-        kept = self.kept.pop((a.stage, a.microbatch))
+        kept = self.kept.pop(("F", a.stage, a.microbatch))
         cut, own = self.microbatches[a.microbatch].cut, self.owners[a.stage]
 
         def give(grads: Sequence[Tensor | None]) -> None:
@@ -228,13 +238,13 @@ class Worker:
             self._hand_back(a, kept, found)
 
     def _I(self, a: Action) -> None:
-        kept = self.kept[a.stage, a.microbatch]
+        kept = self.kept["F", a.stage, a.microbatch]
         grads = kept.vjp.input_gradient(self._cotangents(a, kept))
         self._hand_back(a, kept, grads)
 
     def _W(self, a: Action) -> None:
         with self._sample(a):
-            self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
+            self.kept.pop(("F", a.stage, a.microbatch)).vjp.weight_gradient()
 
     def _sample(self, a: Action) -> AbstractContextManager[None]:
         if self.samples is None:
@@ -319,7 +329,10 @@ def _check_undrawn(states: States) -> None:
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
     """The name of a message: an output of a unit call, or its gradient."""
     name, what = calls[value.call].name, "" if a.kind.endswith("F") else "gradient of "
-    return f"{what}{name} #{value.call}.{value.leaf}, microbatch {a.microbatch}"
+    return f"{what}{name} #{value.call}.{value.leaf}{_NAMED}{a.microbatch}"
+
+
+_NAMED = ", microbatch "
 
 
 def _add(sums: dict[Value, Tensor], value: Value, g: Tensor) -> None:

@@ -196,7 +196,8 @@ class FusedChains:
     def __init__(self) -> None:
         self.open: _Fused | None = None
         self.chains: dict[int, _Fused] = {}  # by the identity of their operators
-        self.makers: dict[int, _Fused] = {}  # of storages
+        # Of storages: the chain that made one, and its number there.
+        self.makers: dict[int, tuple[_Fused, int]] = {}
 
     def add(
         self,
@@ -219,20 +220,24 @@ class FusedChains:
             op = op._replace(name="fused")
             self.open = chain = self.chains[id(op)] = _Fused(op, at)
         for number, size in read.items():
-            maker = self.makers.get(number)
+            maker, made_as = self.makers.get(number, (None, 0))
             if maker is not None and maker is chain:
                 continue
             if maker is not None:
-                maker.leaves.add(number)
+                maker.leaves.add(made_as)
             if chain is not None:
                 chain.read[number] = max(size, chain.read.get(number, 0))
         for number, size in made.items():
             if chain is not None and number not in chain.read:
                 chain.made[number] = size
-                self.makers[number] = chain
+                self.makers[number] = chain, number
             else:
                 self.makers.pop(number, None)
         return op if chain is None or chain.op is op else None
+
+    def rename(self, names: Mapping[int, int]) -> None:
+        """Takes storages for others, of rounds that were noted without being run."""
+        self.makers = {names.get(n, n): made for n, made in self.makers.items()}
 
     def whole(self, events: Iterable[Event]) -> list[Event]:
         """The events of a plan that is over, each chain with all its bytes."""

@@ -110,6 +110,7 @@ class Observer(Tracer, OperatorMode):
         self.book = Book()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.derived: dict[str, int] = {}
+        self.functions: dict[int, Callable[..., Any]] = {}  # of units, by identity
         self._closed = StorageTable[Tensor]()  # the fake one of each with data
         self._units: list[tuple[str, str]] = []  # (name, phase), the innermost last
         self._params: set[int] = set()  # storages of the running body's parameters
@@ -209,6 +210,7 @@ class Observer(Tracer, OperatorMode):
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         self.measure_copies()
+        self.functions[id(call.unit.fn)] = call.unit.fn
         before = self._params, self._copies
         given = _tensors(tree.leaves(params, is_leaf=is_sharded))
         self._params = {
@@ -256,8 +258,8 @@ class Observer(Tracer, OperatorMode):
             turn = Turn(len(self.book.events), name, microbatch, stage)
             self.book.turns.append(turn)
 
-    def rounds(self) -> Rounds | None:
-        return None if self.link is None else Rounds(self, self.link)
+    def rounds(self, fn: Callable[..., Any], named: str = "") -> Rounds | None:
+        return None if self.link is None else Rounds(self, self.link, fn, named)
 
     # Units and phases
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -249,6 +250,7 @@ class _NotedMove(Handle):
         self.work, self.number, self.observer = work, number, observer
         self.x: Tensor | None = x
         self.over = self.asked = False
+        observer.link.moves.add(self)
 
     def wait(self) -> Tensor:
         if not self.over:
@@ -273,7 +275,12 @@ class PlannedLink(AbstractLink):
     def __init__(self, rank: int, observer: Observer, log: Ledger):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
+        self.moves: weakref.WeakSet[_NotedMove] = weakref.WeakSet()
         observer.link = self
+
+    def under_way(self) -> list[_NotedMove]:
+        """The transfers that somebody may still wait for."""
+        return [move for move in self.moves if not move.over]
 
     def _noted(self, work: Handle, part: str, ranks: Any, x: Tensor) -> Handle:
         record = None if part == "asked for" else self.log.records[-1]

@@ -72,6 +72,7 @@ def accumulate(
 
 class _Accumulate(Interpretation):
     called = "accumulate"
+    ends_alike = True
 
     def __init__(
         self,
@@ -110,10 +111,10 @@ class _Accumulate(Interpretation):
             f, sums, i = frame(), _Sums(), 0
             adds = self._adds(f)
             tracer = f.tracer or Tracer()
-            rounds = tracer.rounds()
+            rounds = tracer.rounds(call.fn)
             while i < self.n:
-                handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
-                before = [s.counts() for s in handed]
+                if rounds is not None:
+                    rounds.begin("m", i)
                 tracer.turn("m", i)
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
                     part = cut.part(i)
@@ -122,12 +123,17 @@ class _Accumulate(Interpretation):
                     sums.add(cut.apart(run(part), own))
                     del part
                 i += 1
-                if rounds is not None:  # the last is another: it may reduce
-                    n = rounds.after(handed, sums.ours, self.n - 1 - i)
-                    for s, counts in zip(handed, before, strict=True):
-                        s.repeat(counts, n)
+                if rounds is not None:
+                    handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
+                    left = self.n - i - (not _ends_alike(f))
+                    n = rounds.after(handed, sums.ours, left, i - 1)
                     own += own[-1:] * n
                     i += n
+                    if n and i == self.n:
+                        for _, runtime in f.runtimes:
+                            runtime.go_on(f.micro)
+            if rounds is not None:
+                rounds.end()
             tracer.turn("", 0)
             return cut.joined(sums.outcome(), own)
 
@@ -143,6 +149,12 @@ class _Accumulate(Interpretation):
             return False
         own = (h for h in within if type(h).gradient is not Interpretation.gradient)
         return isinstance(next(own, None), Sharding)
+
+
+def _ends_alike(f: Frame) -> bool:
+    """True if the last microbatch is one like the others: nothing waits for it."""
+    reduces = any(runtime.differentiated for _, runtime in f.runtimes)
+    return not reduces and all(handler.ends_alike for handler in f.handlers)
 
 
 class _Sums:

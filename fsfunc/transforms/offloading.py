@@ -151,6 +151,7 @@ def stores_of(f: Callable[..., Any]) -> Stores:
 
 class _Offload(Interpretation):
     called = "offload"
+    ends_alike = True
 
     def __init__(self, stores: Stores):
         self.stores = stores

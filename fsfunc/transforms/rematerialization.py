@@ -115,6 +115,7 @@ class _Remat(Interpretation):
         self.called = "remat" if calls is None else "remat_calls"
         self.kept = policy if isinstance(policy, Policy) else None
         self.least = policy if isinstance(policy, MinCut) else None
+        self.ends_alike = policy != "except_last"
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

@@ -41,7 +41,8 @@ class ShardRuntime:
         pool: memory for gathers and reductions.
         shards: the packed buffers among the arguments.
         ownership: which plain tensors are replicated.
-        first: the number of unit calls of the program before this call.
+        first: the number of unit calls of the program before this call; ``later``:
+            also of the gradient call that ran last.
         differentiated: the arguments that a gradient call differentiates.
         keeps: by id, the buffers whose gradients are summed here, not by autograd;
             ``parts`` has the parts of their leaves that are read outside units.
@@ -71,7 +72,7 @@ class ShardRuntime:
         self.gathers = Gathers(groups, shards, options, pool, again)
         defers = self.gathers.offloads
         self.looks = groups.where.size > 1 or defers  # whether it prefetches
-        self.first = first
+        self.first = self.later = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.passes: set[Any] = set()  # microbatches whose forward pass has begun
         self.calls: dict[Micro, list[Calls]] = {}  # unit calls, as they returned
@@ -110,6 +111,11 @@ class ShardRuntime:
     def passed(self) -> int:
         """The number of unit calls of the program so far."""
         return max(self.count.values(), default=self.first)
+
+    def go_on(self, micro: Micro) -> None:
+        """Counts a gradient call as passed, when the last of its microbatches is."""
+        if all(i == n - 1 for i, n in micro):
+            self.first, self.count = self.later, {}
 
     def begin(self) -> None:
         """Begins a forward pass, and drops what the last one left.

@@ -49,7 +49,7 @@ class Sharding(Interpretation):
     rank, the number of these leaves, and ``argnums``.
     """
 
-    lays_out = True
+    lays_out = ends_alike = True
     called = "shard"
 
     def __init__(self, options: ShardOptions, first_calls: FirstCalls):
@@ -242,8 +242,8 @@ class Sharding(Interpretation):
             outcome = run(replace(call, packed=kept, parts=runtime.parts, into=None))
         runtime.sums.finish()
         runtime.gathers.close()
-        if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
-            outer.first, outer.count = runtime.passed, {}
+        outer.later = runtime.passed
+        outer.go_on(f.micro)
         return self._ended(call, outcome, runtime)
 
     def _begun(

@@ -1,0 +1,292 @@
+"""Rounds of a pipeline that a plan notes without running them; and what forbids it."""
+
+import itertools
+import random
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.planning.python_state import hidden_state
+from tests.models import chain, layer
+from tests.planning.test_rounds import MESH, planned, trained, weighted
+
+pytestmark = pytest.mark.usefixtures("uncollected")
+
+M = 6
+PIPE = ff.make_mesh({"pipe": 2}, "abstract")
+BOTH = ff.make_mesh({"pipe": 2, "data": 2}, "abstract")
+
+
+def piped(step, n=M, mesh=PIPE, **how):
+    return ff.pipeline(step, mesh, "pipe", n_microbatches=n, **how)
+
+
+def sharded(step, zero):
+    return ff.shard(step, BOTH, "data", zero=zero)
+
+
+def around(zero):
+    return lambda step: sharded(piped(step, mesh=BOTH), zero)
+
+
+def within(zero):
+    return lambda step: piped(sharded(step, zero), mesh=BOTH)
+
+
+def scheduled(name, stages=2):
+    how = {"schedule": getattr(ff.schedules, name)(stages, 12)}
+    return lambda step: piped(step, 12, **how)
+
+
+STACKS = {
+    "alone": piped,
+    "remat": lambda step: piped(ff.remat(step)),
+    "except last": lambda step: piped(ff.remat(step, policy="except_last")),
+    "offload": lambda step: piped(ff.offload(step, activations="host")),
+    "precision": lambda step: piped(ff.precision(step, torch.bfloat16)),
+    "jit": lambda step: ff.jit(piped(step)),
+    "accumulated": lambda step: ff.accumulate(piped(step, 3), 4),
+    "zb_h1": scheduled("zb_h1"),
+    "zb_v": scheduled("zb_v", 4),
+    "interleaved": scheduled("interleaved_1f1b", 4),
+    **{f"around {zero}": around(zero) for zero in (0, 2, 3)},
+    **{f"within {zero}": within(zero) for zero in (0, 1, 3)},
+}
+
+
+def both(build, loss, monkeypatch, **how):
+    """What plans say that run every microbatch and not, and how many bodies ran."""
+    found = []
+    for every in (True, False):
+        step = build(trained(loss()))
+        found.append(planned(step, monkeypatch, every=every, **how))
+    (plain, every), (quick, run) = found
+    assert all(a == b for a, b in zip(quick, plain, strict=True))
+    return every, run
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_round_that_is_not_run_is_noted_as_it_would_be(name, monkeypatch):
+    mesh = BOTH if name.split()[0] in ("around", "within") else PIPE
+    how = {"mesh": mesh, "rows": 4 * 36, "depth": 4}
+    every, run = both(STACKS[name], lambda: chain(layer), monkeypatch, **how)
+    assert run < every
+
+
+def test_results_of_microbatches_that_are_not_run(monkeypatch):
+    every, run = both(piped, lambda: weighted, monkeypatch, mesh=PIPE)
+    assert run < every
+
+
+def test_microbatches_of_unlike_sizes_are_all_run(monkeypatch):
+    how = {"mesh": PIPE, "rows": 4 * M - 3}
+    every, run = both(piped, lambda: chain(layer), monkeypatch, **how)
+    assert run == every
+
+
+# Python's own state, by which a microbatch may differ from those before
+
+
+def by_list():
+    count = [0]
+
+    def next_():
+        count[0] += 1
+        return count[0]
+
+    return next_
+
+
+def by_attribute():
+    kept = SimpleNamespace(count=0, names=["x"])
+
+    def next_():
+        kept.count += 1
+        return kept.count
+
+    return next_
+
+
+def by_cell():
+    count = 0
+
+    def next_():
+        nonlocal count
+        count += 1
+        return count
+
+    return next_
+
+
+def by_method():
+    class Counter:
+        count = 0
+
+        def next_(self):
+            self.count += 1
+            return self.count
+
+    return Counter().next_
+
+
+def by_partial():
+    return partial(by_list())
+
+
+def by_generator():
+    def numbers():
+        i = 0
+        while True:
+            i += 1
+            yield i
+
+    return partial(next, numbers())
+
+
+def by_slot():
+    class Counter:
+        __slots__ = ("count",)
+
+    kept = Counter()
+    kept.count = 0
+
+    def next_():
+        kept.count += 1
+        return kept.count
+
+    return next_
+
+
+def by_class():
+    class Counter:
+        count = 0
+
+    def next_():
+        Counter.count += 1
+        return Counter.count
+
+    return next_
+
+
+def by_array():
+    kept = numpy.zeros(1, dtype=int)
+
+    def next_():
+        kept[0] += 1
+        return int(kept[0])
+
+    return next_
+
+
+def by_module():
+    shared.count = 0
+
+    def next_():
+        shared.count += 1
+        return shared.count
+
+    return next_
+
+
+shared = ModuleType("shared")
+
+
+def by_draw():
+    random.seed(0)
+    return lambda: int(100 * random.random())
+
+
+COUNTS = {
+    "list": by_list,
+    "attribute": by_attribute,
+    "cell": by_cell,
+    "method": by_method,
+    "partial": by_partial,
+    "generator": by_generator,
+    "iterator": lambda: partial(next, itertools.count(1)),
+    "object": lambda: random.Random(0).random,
+    "draw": by_draw,
+    "slot": by_slot,
+    "class": by_class,
+    "array": by_array,
+    "module": by_module,
+    "another iterator": lambda: partial(next, iter(range(1, 1000))),
+}
+
+
+def counting(make):
+    """A loss whose unit does more in a few of its calls."""
+    turn = make()
+
+    @ff.unit
+    def sometimes(p, x):
+        y = torch.tanh(x @ p["w"] + p["b"])
+        return y * 0.5 if turn() % 7 < 1 else y
+
+    return chain(sometimes)
+
+
+TWICE = {
+    "accumulate": lambda step: ff.accumulate(step, M),
+    "outside": lambda step: ff.accumulate(ff.shard(step, MESH, "data"), M),
+    "pipeline": piped,
+}
+
+
+@pytest.mark.parametrize("stack", TWICE)
+@pytest.mark.parametrize("how", COUNTS)
+def test_units_that_count_have_every_microbatch_run(how, stack, monkeypatch):
+    mesh = PIPE if stack == "pipeline" else MESH
+    loss = partial(counting, COUNTS[how])
+    every, run = both(TWICE[stack], loss, monkeypatch, mesh=mesh)
+    assert run == every
+
+
+class Last(ff.Interpretation):
+    """Does more in the last microbatch, of which the library knows nothing."""
+
+    called = "last"
+
+    def unit(self, run, call):
+        last = all(i == n - 1 for i, n in call.frame.micro)
+        return lambda p, x: run(p, x * 2 if last else x)
+
+
+def test_a_transform_of_ones_own_may_look_for_the_last_microbatch(monkeypatch):
+    build = lambda step: ff.accumulate(ff.transformed(step, Last()), M)  # noqa: E731
+    every, run = both(build, lambda: chain(layer), monkeypatch)
+    assert run < every
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_two_gradient_calls_gather_in_their_order(zero, monkeypatch):
+    """The second begins where the last microbatch of the first has ended."""
+
+    def twice(loss):
+        def step(state, x):
+            first = ff.value_and_grad(loss)(state.params, x)[1]
+            second = ff.value_and_grad(loss)(state.params, x + 1)[1]
+            grads = ff.tree.map(torch.add, first, second)
+            return state.apply_gradients(grads, ff.sharded_adam(1e-3))
+
+        return step
+
+    found = []
+    for every in (True, False):
+        step = ff.shard(twice(chain(layer)), MESH, "data", zero=zero)
+        found.append(planned(ff.accumulate(step, M), monkeypatch, every=every))
+    assert found[0][0] == found[1][0] and found[1][1] < found[0][1]
+
+
+def test_the_state_that_is_seen_ends():
+    """Of large and of circular values as much as is looked at."""
+    circle = [list(range(10**5))]
+    circle.append(circle)
+    fn = lambda: circle  # noqa: E731
+    before = hidden_state([fn])
+    circle[0].append(1)
+    assert hidden_state([fn]) != before == before
