@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -90,7 +91,8 @@ class BufferPool:
     fresh = 0  # depth of `fresh_buffers` blocks: reuse is off while positive
 
     def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
+        # By size: (bytes, key, storage).
+        self.storages: list[tuple[int, int, torch.UntypedStorage]] = []
         self._lock = Lock()  # to find a free one and to take it is one thing
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -99,26 +101,19 @@ class BufferPool:
             return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
         if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)
+        if torch.is_inference_mode_enabled():
+            # Autograd may read a buffer after an inference_mode around this has ended.
+            with torch.inference_mode(False):
+                return self.get(count, dtype, like)
         size = count * dtype.itemsize
-        # Autograd may read a buffer after an inference_mode around this has ended.
-        with self._lock, torch.inference_mode(False):
-            best, spare = None, []
-            for i, storage in enumerate(self.storages):
-                room = storage.nbytes()
-                if (best is None or room < self.storages[best].nbytes()) and (
-                    _torch.uses_of(storage._cdata) == 1
-                ):
-                    if room < size:
-                        spare.append(i)
-                    else:
-                        best = i
-            if best is None:
-                for i in reversed(spare):  # outgrown
-                    del self.storages[i]
-                storage = torch.UntypedStorage(size)
-                self.storages.append(storage)
-            else:
-                storage = self.storages[best]
+        with self._lock:
+            large = bisect_left(self.storages, (size,))
+            storage = None
+            for _, key, storage in self.storages[large:]:  # the smallest first
+                if _torch.uses_of(key) == 1:
+                    break
+                storage = None
+            storage = self._grown(size, large) if storage is None else storage
             # A tensor of its own has a version counter of its own.
             empty = torch.empty(0, dtype=dtype)
             found = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
@@ -126,16 +121,19 @@ class BufferPool:
             found.view(torch.uint8).fill_(255)
         return found
 
+    def _grown(self, size: int, large: int) -> torch.UntypedStorage:
+        """A new storage, in place of the first ``large`` ones that are free."""
+        small = [s for s in self.storages[:large] if _torch.uses_of(s[1]) > 1]
+        storage = torch.UntypedStorage(size)
+        self.storages[:large] = [*small, (size, storage._cdata, storage)]
+        return storage
+
     def trim(self, keep: int) -> None:
         """Frees unused buffers, but for the ``keep`` largest."""
         with self._lock:
-            if len(self.storages) <= keep:
-                return
-            free, kept = [], []
-            for s in self.storages:
-                (free if _torch.uses_of(s._cdata) == 1 else kept).append(s)
-            free.sort(key=torch.UntypedStorage.nbytes, reverse=True)
-            self.storages = [*kept, *free[:keep]]
+            free = [s for s in self.storages if _torch.uses_of(s[1]) == 1]
+            for outgrown in free[: max(0, len(free) - keep)]:
+                self.storages.remove(outgrown)
 
     def spoil(self, buffer: Tensor) -> None:
         """Fills ``buffer`` with NaN under ``poison``, unless it has other uses."""

@@ -266,17 +266,18 @@ class Gathers:
         return full
 
     def bring(
-        self, call: GatheredCall, shard: FlatShard, old: Iterable[GatheredCall] = ()
+        self, call: GatheredCall, shard: FlatShard, old: Calls | None = None
     ) -> None:
         """Sets the whole buffer of a call, which is gathered if it is not there.
 
         Args:
-            old: calls whose buffers are dropped before that.
+            old: calls whose buffers are dropped before that, and taken off the list.
         """
         call.full = self.whole(shard, call.dtype)
         call.lasts = call.full is not None
         if call.full is None:
-            self.drop(old)
+            while old:
+                self.drop([old.pop()])
             call.full = self.gather(shard, call.dtype)
             call.lasts = shard.whole is call.full
 

@@ -24,7 +24,10 @@ from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
+from fsfunc.transforms.messages.wire import divided_before
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
+
+Grads = Sequence[Tensor | None]
 
 
 class GradientSums:
@@ -64,7 +67,7 @@ class GradientSums:
         self.send = how.send if feedback is None else partial(feedback.send, how)
         self.steps = steps
         self.observed = Observed(observers) if observers else None
-        self.before = _divided_before(groups.mean_size)
+        self.before = divided_before(groups.mean_size)
         compiler, self.depth = frame().compiler, len(frame().micro)
         self.joins = compiler is not None and compiler.whole
         self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
@@ -90,20 +93,17 @@ class GradientSums:
                 self.open.setdefault(id(shard), set()).add(call.key)
 
     def collect(
-        self, call: GatheredCall, shard: FlatShard, grads: Sequence[Tensor | None]
+        self, call: GatheredCall, shard: FlatShard, grads: Grads, later: Tensor | None
     ) -> Tensor:
-        """Packs gradients into one buffer, in the dtype of the reduction."""
-        while self.reducing:  # its buffer may be used for this one
-            self._receive()
+        """Packs gradients into one buffer, in the dtype of the reduction.
+
+        Args:
+            later: the buffer of later calls that share it, to which they are added.
+        """
         if self.joins:
-            return joined_gradients(call, shard, grads, call.reduce)
-        home, count = space_of(shard.flat), shard.place.size * shard.place.chunk
-        where = self.groups[shard.split_axes].where
-        if where is not None and where.size > 1:
-            like = home.on_device(shard.flat)
-            buffer = self.pool.get(count, call.reduce, like)
-        else:  # it becomes the gradient: no larger memory than that
-            buffer = home.new_empty(shard.flat, [count], call.reduce)
+            buffer = joined_gradients(call, shard, grads, call.reduce)
+            return buffer if later is None else buffer.add_(later)
+        buffer = self._room(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
         targets, sources, again, at = [], [], [], 0
         start = buffer.storage_offset()
@@ -114,18 +114,31 @@ class GradientSums:
             if offset < at:  # a leaf that the unit was given twice
                 again.append((targets[-1], g))
                 continue
-            if offset > at:
+            if offset > at and later is None:
                 buffer[at:offset].zero_()
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
             sources.append(g)
-        if at < count:
-            buffer[at:].zero_()
-        if targets:
+        if later is not None:
+            again += zip(targets, sources, strict=True)
+        elif targets:
             torch._foreach_copy_(targets, sources)
+        if at < len(buffer) and later is None:
+            buffer[at:].zero_()
         for target, g in again:
-            target.add_(g)
+            target.add_(g.to(target.dtype))
         return buffer
+
+    def _room(self, call: GatheredCall, shard: FlatShard) -> Tensor:
+        """A buffer for the gradient of a whole packed buffer."""
+        while self.reducing:  # its buffer may be used for this one
+            self._receive()
+        home, count = space_of(shard.flat), shard.place.size * shard.place.chunk
+        where = self.groups[shard.split_axes].where
+        if where is not None and where.size > 1:
+            return self.pool.get(count, call.reduce, home.on_device(shard.flat))
+        # It becomes the gradient: no larger memory than that.
+        return home.new_empty(shard.flat, [count], call.reduce)
 
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
@@ -311,21 +324,6 @@ class _Flow:
     count: int = 1
     reduced: bool = False
     work: Handle | None = None
-
-
-def _divided_before(n: int) -> int:
-    """The divisor of float16 gradients before ``n`` of them are summed.
-
-    Their sum would overflow where their mean does not, and divided by ``n`` at once
-    they would vanish: so half of it comes before, half after. (FairScale's rule.)
-
-    >>> [_divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
-    [1, 2, 2, 2, 4, 4]
-    """
-    before = 1
-    while n % before == 0 and n > before * before:
-        before *= 2
-    return before
 
 
 def joined_gradients(

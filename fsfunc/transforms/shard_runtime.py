@@ -156,7 +156,8 @@ class ShardRuntime:
             if call.shared:
                 continue
             self.gathers.bring(call, shard, goes)
-        self.gathers.drop(goes)
+        if goes:
+            self.gathers.drop(goes)
         if self.sums.steps is not None:
             self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
@@ -253,11 +254,8 @@ class ShardRuntime:
         Where autograd takes it, that is not ``call.keeps``, returns the packed
         gradient, which is still to be reduced.
         """
-        buffer = self.sums.collect(call, shard, grads)
-        if call.grad is not None:
-            buffer.add_(call.grad)
-            self.pool.spoil(call.grad)
-            call.grad = None
+        later, call.grad = call.grad, None
+        buffer = self.sums.collect(call, shard, grads, later)
         if call.shared:
             for c in before:
                 if c.shard is shard and c.keeps == call.keeps:

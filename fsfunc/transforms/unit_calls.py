@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -112,11 +113,16 @@ def _gather_and_forget(
 
 def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list[int]:
     """The positions of this shard's leaves that no nested unit gathers."""
-    mine, inner = [], "" if call.unit.whole else call.name + "/"
-    for i, x in enumerate(leaves):
-        if is_sharded(x) and cut.gathers(x.layout):
-            if not (inner and x.layout.flat.buffer.startswith(inner)):
-                mine.append(i)
+    inner = "" if call.unit.whole else call.name + "/"
+    mine, last, ours = [], None, False
+    for i, x in compress(enumerate(leaves), map(is_sharded, leaves)):
+        if x.packed is None or x.packed is not last:  # else as the leaf beside it
+            last, layout = x.packed, x.layout
+            ours = cut.gathers(layout) and not (
+                inner and layout.flat.buffer.startswith(inner)
+            )
+        if ours:
+            mine.append(i)
     return mine
 
 
