@@ -6,82 +6,57 @@ what it is differentiated by. Some constructs have no meaning for parts, or none
 the judge lets them be refused, or right.
 """
 
+from functools import cache
+
 import torch
 from hypothesis import strategies as st
 
 from tests.derivatives import worlds
 
-LEAVES = st.sampled_from("ab")
-SEEDS = st.integers(0, 99)
+# By kind, what a node is called and the kinds of its parts; and what is odd.
+GRAMMAR = {
+    "H": ["x", "unit P leaf H", "tanh H", "add H H", "centre H", "attend H", "shift H",
+          "slope S H by_x"],
+    "S": ["msq H", "pmean S", "psum S", "squares P", "norm P", "plus S S", "times S S",
+          "whole S H"],
+    "P": ["w", "step S P by_w", "scaled P A", "jittered P seed", "mixed P P", "laid P",
+          "reduced P S"],
+}  # fmt: skip
+ODD = {
+    "H": ["own_matrix H", "by_hand P leaf H"],
+    "S": ["rough_sum P", "per_sample S"],
+    "P": ["times_own P S", "rough_noise P", "turned P", "sized P", "times_item P S",
+          "times_own P A"],
+}  # fmt: skip
+ENDS = {"H": ("x",), "S": ("msq", ("x",)), "P": ("w",)}
+PARTS = {
+    "leaf": st.sampled_from("ab"),
+    "seed": st.integers(0, 99),
+    "by_x": st.sampled_from(["grad_x", "vag_x"]),
+    "by_w": st.sampled_from(["grad_w", "vag_w"]),
+}
+
+
+@cache
+def programs(kind, depth, odd=True):
+    """Nodes of a kind, with so many below one another."""
+    if depth == 0:
+        return st.just(ENDS[kind])
+    parts = PARTS | {k: programs(k, depth - 1, odd) for k in ENDS}
+    parts["A"] = nodes("norm", parts["P"]) | nodes("pmean", parts["S"])
+    made = [line.split() for line in GRAMMAR[kind] + (ODD[kind] if odd else [])]
+    return st.one_of(
+        [nodes(name.replace("_", " "), *map(parts.get, rest)) for name, *rest in made]
+    )
 
 
 def nodes(name, *parts):
     return st.tuples(st.just(name), *parts)
 
 
-def matrices(depth, odd):
-    if depth == 0:
-        return st.just(("x",))
-    h, s, p = (f(depth - 1, odd) for f in (matrices, numbers, trees))
-    made = [
-        st.just(("x",)),
-        nodes("unit", p, LEAVES, h),
-        nodes("tanh", h),
-        nodes("add", h, h),
-        nodes("centre", h),
-        nodes("attend", h),
-        nodes("shift", h),
-        nodes("slope", s, h, st.sampled_from(["grad_x", "vag_x"])),
-    ]
-    if odd:
-        made += [nodes("own matrix", h), nodes("by hand", p, LEAVES, h)]
-    return st.one_of(made)
-
-
-def numbers(depth, odd):
-    if depth == 0:
-        return st.just(("msq", ("x",)))
-    h, s, p = (f(depth - 1, odd) for f in (matrices, numbers, trees))
-    made = [
-        nodes("msq", h),
-        nodes("pmean", s),
-        nodes("psum", s),
-        nodes("squares", p),
-        nodes("norm", p),
-        nodes("plus", s, s),
-        nodes("times", s, s),
-        nodes("whole", s, h),
-    ]
-    if odd:
-        made += [nodes("rough sum", p), nodes("per sample", s)]
-    return st.one_of(made)
-
-
-def trees(depth, odd):
-    if depth == 0:
-        return st.just(("w",))
-    s, p = numbers(depth - 1, odd), trees(depth - 1, odd)
-    made = [
-        st.just(("w",)),
-        nodes("step", s, p, st.sampled_from(["grad_w", "vag_w"])),
-        nodes("scaled", p, st.one_of(nodes("norm", p), nodes("pmean", s))),
-        nodes("jittered", p, SEEDS),
-        nodes("mixed", p, p),
-        nodes("laid", p),
-        nodes("reduced", p, s),
-    ]
-    if odd:
-        made += [nodes("times own", p, s), nodes("rough noise", p), nodes("turned", p)]
-        made += [nodes("sized", p), nodes("times item", p, s)]
-        made.append(
-            nodes("times own", p, st.one_of(nodes("norm", p), nodes("pmean", s)))
-        )
-    return st.one_of(made)
-
-
 def losses(depth=3, odd=True):
     """Numbers that depend on units somewhere: else nothing is sharded."""
-    return nodes("plus", numbers(depth, odd), st.just(PLAIN))
+    return nodes("plus", programs("S", depth, odd), st.just(PLAIN))
 
 
 PLAIN = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))

@@ -18,7 +18,7 @@ from fsfunc import tree
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.tracing.refusals import LawError, RowsApart
 from tests.derivatives import drawn_loops
-from tests.derivatives.drawn import losses, matrices, run
+from tests.derivatives.drawn import losses, programs, run
 from tests.derivatives.drawn_loops import ROWS, is_of_a_batch, loops
 from tests.derivatives.judging import MESHES, WAYS, W, X, by_law, of_ranks, on
 from tests.derivatives.worlds import NoMeaning, Ranks
@@ -196,7 +196,7 @@ def in_two_runs(step, n, zero, save):
 
 @many(6)
 @given(
-    losses(), matrices(2, odd=True), RANKS, st.integers(0, 3),
+    losses(), programs("H", 2), RANKS, st.integers(0, 3),
     st.sampled_from(sorted(SAVES)),
 )  # fmt: skip
 def test_what_is_saved_goes_on(loss, hidden, n, zero, save):
