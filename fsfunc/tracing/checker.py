@@ -141,8 +141,7 @@ class Checker(Tracer, Watcher, Operators):
             self.known.put(leaf._local, seen._replace(flat=True))
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
-        y = y.clone()
-        self.known.put(y, self.known.of(x))
+        self.known.put(y := y.clone(), self.known.of(x))
         return y
 
     def assumed(self, y: Tensor, kind: str) -> None:
@@ -179,8 +178,7 @@ class Checker(Tracer, Watcher, Operators):
                     how = laid_as(x)
                     own = i and how is None or isinstance(how, Own) or self._varies(x)
                     kind = self.own if own else Kind.I
-                    if not own:
-                        self._whole.add(memory(x))
+                    self._whole |= set() if own else {memory(x)}
                     self.known.meet(x, Seen(kind, name, value=value))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
@@ -317,6 +315,9 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(y, Sharded) and self._varies(y._local):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
+            seen = self.known.of(y) if isinstance(y, Tensor) else None
+            if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
+                raise refusal("bare", "", [seen], None)
         new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
         each = zip(paths, found, strict=True)
@@ -330,9 +331,8 @@ class Checker(Tracer, Watcher, Operators):
         for x, y in zip(leaves, found, strict=True):
             if isinstance(x, Sharded) and isinstance(y, Sharded):
                 x, y = x._local, y._local
-            if not (isinstance(x, Tensor) and self._varies(y)):
-                continue
-            if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
+            varies = isinstance(x, Tensor) and self._varies(y) and x.shape == y.shape
+            if varies and _torch.storage_key(x) in self._parameters:
                 raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
 
     def _varies(self, x: Any) -> bool:

@@ -247,6 +247,11 @@ _TEXTS = {
         "of its state that is one value on all ranks: return it, in the place of a "
         'leaf that was laid out by layouts={{path: ff.Own("data")}}'
     ),
+    "bare": (
+        "the step returns this rank's part of {first} as a plain tensor: its layout "
+        "was lost, as tree.leaves and a list of its results lose it. Return trees of "
+        "leaves, tree.map(fn, t), or ff.unshard(t)"
+    ),
     "returned": (
         "the step returns, in the place of {first}, a value that differs from rank to "
         "rank ({second}): the ranks' parameters would part. Take ff.pmean of it, or "

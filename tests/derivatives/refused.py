@@ -167,6 +167,10 @@ def by_expanding(w, x):
     return each(lambda a: a / torch.ones(1, dtype=a.dtype).expand_as(a).sum(), w)
 
 
+def bare(w, x):
+    return tree.leaves(ff.value_and_grad(by_units)(w, x)[1])
+
+
 def by_broadcasting(w, x):
     one = torch.ones(1, dtype=x.dtype)
     return each(lambda a: a / torch.broadcast_tensors(one, a)[0].sum(), w)
@@ -190,6 +194,7 @@ STEPS = {
     "length": (by_length, "len at .*part of 'a'.*is_leaf=ff.is_sharded"),
     "count": (by_count, "numel at .*part of 'a'.*is_leaf=ff.is_sharded"),
     "expanded": (by_expanding, "sum at .*part of 'a' alone: use ff.tree_sum"),
+    "bare": (bare, "returns .*part of the gradient by 'a'.*plain tensor.*ff.unshard"),
     "broadcast": (by_broadcasting, "broadcast_tensors at .*part of 'a'.*zeros_like"),
     "a range": (a_range, "add .*no single number.*ff.unshard.*ff.lay_like"),
     "a sum": (gradient(sum_of_parts), "sum .*part of 'a' alone: use ff.tree_sum"),
