@@ -106,9 +106,9 @@ class Optimizer(_Functions):
             prepare = added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        self = super().__new__(
-            cls, _laying(init), update, _relaying(apply), prepare, take
-        )
+        apply = laid = _relaying(apply)
+        self = super().__new__(cls, _laying(init), update, apply, prepare, take)
+        laid.optimizer = self  # type: ignore[attr-defined]
         self.elementwise, self.begin = elementwise, _either(update, prepare)
         known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
@@ -313,13 +313,11 @@ def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
 
 
 def _relaying(apply: Apply) -> Apply:
-    """``apply``, whose plain leaves are laid out as those before, outside of steps.
-
-    Within one, what that returns is laid out.
-    """
+    """``apply``, whose plain leaves outside of steps are laid out as those before."""
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
+        claim(laid.optimizer, "the optimizer that applies gradients")  # type: ignore
         new = apply(grads, state, params)
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
             lay_as(new, (params, state))

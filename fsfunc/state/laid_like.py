@@ -251,6 +251,8 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
         return laid(x.with_local(made)) if isinstance(x, Sharded) else made
 
     refuse_in_graph("randn_like draws random numbers")
+    if generator is not None:
+        claim(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
         number = one_number(generator)
         if generator is None and not frame().path:

@@ -57,7 +57,8 @@ class TrainState:
                 "params, optimizer, batch), or TrainState(params, optimizer.init("
                 "params))"
             )
-        claim(known_optimizer(optimizer), "the optimizer that applies gradients")
+        if not isinstance(optimizer, Optimizer):  # which claims it itself
+            claim(known_optimizer(optimizer), "the optimizer that applies gradients")
         if (applied := _APPLIED.get()) is not None:
             applied.append(Applied(optimizer, self.opt_state, self.params))
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)

@@ -29,9 +29,10 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as, returned_state
 from fsfunc.tracing.knowledge import Seen, memory
+from fsfunc.tracing.operators import shown
 from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
-from fsfunc.tracing.results import pulled_with, together
+from fsfunc.tracing.results import pairs, placed, pulled_with, together
 from fsfunc.tracing.steadiness import NumbersGiven, StandIns
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
@@ -116,8 +117,12 @@ class Checker(Tracer, Watcher, Operators):
             return
         if not isinstance(x, Tensor):
             self.agreed(what, stated(x), told(what, x, answers(())))
-        elif self.known.kind(x) is Kind.V:
-            raise refusal("disagrees", what, [self.known.of(x)], None)
+            return
+        seen, alike = self.known.of(x), True
+        if seen.kind is Kind.K:
+            alike = self._alike(what, (seen.digest, shown(x)), source_line())
+        if seen.kind is Kind.V or not alike:
+            raise refusal("disagrees", what, [seen], None)
 
     def summed(self, x: Tensor, what: str) -> None:
         seen = self.known.of(x)
@@ -236,7 +241,7 @@ class Checker(Tracer, Watcher, Operators):
     # Derivatives
 
     def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
-        for x, g in _pairs(by, found):
+        for x, g in pairs(by, found):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 self._pair(x._local, g._local)
             elif isinstance(x, Tensor):
@@ -244,7 +249,7 @@ class Checker(Tracer, Watcher, Operators):
 
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         self._laid(by, grads)
-        inputs, found = zip(*_pairs(by, grads), strict=True)
+        inputs, found = zip(*pairs(by, grads), strict=True)
         means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
         self._taken(inputs, found, of)
         self._taken(inputs, means, of, loss=True)
@@ -272,7 +277,7 @@ class Checker(Tracer, Watcher, Operators):
     def _laid(self, by: Any, grads: Any) -> None:
         """Gradients by sharded leaves have the layouts of these."""
         flat: set[int] = set()  # memory of which a part has several dims
-        for x, g in _pairs(by, grads):
+        for x, g in pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
                 seen = placed(g, kind, name)
@@ -297,6 +302,8 @@ class Checker(Tracer, Watcher, Operators):
         of, found = self.known.of(x), self.known.of(g)
         if of.kind is Kind.I:
             self._parameters.add(memory(x))
+        if of.flat and not (found.flat or _torch.is_wrapped(g)):
+            self.known.change(g, flat=True)
         if of.kind is Kind.S:
             if found.kind is Kind.V:
                 raise refusal("own gradient", "", [of, found], None)
@@ -315,7 +322,7 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(y, Sharded) and self._varies(y._local):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
-            seen = self.known.of(y) if isinstance(y, Tensor) else None
+            seen = self.known.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
             if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
                 raise refusal("bare", "", [seen], None)
         new = returned_state(args, out)
@@ -331,20 +338,10 @@ class Checker(Tracer, Watcher, Operators):
         for x, y in zip(leaves, found, strict=True):
             if isinstance(x, Sharded) and isinstance(y, Sharded):
                 x, y = x._local, y._local
-            varies = isinstance(x, Tensor) and self._varies(y) and x.shape == y.shape
-            if varies and _torch.storage_key(x) in self._parameters:
+            if not (isinstance(x, Tensor) and self._varies(y)):
+                continue
+            if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
                 raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
 
     def _varies(self, x: Any) -> bool:
         return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
-
-
-def placed(x: Sharded, kind: Kind, name: str) -> Seen:
-    """The facts about a placed leaf's local tensor."""
-    return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
-
-
-def _pairs(by: Any, found: Any) -> list[tuple[Any, Any]]:
-    leaves, treedef = tree.flatten(by, is_leaf=is_sharded)
-    grads: list[Any] = treedef.flatten_up_to(found)  # type: ignore[arg-type]
-    return list(zip(leaves, grads, strict=True))

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Known, Seen
 from fsfunc.tracing.operators import COPIES, MOVES_ROWS, OperatorClass, number, shown
 from fsfunc.tracing.provenance import (
@@ -232,3 +233,15 @@ def together(name: str, given: Sequence[Provenance]) -> Provenance:
     if (found := met(given)) is not None:
         raise apart(name, *found)
     return joined(given)
+
+
+def placed(x: Sharded, kind: Kind, name: str) -> Seen:
+    """The facts about a placed leaf's local tensor."""
+    return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
+
+
+def pairs(by: Any, found: Any) -> list[tuple[Any, Any]]:
+    """Each leaf that is differentiated, with its gradient."""
+    leaves, treedef = tree.flatten(by, is_leaf=is_sharded)
+    grads: list[Any] = treedef.flatten_up_to(found)  # type: ignore[arg-type]
+    return list(zip(leaves, grads, strict=True))

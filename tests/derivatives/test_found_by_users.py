@@ -9,6 +9,7 @@ import torch
 from torch.func import vjp
 
 import fsfunc as ff
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.steadiness import Unsteady
 from tests import checks
@@ -391,3 +392,56 @@ def test_what_a_loss_gives_beside_its_value_is_no_factor():
 
     with pytest.raises(LawError, match="differs from rank to rank"):
         run(step, 3, ff.TrainState(W, optimizer.init(W)))
+
+
+# What a rank has before the step, and a step closes over
+
+
+def gradient(w, x):
+    return ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(w, x)[1]
+
+
+def by_a_scale(rank):
+    share = torch.tensor(1.0 + rank)
+    return lambda w, x: each(torch.sub, w, ff.tree_scale(gradient(w, x), share / 8))
+
+
+def by_noise(rank):
+    own = torch.Generator().manual_seed(rank)
+    return lambda w, x: each(torch.sub, gradient(w, x), ff.randn_like(w, generator=own))
+
+
+def by_a_layout(rank):
+    mine = torch.full((2, 1), 1.0 + rank)
+    return lambda w, x: each(torch.sub, gradient(w, x), ff.lay_like(mine, w))
+
+
+def by_an_optimizer(rank):
+    optimizer = ff.sgd(0.1 * (1 + rank))
+    step = lambda w, x: optimizer.apply(gradient(w, x), optimizer.init(w), w)[0]  # noqa: E731
+    return step
+
+
+@pytest.mark.parametrize("made", [by_a_scale, by_noise, by_a_layout, by_an_optimizer])
+def test_what_differs_between_ranks_before_the_step(made):
+    """It stayed unseen: of each part there is one."""
+
+    def main():
+        step = ff.shard(made(ff.axis_index("data")), MESH, "data")
+        mine = ff.local_batch(X, MESH, "data")
+        return step(ff.place(step, W, mine), mine)
+
+    with pytest.raises((LawError, RanksDiffer), match="rank"):
+        ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_list_of_gradients_by_autograd_is_of_parts(zero):
+    def step(w, x):
+        leaves, structure = ff.tree.flatten(w)
+        leaves = [a.detach().requires_grad_(True) for a in leaves]
+        y = unit(ff.tree.unflatten(structure, leaves), x)
+        return list(torch.autograd.grad(y.sum(), leaves))
+
+    with pytest.raises(LawError, match="as a plain tensor"):
+        run(step, zero)
