@@ -127,7 +127,7 @@ def _lifted(graph: torch.fx.GraphModule) -> list[Tensor]:
 
 
 def most_shapes() -> int:
-    """How many sets of shapes torch compiles one function for."""
+    """The number of sets of shapes that torch compiles one function for."""
     return torch._dynamo.config.recompile_limit
 
 

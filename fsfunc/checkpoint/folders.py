@@ -54,7 +54,7 @@ def check_absent(path: Path) -> None:
 
 
 def saving_path(path: Path, own: str) -> Path:
-    """Where the holder of an `own_name` writes ``path`` until it is complete."""
+    """The path that the holder of an `own_name` writes until ``path`` is complete."""
     return path.with_name(f".{path.name}.saving-{own}")
 
 

@@ -83,7 +83,7 @@ class ScheduleRounds:
         return {key[2] for table in self.worker.tables for key in table}
 
     def _tables(self, first: int) -> list[Any]:
-        """What is in flight, by microbatches after the ``first`` of a round."""
+        """The values in flight, by microbatches after the ``first`` of a round."""
         return [
             sorted((str(k[0]), k[1], k[2] - first, *k[3:]) for k in table)
             for table in self.worker.tables

@@ -14,7 +14,7 @@ from fsfunc.planning.events import Gave, Started, Took, Waited
 
 
 class LoopPart(NamedTuple):
-    """What the plan had when a part of a round began: ``what``, of a microbatch.
+    """The plan's count when a part of a round began: ``what``, of a microbatch.
 
     Args:
         storages, events, turns, transfers, records: how many there were.

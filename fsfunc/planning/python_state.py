@@ -1,4 +1,4 @@
-"""What functions read of Python's own state, as far as it can be seen from outside.
+"""Python's own state that functions read, as far as it can be seen from outside.
 
 A plan takes rounds of a loop for equal only where nothing of this changed in one: a
 count, a flag, an iterator or a list that a loss or a unit closes over.
@@ -26,7 +26,7 @@ _MOST = 4096  # values that are looked at
 
 
 def hidden_state(functions: Iterable[Callable[..., Any]]) -> list[Any]:
-    """What the functions close over, and how Python's generators stand.
+    """The values that functions close over, and where Python's generators stand.
 
     Two that differ say that something changed; equal ones say so of what is in cells,
     globals, attributes, and lists, dicts and sets of these.
@@ -54,7 +54,7 @@ def hidden_state(functions: Iterable[Callable[..., Any]]) -> list[Any]:
 
 
 def _facts(x: Any) -> tuple[Any, list[Any]]:
-    """What changes in a value, and the values within it."""
+    """The part of a value that changes, and the values within it."""
     if isinstance(x, Tensor):
         return None if x.is_inference() else x._version, []
     if isinstance(x, Unit):  # what it has learned of its calls is its own

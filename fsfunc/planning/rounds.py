@@ -103,7 +103,7 @@ class Rounds:
                 kinds[number] = kind
 
     def stand_in(self, x: Tensor, by: int) -> Tensor:
-        """What a noted round has in the place of ``x``, which this one left."""
+        """A noted round's value in the place of ``x``, which this one left."""
         held, observer = self.book.held, self.observer
         before, observer.paused = observer.paused, True
         try:
@@ -183,7 +183,7 @@ class Rounds:
         return True
 
     def _did(self, block: LoopPart) -> list[Hashable]:
-        """What a block computed, and the memory that it took, and gave back itself."""
+        """The operators that a block ran, the memory that it took, and gave back itself."""
         at = self.at[block.what, block.microbatch]
         end, did = [*self.blocks, self._now()][at + 1].events, []
         for event in self.book.events[block.events : end]:

@@ -79,7 +79,7 @@ def plainly() -> AbstractContextManager[None]:
 
 
 class BeforeRuns:
-    """What each run of a graph does in Python before, as its step did while traced.
+    """The Python that each run of a graph does before, as its step did while traced.
 
     Attributes:
         drawn: how many numbers it draws and does not use.
