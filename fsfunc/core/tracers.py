@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here
 from fsfunc.core.execution_context import running
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
 
 
@@ -194,19 +195,22 @@ def signature(args: Any, keywords: Any) -> Any:
     of leaves that are no numbers, and tensors that are split or without values.
     """
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-    kinds, marks = [], []
+    kinds: list[Any] = list(map(_kind, filter(is_sharded, leaves)))
+    marks = []
     for i, x in enumerate(leaves):
+        if type(x) is Sharded:
+            continue
         if isinstance(x, Tensor):
-            kinds.append((x.shape, x.dtype, x.requires_grad, how := laid_as(x)))
+            kinds.append((i, x.shape, x.dtype, x.requires_grad, how := laid_as(x)))
             if how != WHOLE or x.is_meta:
                 marks.append((i, how, x.is_meta))
-        elif is_sharded(x):
-            kinds.append((x.layout.shape, x.layout.dtype))
-        else:
-            kinds.append(kind := x.__class__)  # of a number that stands for one
+        elif not is_sharded(x):
+            kind = x.__class__  # of a number that stands for one
+            kinds.append((i, kind))
             if kind not in _NUMBERS:
                 marks.append(x if kind is bool else kind)
     return (treedef, *marks), *kinds
 
 
 _NUMBERS = {int, float, complex, str}
+_kind = attrgetter("layout.shape", "layout.dtype")  # of a sharded leaf

@@ -200,19 +200,20 @@ def first_unfit(
     In shape, layout or device. Leaves that are packed lie as their flat shard does, so
     of two of these that is asked once.
     """
-    alike: set[tuple[int, int]] = set()
+    alike: set[tuple[Any, Any]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
-        mine = leaf.packed if is_sharded(leaf) else None
-        its = other.packed if is_sharded(other) else None
+        packed = type(leaf) is type(other) is Sharded
+        pair = (leaf.packed, other.packed) if packed else (None, None)
+        if pair in alike and leaf.layout is other.layout:
+            continue
+        mine, its = pair
         if mine is None or its is None or mine.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i
         elif leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
-        elif leaf.spent or other.spent:
-            (leaf if leaf.spent else other).check()  # which raises
-        elif (pair := (id(mine), id(its))) not in alike:
+        elif pair not in alike:
             if not _fits(mine.flat, its.flat):
                 return i
             alike.add(pair)

@@ -66,9 +66,13 @@ class Donation:
 
     def add(self, leaves: Iterable[Any]) -> None:
         """Adds leaves to what is known, with the tensors that they will make."""
-        parts = [(x._part if isinstance(x, Sharded) else x, x) for x in leaves]
-        self.lazy += [leaf for x, leaf in parts if x is None]  # that make one later
-        made = {id(x): x for x, _ in parts if isinstance(x, Tensor)}
+        leaves = list(leaves)
+        later = [x for x in leaves if type(x) is Sharded and x._part is None]
+        self.lazy += later  # that have not made their tensor yet
+        if len(later) == len(leaves):
+            return
+        parts = [x._part if isinstance(x, Sharded) else x for x in leaves]
+        made = {id(x): x for x in parts if isinstance(x, Tensor)}
         for at in made.keys() - self.known.keys():
             self.known[at] = made[at]
             self.uses[_torch.storage_key(made[at])] += 1

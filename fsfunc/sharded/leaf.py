@@ -308,10 +308,9 @@ class FlatShard:
 
     def leaves(self) -> list[Sharded]:
         """The leaves, whose parts, views of ``flat``, are made when first read."""
-        flat, spans, leaves = self.flat, self.spans, []
+        flat, spans, leaves = self.flat, self.spans.values(), []
         at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
-        for layout in self.members:
-            start, stop = spans[id(layout)]
+        for layout, (start, stop) in zip(self.members, spans, strict=True):
             leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
             if not at_once:
                 leaf._range = (flat, start, stop)

@@ -75,10 +75,9 @@ def spend_all(leaves: Iterable[Any], why: str) -> None:
 
 def any_spent(leaves: Sequence[Any]) -> bool:
     """True if one of ``leaves`` was donated."""
-    kinds = set(map(type, leaves))
-    if not any(issubclass(kind, Spent | Sharded) for kind in kinds):
-        return False
-    return any(map(why_spent, leaves))
+    if any([issubclass(kind, Spent) for kind in set(map(type, leaves))]):
+        return True
+    return any([x.spent for x in filter(is_sharded, leaves)])
 
 
 def unspend(leaf: Any) -> None:

@@ -12,6 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import complete_shards
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
@@ -38,24 +40,16 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
     """By id, the buffers of this shard of which all leaves are differentiated.
 
-    And the number of differentiated leaves that are in none of them.
+    And the number of differentiated leaves that are plain tensors.
     """
-    counts: dict[int, int] = {}
+    leaves = tree.leaves(chosen, is_leaf=is_sharded)
     found: dict[int, FlatShard] = {}
-    plain = 0
-    for x in tree.leaves(chosen, is_leaf=is_sharded):
-        if not is_sharded(x) or x.packed is None or x.parts is not None:
-            plain += isinstance(x, Tensor)
-            continue
-        key = id(x.packed)
-        if key in found or options.gathers(x.layout):
-            found[key] = x.packed
-            counts[key] = counts.get(key, 0) + 1
-    for key, shard in list(found.items()):
+    for _, shard in complete_shards(leaves):
         real = shard.flat.is_floating_point() and not shard.flat.requires_grad
-        if not real or counts[key] != len(shard.members):
-            del found[key]
-    return found, plain
+        if real and options.gathers(shard.members[0]):
+            found[id(shard)] = shard
+    plain = [x for x in filterfalse(is_sharded, leaves) if isinstance(x, Tensor)]
+    return found, len(plain)
 
 
 class Gradients:
@@ -73,9 +67,8 @@ class Gradients:
         self.leaves, self.treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
         # By the leaves of the arguments: a gradient may be None, which is no leaf.
         self.found: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
-        kept = [g for g in self.found if is_sharded(g) and g.is_kept]
-        due = [x for shard in runtime.keeps.values() for x in shard.members]
-        if len(kept) < len(due):
+        kept = [g for g in filter(is_sharded, self.found) if g.spent is KEPT]
+        if len(kept) < sum([len(shard.members) for shard in runtime.keeps.values()]):
             raise RuntimeError(f"a transform within shard changes gradients: {KEPT}")
 
     def trees(self) -> Any:

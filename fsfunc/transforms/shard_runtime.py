@@ -14,6 +14,7 @@ gathers the buffer, and reduces its gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -87,12 +88,11 @@ class ShardRuntime:
     @property
     def sums_all(self) -> bool:
         """True if all gradients of the call are summed here, in memory of its own."""
-        for x in tree.leaves(self.differentiated, is_leaf=is_sharded):
-            if not is_sharded(x) and isinstance(x, Tensor):
-                return False
-            if is_sharded(x) and id(x.packed) not in self.keeps:
-                return False
-        return True
+        leaves = tree.leaves(self.differentiated, is_leaf=is_sharded)
+        sharded = list(filter(is_sharded, leaves))
+        if not {x.packed for x in sharded} <= set(self.keeps.values()):
+            return False
+        return not any(isinstance(x, Tensor) for x in filterfalse(is_sharded, leaves))
 
     def add_to(self, into: Any) -> None:
         """Begins the sums with gradients of earlier microbatches, if all are here."""

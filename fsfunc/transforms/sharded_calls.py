@@ -178,8 +178,8 @@ class Sharding(Interpretation):
     ) -> ShardRuntime:
         """A runtime for a call with these leaves."""
         coordinates = self.mesh.coordinates(rank)
-        packed = [x.packed for x in leaves if is_sharded(x) and x.packed is not None]
-        buffers = {id(b): b for b in packed}.values()
+        packed = [x.packed for x in filter(is_sharded, leaves)]
+        buffers = dict.fromkeys([b for b in packed if b is not None])
         shards = [b for b in buffers if self.cut.gathers(b.members[0])]
         runtime = ShardRuntime(
             GroupTable(self.cut, here(self.mesh)),
