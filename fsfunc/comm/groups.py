@@ -199,6 +199,10 @@ def check_kind(op: str, x: Tensor, where: Any) -> None:
         )
     if x.is_meta and where.link.moves:
         raise TypeError(f"{op} over {where.name} of a meta tensor: it has no values")
+    if type(x).__name__ == "DTensor":
+        raise TypeError(
+            f"{op} over {where.name} of a DTensor: send x.to_local() or x.full_tensor()"
+        )
     if x.layout != torch.strided:
         raise TypeError(
             f"{op} over {where.name} of a tensor with layout {x.layout}: ranks "

@@ -40,6 +40,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a tensor of {x.dtype}, which no rank can send and no optimizer update: "
         "x.to(torch.bfloat16) can be laid out",
     ),
+    "dtensor": (
+        lambda x: type(x).__name__ == "DTensor",
+        "a DTensor{shape}, sharded already: x.full_tensor() is the whole, which "
+        "ff.place lays out, and x.to_local() this rank's part",
+    ),
     "inference": (
         lambda x: isinstance(x, Tensor) and x.is_inference(),
         "a tensor made under torch.inference_mode(), which autograd cannot track: give "
@@ -84,7 +89,8 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     """Raises if a leaf of ``values`` is of one of these kinds.
 
     Args:
-        kinds: names separated by spaces: array, sparse, meta, float8, inference.
+        kinds: names separated by spaces: array, sparse, meta, float8, inference;
+            where there may be no array, there may be no DTensor.
         who: the function whose arguments they are, for the message.
         parts: the names of the children of ``values``, for the message.
 
@@ -98,6 +104,7 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
         ...
     TypeError: f is given, as params at 'w', a tensor with layout torch.sparse_coo: ...
     """
+    kinds = kinds.replace("array", "array dtensor")
     looks = [_KINDS[kind] for kind in kinds.split()]
     leaves = tree.leaves(values, is_leaf=is_sharded)
     if all(map(is_sharded, leaves)):
