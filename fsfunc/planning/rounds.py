@@ -183,7 +183,7 @@ class Rounds:
         return True
 
     def _did(self, block: LoopPart) -> list[Hashable]:
-        """The operators that a block ran, the memory that it took, and gave back itself."""
+        """The operators of a block, the memory that it took, and gave back itself."""
         at = self.at[block.what, block.microbatch]
         end, did = [*self.blocks, self._now()][at + 1].events, []
         for event in self.book.events[block.events : end]:
