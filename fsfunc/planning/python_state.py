@@ -12,17 +12,19 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from pickle import dumps
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc.core.units import Unit
-from fsfunc.runtime.generators import drawn_elsewhere
+from fsfunc.runtime.generators import other_states
 
 _FOREIGN = {"torch", "fsfunc", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _SIMPLE = (int, float, complex, str, bytes, type(None))
 _MOST = 4096  # values that are looked at
+_LARGE = 1 << 16  # bytes of an array that is not
 
 
 def hidden_state(functions: Iterable[Callable[..., Any]]) -> list[Any]:
@@ -39,8 +41,8 @@ def hidden_state(functions: Iterable[Callable[..., Any]]) -> list[Any]:
     >>> f(1), hidden_state([f]) == before
     (1, False)
     """
-    found, seen, todo = drawn_elsewhere(), dict[int, Any](), list[Any](functions)
-    said: list[Any] = [found]
+    seen, todo = dict[int, Any](), list[Any](functions)
+    said: list[Any] = [dumps(state) for _, state in other_states()]
     while todo and len(seen) < _MOST:
         x = todo.pop()
         if isinstance(x, _SIMPLE):
@@ -61,7 +63,8 @@ def _facts(x: Any) -> tuple[Any, list[Any]]:
         return None, [x.fn]
     if isinstance(x, FunctionType):
         return None, _within(x)
-    if isinstance(x, MethodType | BuiltinMethodType):
+    of = type(x)  # what a value itself says it has may be computed
+    if hasattr(of, "__self__"):  # a method, of any language
         return None, [x.__self__, getattr(x, "__func__", None)]
     if isinstance(x, functools.partial):
         return None, [x.func, x.args, x.keywords]
@@ -69,19 +72,21 @@ def _facts(x: Any) -> tuple[Any, list[Any]]:
         return len(x), [*x, *x.values()]
     if isinstance(x, list | tuple | set | frozenset | deque):
         return len(x), list(x)
-    if hasattr(x, "__next__"):  # of others nothing shows how far they are
+    if hasattr(of, "__next__"):  # of others nothing shows how far they are
         return repr(x) if isinstance(x, itertools.count) else object(), []
     if isinstance(x, random.Random):
         return x.getstate(), []
-    if hasattr(x, "tobytes"):
-        return x.tobytes()[:_MOST], []
-    if isinstance(x, ModuleType) or _root(type(x)) == "fsfunc":
+    if hasattr(of, "bit_generator"):  # of numpy
+        return dumps(x.bit_generator.state), []
+    if hasattr(of, "tobytes"):
+        return x.tobytes() if getattr(x, "nbytes", 0) < _LARGE else None, []
+    if isinstance(x, ModuleType) or _root(of) == "fsfunc":
         return None, []
     if isinstance(x, type) and _root(x) in _FOREIGN:
         return None, []
-    kept = vars(x) if isinstance(x, type) else getattr(x, "__dict__", {})
-    slots = [getattr(x, n, None) for n in getattr(type(x), "__slots__", ())]
-    return len(kept), [type(x), *kept.values(), *slots]
+    kept = dict(vars(x)) if isinstance(x, type) or of.__dictoffset__ else {}
+    slots = [getattr(x, n, None) for n in getattr(of, "__slots__", ())]
+    return len(kept), [of, *kept.values(), *slots]
 
 
 def _within(fn: FunctionType) -> list[Any]:
@@ -113,4 +118,5 @@ def _is_set(cell: Any) -> bool:
 
 def _root(of: Any) -> str:
     """The package that a class, or a function, is of."""
-    return (of.__module__ or "").partition(".")[0]
+    module = of.__module__
+    return module.partition(".")[0] if isinstance(module, str) else "builtins"

@@ -209,6 +209,7 @@ COUNTS = {
     "generator": by_generator,
     "iterator": lambda: partial(next, itertools.count(1)),
     "object": lambda: random.Random(0).random,
+    "object of numpy": lambda: numpy.random.default_rng(0).random,
     "draw": by_draw,
     "slot": by_slot,
     "class": by_class,
