@@ -102,7 +102,7 @@ nn/pipe/test_balance.py
   has     | balanced by time | pipelining/test_stage_plans.py::test_costs_may_be_times
   differs | balanced by size | by FLOPs; memory by plan and search | pipelining/test_stage_plans.py::test_a_cut_is_the_best_of_all
 nn/pipe/test_checkpoint.py
-  has     | all, all but the last, none | transforms/test_remat_modes.py::test_how_many_microbatches_are_recomputed
+  has     | all, all but the last, none | transforms/test_remat.py::test_how_many_microbatches_are_recomputed
 nn/pipe/test_deferred_batch_norm.py
   has     | statistics of the whole batch, committed once | nn/test_statistics.py::test_uneven_microbatches_give_torchs_statistics
 nn/pipe/skip

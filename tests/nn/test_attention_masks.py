@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import ring_attention
-from tests.checks import close, refusals, refused, simulated, unchanged
+from tests.checks import close, simulated, unchanged
 from tests.nn.test_context_parallel import (
     FORMS,
     WAYS,
     cut,
     join,
     pulled,
-    refusing,
     tensors,
     transformed,
-    zeros,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -358,48 +356,3 @@ def test_masks_stay_in_a_ring_and_travel_with_heads() -> None:
                 on_ranks(forward, size, "zigzag", whole, None, attn_mask, form=form)
             logs.append(log.bytes("context", rank=1))
         assert logs[1] - logs[0] == sent
-
-
-# Refused
-
-
-def ring(*xs, **how):
-    return refusing(lambda: ring_attention(*xs, "context", **how))
-
-
-X, IDS = zeros(2, 4), torch.zeros(1, 4, dtype=torch.int64)
-Y = {"order": "zigzag"}
-BAD = {
-    "a window without order": (ring(X, X, X, window=2), TypeError,
-        "ring_attention: window=2 over 'context' needs order=.*ff.nn.zigzag"),
-    "a mask without order": (ring(X, X, X, attn_mask=zeros(2, 4, 8)), TypeError,
-        "attn_mask over 'context' needs order="),
-    "a negative window": (ring(X, X, X, window=(-1, 2), **Y), ValueError,
-        r"window=\(-1, 2\) is no number .* from 0 on"),
-    "a window of three": (ring(X, X, X, window=(1, 2, 3), **Y), ValueError,
-        r"window=\(1, 2, 3\) is no number .* nor a pair"),
-    "a window of truth": (ring(X, X, X, window=True, **Y), ValueError, "window=True"),
-    "lengths": (ring(zeros(2, 2), X, X, window=1, **Y), ValueError,
-        "as many queries as keys; got q"),
-    "lengths of documents": (ring(zeros(2, 2), X, X, documents=IDS), ValueError,
-        "as many queries as keys; got q"),
-    "documents by lengths": (ring(X, X, X, documents=torch.tensor([0, 3, 4])),
-        ValueError, r"documents are \[batch, n\], .*\(1, 4\).*rank has, got \(3,\)"),
-    "documents of the whole": (ring(X, X, X, documents=IDS.repeat(1, 2)), ValueError,
-        r"documents are .*got \(1, 8\)"),
-    "fractions of documents": (ring(X, X, X, documents=IDS.double()), TypeError,
-        "numbered by integers, got torch.float64"),
-    "a mask of this rank's keys": (ring(X, X, X, attn_mask=zeros(2, 4), **Y),
-        ValueError, r"attn_mask is .*\(1, 2, 4, 8\).*of all.*got \(1, 2, 4, 4\)"),
-    "a mask of all queries": (ring(X, X, X, attn_mask=zeros(2, 8, 8), **Y), ValueError,
-        r"got \(1, 2, 8, 8\)"),
-    "a mask of integers": (ring(X, X, X, attn_mask=zeros(1, 4, 8).int(), **Y),
-        TypeError, "truth values .* got torch.int32"),
-    "odd halves under a window": (ring(*[zeros(2, 3)] * 3, window=1, **Y), ValueError,
-        "3 positions a rank are not two half-blocks"),
-}  # fmt: skip
-
-
-@refusals(BAD)
-def test_bad_input_is_refused(call, error, way_out) -> None:
-    refused(call, error, way_out)

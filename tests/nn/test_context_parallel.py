@@ -245,7 +245,8 @@ def ulysses(q, k, v, size=2, **how):
     return refusing(lambda: all_to_all_attention(q, k, v, "context", **how), size)
 
 
-X = zeros(2, 4)
+X, IDS = zeros(2, 4), torch.zeros(1, 4, dtype=torch.int64)
+Y = {"order": "zigzag"}
 BAD = {
     "odd": (ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"), ValueError,
         "3 positions a rank.*multiple of 4, not 6"),
@@ -280,6 +281,33 @@ BAD = {
     "integers": (ring(X.long(), X.long(), X.long()), ValueError, "q torch.int64"),
     "axis": (refusing(lambda: ring_attention(X, X, X, "contxt")), ValueError,
         'unknown axis "contxt"'),
+    "a window without order": (ring(X, X, X, window=2), TypeError,
+        "ring_attention: window=2 over 'context' needs order=.*ff.nn.zigzag"),
+    "a mask without order": (ring(X, X, X, attn_mask=zeros(2, 4, 8)), TypeError,
+        "attn_mask over 'context' needs order="),
+    "a negative window": (ring(X, X, X, window=(-1, 2), **Y), ValueError,
+        r"window=\(-1, 2\) is no number .* from 0 on"),
+    "a window of three": (ring(X, X, X, window=(1, 2, 3), **Y), ValueError,
+        r"window=\(1, 2, 3\) is no number .* nor a pair"),
+    "a window of truth": (ring(X, X, X, window=True, **Y), ValueError, "window=True"),
+    "lengths under a window": (ring(zeros(2, 2), X, X, window=1, **Y), ValueError,
+        "as many queries as keys; got q"),
+    "lengths of documents": (ring(zeros(2, 2), X, X, documents=IDS), ValueError,
+        "as many queries as keys; got q"),
+    "documents by lengths": (ring(X, X, X, documents=torch.tensor([0, 3, 4])),
+        ValueError, r"documents are \[batch, n\], .*\(1, 4\).*rank has, got \(3,\)"),
+    "documents of the whole": (ring(X, X, X, documents=IDS.repeat(1, 2)), ValueError,
+        r"documents are .*got \(1, 8\)"),
+    "fractions of documents": (ring(X, X, X, documents=IDS.double()), TypeError,
+        "numbered by integers, got torch.float64"),
+    "a mask of this rank's keys": (ring(X, X, X, attn_mask=zeros(2, 4), **Y),
+        ValueError, r"attn_mask is .*\(1, 2, 4, 8\).*of all.*got \(1, 2, 4, 4\)"),
+    "a mask of all queries": (ring(X, X, X, attn_mask=zeros(2, 8, 8), **Y), ValueError,
+        r"got \(1, 2, 8, 8\)"),
+    "a mask of integers": (ring(X, X, X, attn_mask=zeros(1, 4, 8).int(), **Y),
+        TypeError, "truth values .* got torch.int32"),
+    "odd halves under a window": (ring(*[zeros(2, 3)] * 3, window=1, **Y), ValueError,
+        "3 positions a rank are not two half-blocks"),
     "no mesh": (lambda: ring_attention(X, X, X, "context"), ff.comm.mesh.NoMesh,
         "no mesh in sight"),
     "a sequence": (lambda: zigzag(torch.zeros(10), 2, 0), ValueError,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc.transforms.policies import checkpoint_name as name
 from tests.checks import same
-from tests.models import floats, layers
+from tests.models import chain, floats, layers
 from tests.probes import LiveBytes
 
 D = 6
@@ -229,3 +229,42 @@ def test_a_unit_within_that_uses_torch_func_draws_what_it_draws_without_remat() 
     step = ff.value_and_grad(lambda ps, x: outer(ps[1], outer(ps[0], x)).sum())
     for _ in range(2):  # in the first call of all it is not known that it does
         same(from_seed(ff.remat(step), P, X), from_seed(step, P, X))
+
+
+# By microbatch
+
+
+AGAIN = {"always": (1, 3), "except_last": (0, 2), "never": (0, 0)}
+
+
+@pytest.mark.parametrize("mode", AGAIN)
+def test_how_many_microbatches_are_recomputed(mode) -> None:
+    runs = []
+
+    @ff.unit
+    def layer(p, x):
+        runs.append(p)
+        return F.dropout(name(torch.tanh(x @ p["w"]), "h"), 0.25)  # keeps no names
+
+    def ran(step):
+        runs.clear()
+        return from_seed(step, P, floats(12, D)), len(runs) / len(P)
+
+    loss = chain(layer)
+    grad = ff.value_and_grad(loss)
+    for n, again in zip((1, 3), AGAIN[mode], strict=True):
+        expected, plain = ran(ff.accumulate(grad, n))
+        for step in (
+            ff.accumulate(ff.remat(grad, mode), n),
+            ff.remat(ff.accumulate(grad, n), mode),
+            ff.accumulate(ff.value_and_grad(ff.remat(loss, mode)), n),
+        ):
+            found, count = ran(step)
+            assert count - plain == again
+            same(found, expected)
+
+
+@pytest.mark.parametrize("policy", ["except-last", 3, ["always"]])
+def test_another_policy_is_refused(policy) -> None:
+    with pytest.raises(TypeError, match="'always', 'except_last', 'never', or None"):
+        ff.remat(lambda p: p, policy)
