@@ -24,6 +24,7 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, TOTAL, LawError, check_samples
+from fsfunc.core.frames import frame
 from fsfunc.core.gradient_checks import inside_unit
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
@@ -161,7 +162,11 @@ def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
 
 
 def _zeros(flat: Tensor) -> Tensor:
-    return space_of(flat).empty_like(flat, scratch=True).zero_()
+    """The gradient of a buffer that no unit read here, as those of other ranks are."""
+    casts, home = frame().casts, space_of(flat)
+    zeros = home.empty_like(flat, scratch=True).zero_()
+    given = None if casts is None else casts.gradients
+    return zeros if given in (None, flat.dtype) else home.put(zeros, given)
 
 
 def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
