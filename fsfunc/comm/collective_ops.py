@@ -8,6 +8,7 @@ autograd, twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -95,6 +96,17 @@ def claim(x: Any, what: str) -> None:
     """Tells the watcher that ``x`` must be equal on all ranks."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)
+
+
+def claiming(f: Callable[..., Any], what: str) -> Any:
+    """``f``, which claims the value of its attribute ``claims`` in each call."""
+
+    @functools.wraps(f)
+    def told(*args: Any, **keywords: Any) -> Any:
+        claim(told.claims, what)  # type: ignore[attr-defined]
+        return f(*args, **keywords)
+
+    return told
 
 
 def summed(tensors: Iterable[Tensor], what: str) -> None:

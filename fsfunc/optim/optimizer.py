@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import claim
+from fsfunc.comm.collective_ops import claim, claiming
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import frame, inside
@@ -104,11 +104,10 @@ class Optimizer(_Functions):
     ) -> Optimizer:
         if prepare is None:
             prepare = added(update) if apply is None else _deferred(apply)
-        if apply is None:
-            apply = _at_once(prepare)
-        apply = laid = _relaying(apply)
+        apply = _relaying(_at_once(prepare) if apply is None else apply)
+        update, apply = claiming(update, _APPLIES), claiming(apply, _APPLIES)
         self = super().__new__(cls, _laying(init), update, apply, prepare, take)
-        laid.optimizer = self  # type: ignore[attr-defined]
+        update.claims = apply.claims = self  # type: ignore[attr-defined]
         self.elementwise, self.begin = elementwise, _either(update, prepare)
         known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
@@ -317,7 +316,6 @@ def _relaying(apply: Apply) -> Apply:
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
-        claim(laid.optimizer, "the optimizer that applies gradients")  # type: ignore
         new = apply(grads, state, params)
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
             lay_as(new, (params, state))
@@ -341,6 +339,7 @@ def _laying(init: Init) -> Init:
     return laid
 
 
+_APPLIES = "the optimizer that applies gradients"
 _OWN = (
     "an optimizer is given {!r}, which is each rank's own: norms and moments over it "
     "and leaves that are one value have no meaning. Give it those alone, and keep the "

@@ -418,11 +418,20 @@ def by_a_layout(rank):
 
 def by_an_optimizer(rank):
     optimizer = ff.sgd(0.1 * (1 + rank))
-    step = lambda w, x: optimizer.apply(gradient(w, x), optimizer.init(w), w)[0]  # noqa: E731
-    return step
+    return lambda w, x: optimizer.apply(gradient(w, x), optimizer.init(w), w)[0]
 
 
-@pytest.mark.parametrize("made", [by_a_scale, by_noise, by_a_layout, by_an_optimizer])
+def by_its_updates(rank):
+    optimizer = ff.sgd(0.1 * (1 + rank))
+    return lambda w, x: each(
+        torch.add, w, optimizer.update(gradient(w, x), optimizer.init(w), w)[0]
+    )
+
+
+BEFORE = [by_a_scale, by_noise, by_a_layout, by_an_optimizer, by_its_updates]
+
+
+@pytest.mark.parametrize("made", BEFORE)
 def test_what_differs_between_ranks_before_the_step(made):
     """It stayed unseen: of each part there is one."""
 
