@@ -250,6 +250,15 @@ def flat(values: Any) -> list[Any]:
 # FLOPs
 
 
+def _product(*given: Any, **_: Any) -> int:
+    """Two for each element of the first factor, and each column of the second.
+
+    torch's own formulas give the same, and flatten and copy the arguments for it.
+    """
+    a, b = [x for x in given if isinstance(x, Tensor)][-2:]
+    return 2 * a.numel() * b.shape[-1]
+
+
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """q k^T and then (that) v, for each batch entry and head."""
     rows = q.shape[:-1].numel()
@@ -268,10 +277,12 @@ def _attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> i
     return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 # torch counts nothing for the first three.
 FLOPS: dict[Any, Any] = {
     _torch.CPU_ATTENTION: _attention,
     _torch.CPU_ATTENTION_BACKWARD: _attention_backward,
     _torch.GROUPED_PRODUCT: _grouped,
     **flop_registry,
+    **{getattr(torch.ops.aten, name): _product for name in _PRODUCTS},
 }

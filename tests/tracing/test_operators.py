@@ -7,8 +7,9 @@ it gives of the whole. All that are claimed to be are tried.
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
-from fsfunc.tracing.operators import class_of
+from fsfunc.tracing.operators import FLOPS, class_of
 
 N, PART = 12, slice(4, 8)
 DTYPES = [torch.float64, torch.int64, torch.bool, torch.complex128, torch.float32]
@@ -163,3 +164,13 @@ def test_what_gives_python_a_value_is_not_elementwise():
 )  # fmt: skip
 def test_what_reduces_is_not(operator):
     assert not class_of(operator).elementwise
+
+
+def test_products_have_the_flops_that_torch_counts():
+    a, b, c = torch.ones(2, 3), torch.ones(3, 5), torch.ones(2, 5)
+    x, y, z = (t.expand(4, *t.shape) for t in (a, b, c))
+    calls = {"mm": (a, b), "addmm": (c, a, b), "bmm": (x, y), "baddbmm": (z, x, y)}
+    for name, given in calls.items():
+        counted = FLOPS[getattr(aten, name)](*given, out_val=None)
+        assert counted == flop_registry[getattr(aten, name)](*given, out_val=c)
+    assert FLOPS[aten.mm](a, b, torch.float32) == 2 * 2 * 3 * 5
