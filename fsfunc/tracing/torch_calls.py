@@ -69,10 +69,12 @@ class Reads(Outside):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, library = getattr(func, "__name__", ""), is_own_call()
         asks = name == "__get__"  # a tensor, most often for its shape
+        out = func(*args) if asks else None
+        if asks and library and not isinstance(out, Tensor):
+            return out  # one tensor is combined with nothing
         values = args if asks else flat((args, kwargs) if kwargs else args)
         own = self._touched(values, library)
         if asks:
-            out = func(*args)
             if func == _DATA and (path := self.recorder.path_of(args[0])) is not None:
                 self._data[id(out)] = path, out
         else:
