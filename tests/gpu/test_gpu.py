@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests import models
 from tests.programs import python
 
 pytestmark = pytest.mark.gpu
@@ -19,18 +20,8 @@ def layer(params, x):
     return x + h @ params["v"]
 
 
-def loss_fn(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
-
-
-OPTIMIZER = ff.sharded_adam(1e-2)
-
-
-def train_step(state, x):
-    loss, grads = ff.value_and_grad(loss_fn)(state.params, x)
-    return state.apply_gradients(grads, OPTIMIZER), loss
+loss_fn, OPTIMIZER = models.chain(layer), ff.sharded_adam(1e-2)
+train_step = models.train_step(loss_fn, OPTIMIZER)
 
 
 def example():

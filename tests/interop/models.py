@@ -8,6 +8,7 @@ from torch import nn
 import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from tests.checks import simulated
+from tests.models import train_step
 
 VOCABULARY, WIDTH, LENGTH = 31, 16, 6
 SIZES = {
@@ -105,11 +106,7 @@ def step_of(apply, buffers, optimizer, loss=language_loss):
         out = apply(params, buffers, **batch)
         return loss(out.logits, batch)
 
-    def train_step(state, batch):
-        value, grads = ff.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads, optimizer), value
-
-    return train_step
+    return train_step(loss_fn, optimizer)
 
 
 def trained(module, batch, steps=2, lr=1e-2):

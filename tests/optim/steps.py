@@ -7,7 +7,7 @@ import torch
 import fsfunc as ff
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import simulated
-from tests.models import floats
+from tests.models import chain, floats
 
 WIDTH = 4
 
@@ -26,10 +26,7 @@ WS = list(floats(3, WIDTH, WIDTH, seed=1))
 X = floats(8, WIDTH, seed=9)
 
 
-def loss(ws, x):
-    for w in ws:
-        x = layer(w, x)
-    return x.square().mean()
+loss = chain(layer)
 
 
 def data(f, mesh, **how):
@@ -108,3 +105,9 @@ def parts(t):
     """This rank's tensors and numbers."""
     leaves = ff.tree.leaves(t, is_leaf=is_sharded)
     return [x.local if is_sharded(x) else x for x in leaves]
+
+
+def gain_of(state):
+    """AdaScale's gain, and the sum of all."""
+    ours = state if hasattr(state, "gain") else state.inner
+    return ours.gain.item(), ours.iterations.item()

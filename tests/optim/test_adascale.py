@@ -5,8 +5,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
-from tests.checks import close, refusals, simulated
-from tests.optim.steps import DATA, WS, X, trained
+from tests.checks import close, refusals, refused, simulated
+from tests.optim.steps import DATA, WS, X, gain_of, trained
 from tests.optim.steps import layer as product
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
@@ -64,19 +64,13 @@ def ran(optimizer, n, stack, params=PARAMS, steps=3, look=None):
     return trained(cut, optimizer, loss, batches, params, simulated(size), look=look)
 
 
-def counted(state):
-    """The gain, and the sum of all."""
-    ours = state if hasattr(state, "gain") else state.inner
-    return ours.gain.item(), ours.iterations.item()
-
-
 @pytest.mark.parametrize("golden, stack", CASES)
 def test_the_gains_are_fairscales(golden, stack):
     n, scale, smoothing, inner, gains, weights = GOLDENS[golden]
     ada = lambda inner: ff.adascale(inner, scale, smoothing=smoothing)  # noqa: E731
     scaled = [ff.loss_scale(ada(inner)), ada(ff.loss_scale(inner))]
     for optimizer in [ada(inner), *(scaled if (golden, stack) in SCALED else [])]:
-        for found in ran(optimizer, n, stack, look=counted):
+        for found in ran(optimizer, n, stack, look=gain_of):
             each, total = zip(*found.seen, strict=True)
             assert abs(total[-1] - sum(each)) < 1e-5
             close(torch.tensor(each), torch.tensor(gains), 3e-6)
@@ -247,5 +241,4 @@ REFUSED = {
 
 @refusals(REFUSED)
 def test_where_there_is_no_gain_it_is_refused(call, error, way_out):
-    with pytest.raises(error, match=way_out):
-        call()
+    refused(call, error, way_out)

@@ -7,7 +7,7 @@ import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, same, simulated
 from tests.models import floats, integers, layers, linear
-from tests.optim.steps import ALONE, PIPE, loss, trained
+from tests.optim.steps import ALONE, PIPE, gain_of, loss, trained
 from tests.planning.comparing import planned_and_run
 
 LINE, SGD = simulated(data=1, pipe=2), ff.sgd(0.5, momentum=0.9)
@@ -115,17 +115,12 @@ WS, BATCHES = list(floats(4, 4, 4, seed=1)), [floats(8, 4, seed=k) for k in rang
 )  # fmt: skip
 def test_gains_are_those_of_one_device(mesh, stack, wrap):
     def run(stack, mesh):
-        return trained(stack, wrap(ff.adascale), loss, BATCHES, WS, mesh, look=gains)
+        return trained(stack, wrap(ff.adascale), loss, BATCHES, WS, mesh, look=gain_of)
 
     (one,) = run(lambda s, m: ff.accumulate(s, 4), ALONE)
     assert all(1 < gain < 4 for gain, _ in one.seen)
     for found in run(stack, mesh):
         close((found.seen, found.params), (one.seen, one.params), 3e-6)
-
-
-def gains(state):
-    ours = state if hasattr(state, "gain") else state.inner
-    return ours.gain.item(), ours.iterations.item()
 
 
 # What is refused

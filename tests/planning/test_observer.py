@@ -12,6 +12,7 @@ from fsfunc.planning.events import PHASES, Gave, Took
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.runtime.memory import OFFLOADED
+from tests.models import chain, train_step
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
@@ -71,13 +72,7 @@ def test_the_phases_of_a_step():
     layer = ff.unit(lambda p, x: torch.tanh(x @ p))
     layer.__name__ = "layer"
     optimizer = ff.sharded_adam(0.1)
-
-    def train(state, x):
-        loss, grads = ff.value_and_grad(lambda p, x: layer(p, x).sum() * 2)(
-            state.params, x
-        )
-        return state.apply_gradients(grads, optimizer), loss
-
+    train = train_step(lambda p, x: layer(p, x).sum() * 2, optimizer)
     w, x = torch.ones(3, 3), torch.ones(2, 3)
     state = ff.TrainState(w, optimizer.init(w))
     found = ff.plan(ff.remat(train), state, x).ranks[0]
@@ -182,15 +177,7 @@ def test_no_less_is_reserved_than_is_held_and_all_of_it_is_found_again(steps):
 def test_the_bytes_of_offload_are_counted_beside_the_device():
     layer = ff.unit(lambda w, x: torch.tanh(x @ w))
     optimizer = ff.sharded_adam(1e-3)
-
-    def loss(params, x):
-        for w in params:
-            x = layer(w, x)
-        return x.square().mean()
-
-    def step(state, x):
-        value, grads = ff.value_and_grad(loss)(state.params, x)
-        return state.apply_gradients(grads, optimizer), value
+    step = train_step(chain(layer), optimizer)
 
     def planned(step):
         given = lambda: [torch.zeros(64, 64) for _ in range(4)]  # noqa: E731

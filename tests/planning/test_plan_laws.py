@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.testing import strategies as draw
 from fsfunc.testing.drawn_models import DrawnModel, DrawnStack, rows
+from tests.models import train_step
 from tests.pipelining import test_pipeline_laws as piped
 from tests.pipelining.models import batch_of as rows_of
 from tests.planning.comparing import facts, own, planned_and_run
@@ -22,12 +23,7 @@ def stepped(spec, params, frozen, batch, drawn):
     """(a step of drawn transforms, its first state, all that it is called with)."""
     stack, dtypes, donated = drawn
     optimizer = ff.sharded_adam(0.01)
-
-    def train(state, frozen, batch):
-        loss, grads = ff.value_and_grad(spec.loss)(state.params, frozen, batch)
-        return state.apply_gradients(grads, optimizer), loss
-
-    step = stack(train)
+    step = stack(train_step(spec.loss, optimizer))
     if dtypes is not None:
         step = ff.precision(step, *(d and getattr(torch, d) for d in dtypes))
     if donated:

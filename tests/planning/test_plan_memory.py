@@ -9,6 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.planning.events import Ran
 from fsfunc.runtime.memory import KINDS
+from tests.models import train_step
 from tests.planning.comparing import facts, planned_and_run
 
 pytestmark = pytest.mark.usefixtures("uncollected")
@@ -67,10 +68,7 @@ def batch_of():
 def runs(mesh, transform):
     """Two steps, each planned and run, on every rank."""
     optimizer = ff.sharded_adam(1e-3)
-
-    def train(state, batch):
-        loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads, optimizer), loss
+    train = train_step(loss_fn, optimizer)
 
     def main():
         step, batch, found = transform(train), batch_of(), []

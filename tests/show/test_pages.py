@@ -14,6 +14,7 @@ from fsfunc.printing.tables import of_bytes, of_seconds
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.show import html
 from fsfunc.show.lanes import named
+from tests.models import train_step
 from tests.show.planned import lone, ran, small, stages
 
 
@@ -32,12 +33,8 @@ def pipelined():
         return x.sum()
 
     optimizer = ff.sharded_adam(1e-3)
-
-    def step(state, batch):
-        found, grads = ff.value_and_grad(loss)(state.params, batch)
-        return state.apply_gradients(grads, optimizer), found
-
-    step = ff.pipeline(ff.remat(step), mesh, "pipe", n_microbatches=3)
+    step = ff.remat(train_step(loss, optimizer))
+    step = ff.pipeline(step, mesh, "pipe", n_microbatches=3)
     step = ff.shard(step, mesh, "data", zero=3)
     init = lambda: [torch.zeros(8, 8) for _ in range(4)]  # noqa: E731
     plan = ff.plan(step, init, optimizer, torch.zeros(6, 8), mesh=mesh)

@@ -16,6 +16,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import simulated
+from tests.models import chain
 from tests.optim.optimizers import EVERY
 
 MESH = simulated(2)
@@ -31,10 +32,7 @@ def params():
     return [torch.full((3, 3), 0.1) for _ in range(2)]
 
 
-def loss(ws, x):
-    for w in ws:
-        x = layer(w, x)
-    return x.square().mean()
+loss = chain(layer)
 
 
 def train(optimizer, change=lambda g: g):

@@ -10,7 +10,7 @@ from fsfunc import tree
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, held, on_ranks, same, simulated
-from tests.models import chain, floats, layer, layers
+from tests.models import chain, floats, layer, layers, train_step
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 loss_fn = chain(layer)
@@ -182,10 +182,7 @@ def test_a_call_that_raises_leaves_nothing_behind(zero, where):
 def test_training_goes_on_from_an_evaluation_in_inference_mode(zero, updated):
     """Which is the first to gather: what a step made, or a user's own update."""
     sgd = ff.sgd(0.5)
-
-    def train(state, x):
-        value, grads = ff.value_and_grad(loss_fn)(state.params, x)
-        return state.apply_gradients(grads, sgd), value
+    train = train_step(loss_fn, sgd)
 
     def main():
         mine = ff.local_batch(X, MESH, "data")

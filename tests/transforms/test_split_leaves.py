@@ -16,7 +16,7 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, refusals, refused, simulated
-from tests.models import floats, train_step
+from tests.models import chain, floats, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 DIM, EXPERTS, ROWS = 4, 4, 8
@@ -41,15 +41,6 @@ def experts(p, x):
     h = ff.all_to_all(h, "expert", split_dim=0, concat_dim=1)
     h = torch.tanh(torch.bmm(h, w.local))
     return x + ff.all_to_all(h, "expert", split_dim=1, concat_dim=0)
-
-
-def chain(unit):
-    def loss(params, x):
-        for p in params:
-            x = unit(p, x)
-        return x.square().mean()
-
-    return loss
 
 
 class Tensors:

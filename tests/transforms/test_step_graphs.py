@@ -583,20 +583,10 @@ def test_compiled_over_processes_it_is_near_and_sends_the_same(processes):
     printed = processes(
         """
         import torch, fsfunc as ff
+        from tests.models import chain, train_step
 
-        mesh = ff.make_mesh({"data": 2})
-        layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
-        optimizer = ff.sharded_adam(0.01)
-
-        def loss(params, x):
-            for p in params:
-                x = layer(p, x)
-            return x.square().mean()
-
-        def train(state, x):
-            value, grads = ff.value_and_grad(loss)(state.params, x)
-            return state.apply_gradients(grads, optimizer), value
-
+        mesh, optimizer = ff.make_mesh({"data": 2}), ff.sharded_adam(0.01)
+        train = train_step(chain(), optimizer)
         x = ff.local_batch(torch.randn(8, 8), mesh, "data")
         params = [{"w": torch.eye(8) + 0.1} for _ in range(3)]
 
