@@ -30,7 +30,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathers import Calls, GatheredCall
-from fsfunc.transforms.gradient_sums import joined_gradients
+from fsfunc.transforms.messages.wire import as_buffer, by_offset
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 
@@ -155,7 +155,8 @@ class _Enter(torch.autograd.Function):
                 tracked, g = ctx.needs_input_grad[5 + k], None
                 if torch.is_grad_enabled():
                     kind = shard.flat.dtype
-                    g = joined_gradients(call, shard, mine, kind) if tracked else None
+                    parts = by_offset(call.views, mine, kind)
+                    g = as_buffer(parts, shard, kind) if tracked else None
                 elif own and call.keeps or tracked:
                     g = runtime.gradient_of(call, shard, mine, before if own else [])
                 if g is not None:

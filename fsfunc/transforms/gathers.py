@@ -44,12 +44,12 @@ class GatheredCall:
         shared: whether it is that of the call before, a small unit beside this one.
         held: whether ``full`` is kept from forward to backward.
         forgets: whether saved views of ``full`` were dropped: backward gathers again.
-        grad: the sum of the gradients of later calls that share the buffer.
+        grad: what was collected of later calls that share the buffer.
     """
 
     full: Tensor | None = None
     lasts = shared = held = forgets = False
-    grad: Tensor | None = None
+    grad: Any = None
 
     def __init__(
         self,

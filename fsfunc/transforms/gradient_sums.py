@@ -24,7 +24,7 @@ from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
-from fsfunc.transforms.messages.wire import divided_before
+from fsfunc.transforms.messages.wire import by_offset, divided_before
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 Grads = Sequence[Tensor | None]
@@ -93,16 +93,18 @@ class GradientSums:
                 self.open.setdefault(id(shard), set()).add(call.key)
 
     def collect(
-        self, call: GatheredCall, shard: FlatShard, grads: Grads, later: Tensor | None
-    ) -> Tensor:
+        self, call: GatheredCall, shard: FlatShard, grads: Grads, later: Any
+    ) -> Any:
         """Packs gradients into one buffer, in the dtype of the reduction.
 
         Args:
-            later: the buffer of later calls that share it, to which they are added.
+            later: what it returned of later calls that share the buffer.
+
+        Returns:
+            the buffer; in a graph the parts of it, which `as_buffer` makes one.
         """
         if self.joins:
-            buffer = joined_gradients(call, shard, grads, call.reduce)
-            return buffer if later is None else buffer.add_(later)
+            return by_offset(call.views, grads, call.reduce, later)
         buffer = self._room(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
         targets, sources, again, at = [], [], [], 0
@@ -324,22 +326,3 @@ class _Flow:
     count: int = 1
     reduced: bool = False
     work: Handle | None = None
-
-
-def joined_gradients(
-    call: GatheredCall, shard: FlatShard, grads: Sequence[Any], dtype: torch.dtype
-) -> Tensor:
-    """The gradients in one buffer, for a backward of the backward, and for a graph."""
-    flat, place, parts, at = shard.flat, shard.place, [], 0
-    zeros = partial(flat.new_zeros, dtype=dtype)
-    for (shape, _, offset), g in zip(call.views, grads, strict=True):
-        g = zeros(shape) if g is None else g
-        if not g.numel():
-            continue
-        g = strided(g).reshape(-1)
-        if offset < at:  # a leaf that the unit was given twice
-            parts[-1] = (parts[-1] + g).to(dtype)
-            continue
-        parts += [zeros(offset - at), g.to(dtype)]
-        at = offset + g.numel()
-    return torch.cat([*parts, zeros(place.size * place.chunk - at)])

@@ -29,6 +29,7 @@ from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import complete_shards
 from fsfunc.transforms.gathers import Calls, GatheredCall, Gathers, Micro
 from fsfunc.transforms.gradient_sums import GradientSums
+from fsfunc.transforms.messages.wire import as_buffer
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
@@ -263,6 +264,8 @@ class ShardRuntime:
                     if call.keeps and self.sums.observed is not None:
                         self.sums.observed.joined(call, shard)
                     return None
+        if self.sums.joins:
+            buffer = as_buffer(buffer, shard, call.reduce)
         if not call.keeps:
             return buffer
         self.sums.add(call, shard, buffer)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
+from fsfunc.transforms.step_graphs import StepGraph
 from tests.checks import close, same, simulated
 from tests.models import chain, floats, integers, layers, linear, train_step
 
@@ -85,6 +86,37 @@ def test_it_sends_what_the_step_sends_and_counts_its_updates(zero, donated):
     expected, spent = steps(plain, simulated(3), optimizer, batch=floats(9, 4))
     close(found, expected)
     assert sent == spent and all(type(n) is int and n == 5 for _, n in sent)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_units_that_share_a_message_copy_their_gradients_once(zero, monkeypatch):
+    made, mesh = [], simulated(2)
+    monkeypatch.setattr(StepGraph, "compile", noting(StepGraph.compile, made))
+
+    def transform(wrap, least):
+        return lambda step, mesh, axes: wrap(
+            ff.shard(step, mesh, axes, zero=zero, min_bytes=least)
+        )
+
+    how = dict(optimizer=ff.sgd(0.125), calls=3)
+    found, sent = steps(transform(whole, 10**6), mesh, **how)
+    expected, spent = steps(transform(lambda f: f, 10**6), mesh, **how)
+    close(found, expected)
+    assert sent == spent
+    _, apart = steps(transform(whole, 0), mesh, **how)
+    for (few, _), (more, _) in zip(sent, apart, strict=True):
+        few, more = (sum(n for _, _, n, _ in logs[-1]) for logs in (few, more))
+        assert few < more
+    copied = made[0].find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert len(copied) == 1
+
+
+def noting(compile, made):
+    def noted(self, *given):
+        made.append(self.traced.graph.graph)
+        return compile(self, *given)
+
+    return noted
 
 
 OPTIMIZERS = {

@@ -28,11 +28,15 @@ is refused under ``torch.func``, which would differentiate the encoding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.sharded.layout import View
 from fsfunc.sharded.leaf import FlatShard
 
 
@@ -179,3 +183,39 @@ def divided_before(n: int) -> int:
     while n % before == 0 and n > before * before:
         before *= 2
     return before
+
+
+def by_offset(
+    views: Sequence[View],
+    grads: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    later: Mapping[int, Tensor] | None = None,
+) -> dict[int, Tensor]:
+    """Gradients of views of a buffer, by where they begin; adds those of ``later``.
+
+    For a backward of the backward, and for a graph: nothing is written in place.
+    """
+    found: dict[int, Tensor] = {}
+    for (_, _, offset), g in zip(views, grads, strict=True):
+        if g is None or not g.numel():
+            continue
+        g = strided(g).reshape(-1)
+        g = found[offset] + g if offset in found else g  # a leaf that was given twice
+        found[offset] = g.to(dtype)
+    for offset, g in (later or {}).items():
+        found[offset] = found[offset] + g if offset in found else g
+    return found
+
+
+def as_buffer(
+    grads: Mapping[int, Tensor], shard: FlatShard, dtype: torch.dtype
+) -> Tensor:
+    """Gradients by where they begin as one buffer, with zeros between."""
+    place, parts, at = shard.place, [], 0
+    zeros = partial(shard.flat.new_zeros, dtype=dtype)
+    for offset in sorted(grads):
+        if offset > at:
+            parts.append(zeros(offset - at))
+        parts.append(grads[offset])
+        at = offset + grads[offset].numel()
+    return torch.cat([*parts, zeros(place.size * place.chunk - at)])
