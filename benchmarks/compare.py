@@ -1,7 +1,8 @@
 """fsfunc beside torch's parallelism of data, stages and layers, in one run: medians.
 
     python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
-                                 [--ranks N] [--shape NAME] [--bf16] [--json PATH]
+                                 [--ranks N] [--shape NAME] [--bf16]
+                                 [--min-bytes N] [--json PATH]
 
 Two processes (``--ranks``) on gloo, one thread each. A byte-level GPT from the same
 parameters, the same batches and the same AdamW on both sides; the losses of the first
@@ -17,7 +18,8 @@ that of layers that are split over the ranks (tensor and sequence parallel).
 
 `--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
 `--shape` takes another model (SHAPES in compared/models.py), `--bf16` casts parameters
-to bfloat16 for what is computed, on one device and at zero=3.
+to bfloat16 for what is computed, on one device and at zero=3. `--min-bytes` is given to
+`ff.shard`: neighbouring units below it share a message, as DDP's buckets of 25 MB do.
 `--peers` measures the peers alone.
 """
 
@@ -59,6 +61,7 @@ class Plan:
     peers_only: bool
     ranks: int = 2
     bf16: bool = False
+    min_bytes: int = 0
 
     def run(self, kind: str, *, ranks: int = 1, **more: Any) -> list[Any]:
         steps = (self.rounds + self.warmup) * len(more.get("competitors", "x"))
@@ -72,6 +75,7 @@ class Plan:
             "warmup": self.warmup,
             "ours": not self.peers_only,
             "bf16": self.bf16,
+            "min_bytes": self.min_bytes,
             "patience": patience,
             **more,
         }
@@ -188,6 +192,7 @@ def settings(plan: Plan, others: float) -> dict[str, Any]:
         "parameters": plan.size.parameters,
         "ranks": plan.ranks,
         "bf16": plan.bf16,
+        "min_bytes": plan.min_bytes,
         "others": others,
         "backend": "gloo",
         "environment": ENVIRONMENT,
@@ -210,6 +215,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--shape", choices=SHAPES, help="of another model")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--min-bytes", type=int, default=0, help="given to ff.shard")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)
     chosen.rows = named_rows(parser, chosen.only, ROWS)
@@ -230,6 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         peers_only=chosen.peers,
         ranks=chosen.ranks,
         bf16=chosen.bf16,
+        min_bytes=chosen.min_bytes,
     )
     with Load() as load:
         measured = measure(chosen.rows, plan)

@@ -50,7 +50,7 @@ def build(
         step = ff.precision(step, compute=setting.compute, reduce=torch.float32)
     if zero is not None:
         mesh = ff.make_mesh({"data": setting.ranks}, backend="processes")
-        step = ff.shard(step, mesh, "data", zero=zero)
+        step = ff.shard(step, mesh, "data", zero=zero, min_bytes=setting.min_bytes)
     if jit:
         step = ff.jit(step, only="block")
     if whole:

@@ -40,6 +40,7 @@ class Setting:
     ranks: int
     device: str = "cpu"
     compute: torch.dtype | None = None
+    min_bytes: int = 0
 
     def model(self) -> Gpt:
         params = init_params(self.size, device=self.device)

@@ -121,8 +121,10 @@ class GradientSums:
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
             sources.append(g)
-        if later is not None:
-            again += zip(targets, sources, strict=True)
+        if targets and later is not None:
+            kind = buffer.dtype
+            sources = [g if g.dtype == kind else g.to(kind) for g in sources]
+            torch._foreach_add_(targets, sources)
         elif targets:
             torch._foreach_copy_(targets, sources)
         if at < len(buffer) and later is None:
