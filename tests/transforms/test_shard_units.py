@@ -167,3 +167,28 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
         close(got, expected, 1e-9)
     rows = torch.func.grad(tied_loss, argnums=1)(TIED, ROWS)
     close(torch.cat([each for _, each in found]), rows, 1e-9)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_unit_that_shares_a_buffer_may_be_called_twice(zero):
+    """Its calls' gradients add up where those of its neighbours lie."""
+    unit = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
+    params = [{"w": floats(3, 3, seed=k)} for k in range(3)]
+    x = floats(4, 3, seed=9)
+
+    def loss(params, x, twice):
+        for p in params:
+            x = unit(p, x)
+            x = unit(p, x) if twice else x
+        return x.square().mean()
+
+    def main():
+        gradient = ff.value_and_grad(loss)
+        step = ff.shard(gradient, MESH, "data", zero=zero, min_bytes=10**6)
+        mine = ff.local_batch(x, MESH, "data")
+        placed = ff.place(step, params, mine, False)
+        return [ff.unshard(step(placed, mine, twice)[1]) for twice in (False, True)]
+
+    expected = [ff.value_and_grad(loss)(params, x, twice)[1] for twice in (False, True)]
+    for found in ranks(main):
+        close(found, expected)
