@@ -88,7 +88,8 @@ def schedule_free(
         are y; evaluate, and save for use, ``eval_params(opt_state, params)``.
 
     Raises:
-        ValueError: b1 outside (0, 1); a negative number; an update without ``params``.
+        ValueError: b1 outside (0, 1); a negative number; an update without ``params``,
+            or with the state of another b1.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: that of ``base``, and two passes over y and z, in place under `donate`; one
@@ -133,6 +134,11 @@ class _ScheduleFree:
 
     def weighed(self, state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:
         """The rate, the weight c of the next z, and a state that has counted it."""
+        if state.b1 != self.b1:
+            raise ValueError(
+                f"the state is of schedule_free(b1={state.b1}), between whose z and x "
+                f"the parameters lie, and b1 is {self.b1}: go on with that one"
+            )
         rate = rate_at(self.learning_rate, state.count)
         max_lr = max(state.max_lr, rate)
         weight = max_lr**self.weight_lr_power

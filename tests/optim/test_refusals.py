@@ -113,6 +113,9 @@ VALUES = [
     ("learning_rate is -1", lambda: ff.schedule_free(ff.sgd(0.1), -1)),
     (r"call update\(grads, state, params\)",
      updated(ff.schedule_free(ff.sgd(0.1), 0.1))),
+    (r"of schedule_free\(b1=0.5\)", applied(
+        ff.schedule_free(ff.sgd(0.1), 0.1), P,
+        ff.schedule_free(ff.sgd(0.1), 0.1, b1=0.5).init(P))),
     *[(f"put that around.*{name}", lambda make=make: make(SCALED))
       for name, make in AROUND.items()],
     ("max_consecutive_errors is -1", lambda: ff.apply_if_finite(ff.sgd(0.1), -1)),
