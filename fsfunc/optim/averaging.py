@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from fsfunc import tree
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Tree, along, chosen, copied, floating
+from fsfunc.optim.leaves import Tree, along, chosen, copied, floating, held_dtype
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Commit,
@@ -63,7 +64,8 @@ def ema(
         decay: of the average, in [0, 1).
         start: how many updates are left out.
         every: that one in so many counts.
-        dtype: of the average; that of each parameter without it.
+        dtype: of the average; that of each parameter without it, with a warning where
+            that has too few bits for ``decay``.
 
     Returns:
         the optimizer; its state is an `AverageState`. Before the first update the
@@ -86,8 +88,26 @@ def ema(
     (tensor([2., 2.]), tensor([1.5000, 1.5000]))
     """
     check_fractions(decay=decay)
+
+    def warn(average: Tree) -> None:
+        kinds = {
+            held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
+        }
+        stuck = [str(k) for k in kinds if 1 - decay < _HALF_STEP.get(k, 0.0)]
+        if stuck and dtype is None:
+            warnings.warn(
+                f"ema's averages are as narrow as the parameters: in {min(stuck)} one "
+                f"does not move by 1 - {decay} of a change. Give dtype=torch.float32, or "
+                "ff.master_weights(ff.ema(optimizer)), which averages those",
+                stacklevel=2,
+            )
+
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
-    return _averaged("ema", optimizer, weight, start, every, dtype)
+    return _averaged("ema", optimizer, weight, start, every, dtype, warn)
+
+
+# Of a number a change of less than this share of it is lost.
+_HALF_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @described
@@ -141,6 +161,7 @@ def _averaged(
     start: int,
     every: int,
     dtype: torch.dtype | None,
+    look: Callable[[Tree], None] = lambda average: None,
 ) -> Optimizer:
     check_takes_plainly(name, optimizer)
     if start < 0 or every < 1:
@@ -150,7 +171,9 @@ def _averaged(
         )
 
     def init(params: Tree) -> AverageState:
-        return AverageState(0, 0, copied(params, dtype), optimizer.init(params))
+        average = copied(params, dtype)
+        look(average)
+        return AverageState(0, 0, average, optimizer.init(params))
 
     def begin(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Commit:
         check_params_given(params, name)

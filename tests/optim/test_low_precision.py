@@ -307,12 +307,16 @@ NARROW = {  # the parameters' dtype, the optimizer, and what is said of its mome
     "masters": (FP16, lambda: ff.master_weights(adam()), None),
     "by chance": (BF16, lambda: ff.stochastic_rounding(adam()), None),
     "lamb": (FP16, ff.lamb, "below 6e-8"),
+    "an average": (BF16, lambda: ff.ema(ff.sgd(0.1)), "not move by 1 - 0.999"),
+    "a shorter average": (BF16, lambda: ff.ema(ff.sgd(0.1), 0.9), None),
+    "an average asked for": (BF16, lambda: ff.ema(ff.sgd(0.1), dtype=BF16), None),
 }
 
 
 @pytest.mark.parametrize(
     "name, ranks",
-    [(name, 0) for name in NARROW] + [(name, 2) for name in ("bfloat16", "masters")],
+    [(name, 0) for name in NARROW]
+    + [(name, 2) for name in ("bfloat16", "masters", "an average")],
 )
 def test_moments_too_narrow_are_told_where_nobody_asked_for_them(name, ranks):
     dtype, make, said = NARROW[name]
