@@ -34,6 +34,7 @@ from compared.models import SHAPES  # noqa: E402
 from compared.report import busy, markdown  # noqa: E402
 
 STEPS = "zero0,zero1,zero2,zero3,zero3_remat"
+COMPILED = "jit_zero0,jit_whole_zero0,jit_zero3,jit_whole_zero3"
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -63,6 +64,10 @@ def _shapes() -> dict[str, list[str]]:
     for n in ("1", "4"):
         name = f"{n} processes"
         found[name] = _compare(name, "--only", STEPS, "--ranks", n)
+    for name, only in (("shared", STEPS), ("compiled", COMPILED)):
+        name = f"small units {name}"
+        how = ("--only", only, "--shape", "small units", "--min-bytes", "1000000")
+        found[name] = _compare(name, *how)
     bf16 = ("--only", "one_device,zero3,zero3_remat", "--bf16")
     return found | {"bf16": _compare("bf16", *bf16)}
 
