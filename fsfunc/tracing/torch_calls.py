@@ -69,7 +69,7 @@ class Reads(Outside):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, library = getattr(func, "__name__", ""), is_own_call()
         asks = name == "__get__"  # a tensor, most often for its shape
-        out = func(*args) if asks else None
+        out: Any = func(*args) if asks else None
         if asks and library and not isinstance(out, Tensor):
             return out  # one tensor is combined with nothing
         values = args if asks else flat((args, kwargs) if kwargs else args)
