@@ -97,8 +97,8 @@ def ema(
         if stuck and dtype is None:
             warnings.warn(
                 f"ema's averages are as narrow as the parameters: in {min(stuck)} one "
-                f"does not move by 1 - {decay} of a change. Give dtype=torch.float32, or "
-                "ff.master_weights(ff.ema(optimizer)), which averages those",
+                f"does not move by 1 - {decay} of a change. Give dtype=torch.float32, "
+                "or ff.master_weights(ff.ema(optimizer)), which averages those",
                 stacklevel=2,
             )
 
