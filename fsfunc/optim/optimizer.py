@@ -104,10 +104,10 @@ class Optimizer(_Functions):
     ) -> Optimizer:
         if prepare is None:
             prepare = added(update) if apply is None else _deferred(apply)
-        apply = _relaying(_at_once(prepare) if apply is None else apply)
-        update, apply = claiming(update, _APPLIES), claiming(apply, _APPLIES)
-        self = super().__new__(cls, _laying(init), update, apply, prepare, take)
-        update.claims = apply.claims = self  # type: ignore[attr-defined]
+        relaying = _relaying(_at_once(prepare) if apply is None else apply)
+        told, does = claiming(update, _APPLIES), claiming(relaying, _APPLIES)
+        self = super().__new__(cls, _laying(init), told, does, prepare, take)
+        told.claims = does.claims = self
         self.elementwise, self.begin = elementwise, _either(update, prepare)
         known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)

@@ -188,10 +188,10 @@ class Operators(OperatorMode):
         view = not writes and all(lies_in)
         if view and not (by_user or op.picks):
             return
-        read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
         sources = [self.known.of(x) for x in tensors]
-        known = sources[-len(read) :] if read else []
-        operands = list(map(operand, read, known))
+        over = op.name == "copy" and sources[0].kind not in PARTS  # the first is lost
+        read = tensors[1:] if over else tensors
+        operands = list(map(operand, read, sources[len(tensors) - len(read) :]))
         if by_user:
             self._placed(op, tensors, sources, made, view)
             # Of a slice that is all there is, torch makes an alias.

@@ -218,6 +218,23 @@ def test_one_number_expanded_to_a_part_is_one_value(zero):
         run(lambda w, x: each(lambda g: x.mean().expand_as(g) * g, own(w, x)), zero)
 
 
+COPIES = {
+    "into a copy": lambda g, own: g.clone().copy_(own),
+    "into new memory": lambda g, own: torch.empty_like(g).copy_(own),
+    "past autograd": lambda g, own: (part := g.clone()).data.copy_(own) * 0 + part,
+}
+
+
+@by_turns(COPIES)
+def test_a_part_is_not_overwritten_by_a_ranks_own_number(name, zero):
+    def step(w, x):
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(w, x)[1]
+        return each(lambda w, g: w - COPIES[name](g, x.mean()), w, g)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(step, zero or 1)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_detached_gradient_is_a_part_too(zero):
     with pytest.raises(LawError, match="norm at "):
