@@ -195,10 +195,10 @@ def size_of(x: Tensor) -> int:
 
 
 def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
-    if packet in (_aten.mm, _aten.addmm):
+    if packet in (_aten.mm, _aten.addmm, _aten.addmm_):
         a, b = read[-2:]
         return (1, int(a.shape[0]), int(a.shape[1]), int(b.shape[1]))
-    if packet in (_aten.bmm, _aten.baddbmm):
+    if packet in (_aten.bmm, _aten.baddbmm, _aten.baddbmm_):
         a, b = read[-2:]
         return (*map(int, a.shape), int(b.shape[2]))
     if is_attention(packet):

@@ -277,8 +277,8 @@ def _attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> i
     return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-# torch counts nothing for the first three.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "addbmm", "addbmm_")
+# torch counts nothing for the first three, and for products that are added in place.
 FLOPS: dict[Any, Any] = {
     _torch.CPU_ATTENTION: _attention,
     _torch.CPU_ATTENTION_BACKWARD: _attention_backward,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsfunc as ff
-from tests.models import chain, layer, layers
+from tests.models import chain, floats, layer, layers
 from tests.planning.comparing import facts, planned_and_run, totals
 from tests.programs import forked
 
@@ -133,6 +133,22 @@ def test_flops_are_those_that_torch_counts():
     assert found.flops == counter.get_total_flops()
     phases = {phase for _, phase in totals(found.ranks[0])}
     assert phases == {"forward", "backward"}
+
+
+def test_products_that_are_added_to_a_gradient_count():
+    """A pipeline adds those of later microbatches where the first lie."""
+    mesh, optimizer = ff.make_mesh({"pipe": 2}, "abstract"), ff.sharded_adam(1e-3)
+
+    def flops(parts):
+        step = optimizer(ff.value_and_grad(chain(layer)))
+        step = ff.pipeline(step, mesh, "pipe", n_microbatches=parts)
+        init = lambda: layers(4, 8, make=floats)  # noqa: E731
+        found = ff.plan(step, init, optimizer, torch.zeros(8, 8), mesh=mesh)
+        names = {e.op.name for e in found[0].ops() if e.op.flops and e.op.dims}
+        return ("aten.addmm_" in names), [r.flops() for r in found.ranks]
+
+    (_, once), (added, parts) = flops(1), flops(4)
+    assert added and parts == once
 
 
 def attended(p, x):
