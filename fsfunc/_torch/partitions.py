@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import (
+    aot_function,
+    min_cut_rematerialization_partition,
+)
 from torch._functorch import config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -43,6 +46,37 @@ class Partitioner(CustomPartitionerFn):
 
 # Of one object: what the compiler made with it is found again by it.
 partitioner = functools.cache(Partitioner)
+
+
+def parted(fn: Callable[..., Any], share: float | None) -> Callable[..., Any]:
+    """A function of tensors as the compiler parts it, run operator by operator.
+
+    Its forward keeps what a compiled one does, and its backward computes the rest
+    again. It is traced at its first call, on tensors without data.
+
+    Args:
+        share: of what it would keep of itself; None: all.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    part = min_cut_rematerialization_partition if share is None else partitioner(share)
+    return aot_function(
+        fn,
+        fw_compiler=_one_by_one,
+        bw_compiler=_one_by_one,
+        partition_fn=part,
+        decompositions=select_decomp_table(),
+    )
+
+
+def _one_by_one(gm: Any, example_inputs: Any) -> Callable[[list[Any]], Any]:
+    """A graph's operators, each value let go of when the last has read it."""
+
+    def run(args: list[Any]) -> Any:
+        return torch.fx.Interpreter(gm).boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def keeping_share(options: dict[str, Any], share: float) -> dict[str, Any]:

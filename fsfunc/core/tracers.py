@@ -45,10 +45,14 @@ class Tracer:
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function."""
-        fn, around = call.unit.fn, running().around
+        fn, around = self.function(call, params, inputs, keywords), running().around
         fn = fn if around is None else partial(around, fn)
         with internal(False):
             return call.unit.checked(params, inputs, keywords, fn)
+
+    def function(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """The function that runs for a unit call."""
+        return call.unit.fn
 
     def know(self, x: Tensor, path: str) -> None:
         """Called with ``x``, which replaces a leaf of the step's first argument."""

@@ -10,6 +10,7 @@ planner.py          plan: a step run where nothing is sent or computed; the move
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
 device_kernels.py   kernels of a GPU, and those that jit makes
+parted_units.py     what a compiled unit keeps for its backward
 rounds.py noted_rounds.py   equal microbatches, of which a few are run for many
 python_state.py     what may make them differ
 estimation.py simulation.py transfers.py cost_model.py   how long it takes

@@ -4,7 +4,7 @@ On tensors without data torch runs what a CPU would. Inside :func:`kernels_of` a
 step is planned with that one's kernels: what they read, write and save. In the units
 that ``jit`` compiles, neighbouring operators that work on elements, copy them or reduce
 them are one (`FusedChains`). It reads what comes from elsewhere, and writes what
-somebody elsewhere reads; what lies between stays in registers.
+somebody elsewhere reads; what lies between stays in registers, and has no memory.
 
 Source: torch's ATen, of CUDA: ``layer_norm_kernel.cu``, ``Dropout.cu``, and the choice
 of attention's kernels in ``sdp_utils.cpp``; TorchInductor's fusion of pointwise
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
-from fsfunc.planning.events import Event, Op, Ran
+from fsfunc.planning.events import Event, Gave, Op, Ran, Took
 
 Kernels = Callable[[], AbstractContextManager[Any]]
 
@@ -240,9 +240,24 @@ class FusedChains:
         self.makers = {names.get(n, n): made for n, made in self.makers.items()}
 
     def whole(self, events: Iterable[Event]) -> list[Event]:
-        """The events of a plan that is over, each chain with all its bytes."""
+        """The events of a plan that is over, each chain with all its bytes.
+
+        What a chain makes, and drops before anything else runs, has no memory.
+        """
         ops = {key: chain.whole() for key, chain in self.chains.items()}
-        return [
-            e._replace(op=ops[id(e.op)]) if type(e) is Ran and id(e.op) in ops else e
-            for e in events
-        ]
+        found: list[Event] = []
+        passing: dict[int, int] = {}  # where a chain took what is not given back yet
+        fused = False
+        for e in events:
+            if isinstance(e, Took):
+                if fused:
+                    passing[e.key] = len(found)
+            elif not isinstance(e, Gave):
+                passing.clear()
+                fused = isinstance(e, Ran) and id(e.op) in ops
+                if isinstance(e, Ran) and fused:
+                    e = e._replace(op=ops[id(e.op)])
+            elif (at := passing.pop(e.key, None)) is not None:
+                found[at] = found[at]._replace(bytes=0)  # pyright: ignore
+            found.append(e)
+        return found

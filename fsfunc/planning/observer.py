@@ -26,6 +26,7 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import FusedChains, read_again
 from fsfunc.planning.events import Event, Gave, Op, Ran, Took, Turn, describe, size_of
+from fsfunc.planning.parted_units import PartedUnits
 from fsfunc.planning.rounds import Rounds
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
@@ -118,7 +119,7 @@ class Observer(Tracer, OperatorMode):
         self._kept: list[tuple[str, list[int]]] = []  # copies of bodies that ran
         self._stand_ins = StorageTable[None]()
         self.compiled: set[str] = set()  # names of units
-        self.chains = FusedChains()
+        self.chains, self.parted = FusedChains(), PartedUnits(kernels)
         # The unit that made the autograd nodes, from which sequence number on.
         self._turns: list[int] = []
         self._names: list[str] = []
@@ -227,6 +228,11 @@ class Observer(Tracer, OperatorMode):
             return out
         finally:  # a recompute ends with the last value that the backward reads
             self._params, self._copies = before
+
+    def function(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+        if self.strangers:
+            return call.unit.fn
+        return self.parted.of(call, params, inputs, keywords)
 
     def _keep_copies(self, name: str, out: Any) -> None:
         """Notes the copies that a body made; outputs are somebody else's to keep."""

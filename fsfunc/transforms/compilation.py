@@ -38,7 +38,7 @@ def jit(
     What is around units stays Python: which unit runs when, what is gathered, sent and
     forgotten is as without ``jit``, and so are bytes and layouts. Equal layers that are
     calls of one unit share what is compiled for it; other shapes compile once more.
-    Where a step is recorded, checked or planned, under ``torch.func``, and for a
+    Where a step is recorded or checked, under ``torch.func``, and for a
     gradient that is differentiated itself, the plain function runs. (Take that gradient
     by ``value_and_grad``: torch.autograd's ``create_graph=True`` through a compiled
     unit is an error of torch's.)
@@ -96,9 +96,10 @@ def jit(
     function a second time.)
 
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
-    call. What a backward keeps is the compiler's choice: a plan, which runs the plain
-    functions, may say more than is held; of time it counts chains of operators as the
-    kernels that they become.
+    call. What a backward keeps is the compiler's choice, which a plan makes too; it
+    counts chains of operators as the kernels that they become, with nothing between.
+    (Of other backends, and of units with split parameters, a plan holds what the plain
+    functions save.)
 
     With ``whole_step`` all layers are compiled, equal ones too.
 

@@ -76,8 +76,7 @@ class MinCut:
     Cost: of a transformer's block of 256 wide on 1,024 tokens, on a CPU: shares of 1,
     0.7, 0.5 and 0.3, and ``remat`` without a policy, hold 22, 16, 14, 5 and 1 times the
     block's input for its backward, and take 1, 1.03, 1.10, 1.16 and 1.24 of the time
-    without ``remat``. What is gathered is as with ``remat`` without a policy. A plan
-    counts it as if all were kept.
+    without ``remat``. What is gathered is as with ``remat`` without a policy.
 
     Source: ``min_cut_rematerialization_partition`` of functorch.compile, with its
     ``activation_memory_budget``.

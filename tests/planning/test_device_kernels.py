@@ -173,14 +173,14 @@ def test_a_chain_reads_what_comes_and_writes_what_is_read_elsewhere():
     n, args = 4 * 32 * 32, (torch.zeros(32, 32), torch.zeros(32, 32))
     eager, fused = ff.plan(grad, *args), ff.plan(ff.jit(grad), *args)
     assert [row for row in sizes(fused) if row[0] == "forward"] == [
-        ("forward", "fused", 3 * n),  # reads y; writes tanh, kept, and its double
-        ("forward", "fused", 3 * n),  # reads a product; writes relu, kept, and + 3
+        ("forward", "fused", 2 * n),  # reads y, which is kept, and writes the double
+        ("forward", "fused", 2 * n + n // 4),  # a product, relu + 3, and its signs
     ]
     assert [row[1] for row in sizes(eager)][:4] == [
         "aten.add", "aten.tanh", "aten.mul", "aten.relu"
     ]  # fmt: skip
     assert sum(x for _, _, x in sizes(fused)) < sum(x for _, _, x in sizes(eager))
-    assert (fused.flops, fused.peak_bytes) == (eager.flops, eager.peak_bytes)
+    assert fused.flops == eager.flops and fused.peak_bytes < eager.peak_bytes
     assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
 
 
