@@ -44,7 +44,8 @@ def shard(
             "blocks/[01]/**": False}``, which are matched with the name of a unit call,
             as in ``precision``, and with the paths of the parameters that it gathers.
             The first match counts; the default is True.
-        min_bytes: neighbouring units below this size share one buffer.
+        min_bytes: neighbouring units below this size share one buffer, and with it one
+            message: worth it for many small units (DDP's buckets have 25 MB).
         reduce_each: with an ``accumulate`` inside, reduces each microbatch's gradients
             over ``axis``, and holds parts of their sum; that is summed over
             ``replicate`` once. By default whole gradients are summed, and reduced once.
