@@ -41,6 +41,12 @@ def layer(p, x):
     return torch.tanh(affine(p, x))
 
 
+@ff.unit
+def split(p, x):
+    """Two matrices, of which a rank of an axis may have some features: `splits`."""
+    return x + ff.nn.row_linear(ff.nn.column_linear(x, p["up"]).tanh(), p["down"])
+
+
 # Their parameters
 
 
@@ -52,6 +58,11 @@ def layers(n=2, width=WIDTH, *, bias=True, make=integers, seed=0, dtype=torch.fl
         return p | {"b": make(width, seed=seed + 2 * k + 1, dtype=dtype)} if bias else p
 
     return [one(k) for k in range(n)]
+
+
+def splits(where=""):
+    """Layouts of the parameters of `split`, whose paths begin with this."""
+    return {where + k: ff.Split(i, "model") for i, k in enumerate(("up", "down"))}
 
 
 # Losses and steps

@@ -7,6 +7,7 @@ from torch.nn.functional import dropout
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.optim.steps import data, pipe
 
 CALLS, WIDTH, ROWS = 3, 5, 24
 
@@ -59,14 +60,6 @@ def batches(count):
 
 def optimizer():
     return ff.chain(ff.clip_by_global_norm(1.0), ff.sharded_adam(0.01))
-
-
-def data(f, mesh, **how):
-    return ff.shard(f, mesh, "data", **how)
-
-
-def pipe(f, mesh):
-    return ff.pipeline(f, mesh, "pipe", n_microbatches=2)
 
 
 def _zero(axes, zero, **how):

@@ -111,3 +111,7 @@ def gain_of(state):
     """AdaScale's gain, and the sum of all."""
     ours = state if hasattr(state, "gain") else state.inner
     return ours.gain.item(), ours.iterations.item()
+
+
+def squares(g):
+    return g.double().square().sum()

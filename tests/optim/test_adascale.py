@@ -6,7 +6,7 @@ import torch
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, refused, simulated
-from tests.optim.steps import DATA, WS, X, gain_of, trained
+from tests.optim.steps import DATA, WS, X, gain_of, squares, trained
 from tests.optim.steps import layer as product
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
@@ -110,10 +110,6 @@ def test_it_sends_two_numbers_more():
 
 
 # What is observed
-
-
-def squares(g):
-    return g.double().square().sum()
 
 
 def observing(loss):

@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.runtime.memory import KINDS
+from tests import models
 from tests.checks import refused, simulated
+from tests.models import layer
 from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_bits
 from tests.planning.comparing import planned_and_run
 
 WIDTH, UNITS, ROWS = 8, 3, 12
 BF16 = torch.bfloat16
-
-
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 @ff.unit
@@ -219,16 +216,11 @@ def test_whatever_a_loss_reads_again(calls, remat, micro, min_bytes, zero, size)
 
 def test_split_leaves_and_those_that_ranks_own():
     mesh = simulated(data=2, model=2)
-    layouts = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
-
-    @ff.unit
-    def mlp(p, x):
-        return ff.nn.row_linear(torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"])
 
     def loss(params, batch):
         x, y = batch
         for p in params:
-            x = x + mlp(p, x)
+            x = models.split(p, x)
         return (x - y).square().mean()
 
     def params():
@@ -236,7 +228,7 @@ def test_split_leaves_and_those_that_ranks_own():
             {k: draw(WIDTH, WIDTH, seed=i) for k in ("up", "down")} for i in range(3)
         ]
 
-    around, laid = lambda f: sharded(f, mesh), {"layouts": layouts}  # noqa: E731
+    around, laid = lambda f: sharded(f, mesh), {"layouts": models.splits("*/")}  # noqa: E731
     assert_same(ADAM, around, mesh, loss=loss, init=params, steps=2, **laid)
 
 

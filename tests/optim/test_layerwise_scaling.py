@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from tests.checks import close, same, simulated
-from tests.models import floats
+from tests.models import floats, split, splits
 from tests.optim import steps
 from tests.optim.steps import WIDTH, layer, other, trained
 
@@ -108,23 +108,16 @@ def test_a_derivative_within_the_loss_is_that_of_the_loss():
     close(found[:2], plain[:2])
 
 
-@ff.unit
-def split(p, x):
-    h = torch.tanh(ff.nn.column_linear(x, p["up"]))
-    return x + ff.nn.row_linear(h, p["down"])
-
-
 @pytest.mark.parametrize("stack", ["alone", "shard"])
 def test_split_leaves(stack):
     mesh = simulated(model=2, data=2 if stack == "shard" else 1)
     shapes = {"up": (8, WIDTH), "down": (WIDTH, 8)}
     params = {k: floats(*s, seed=1) for k, s in shapes.items()}
-    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
     fn = lambda p, x: split(p, split(p, x[0])).square().mean()  # noqa: E731
     scaled = ff.layerwise_loss_scale(SGD, {"split": 2.0**8})
     found, plain = (
         [r[:2] for r in ran(stack, o, fn, [ONE], init=params, mesh=mesh,
-                            layouts=layouts)] for o in (scaled, SGD)
+                            layouts=splits())] for o in (scaled, SGD)
     )  # fmt: skip
     same(found, plain)
 

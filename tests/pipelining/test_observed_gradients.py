@@ -7,7 +7,7 @@ import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, refusals, same, simulated
 from tests.models import floats, integers, layers, linear
-from tests.optim.steps import ALONE, PIPE, gain_of, loss, trained
+from tests.optim.steps import ALONE, PIPE, data, gain_of, loss, squares, trained
 from tests.planning.comparing import planned_and_run
 
 LINE, SGD = simulated(data=1, pipe=2), ff.sgd(0.5, momentum=0.9)
@@ -18,10 +18,6 @@ def pipe(s, mesh, m, schedule, stages=None):
     return ff.pipeline(
         s, mesh, "pipe", n_microbatches=m, schedule=schedule, stages=stages
     )
-
-
-def data(s, mesh, **how):
-    return ff.shard(s, mesh, "data", **how)
 
 
 def loss_of(order, unit=linear):
@@ -38,10 +34,6 @@ def loss_of(order, unit=linear):
 
 def facts(records):
     return [(r.op, r.axis, r.bytes) for r in records]
-
-
-def squares(g):
-    return g.double().square().sum()
 
 
 TIED, ENDS = (0, 1, 2, 3, 0), [1, 1, 1, 2]  # the first stage and the last of a rank

@@ -8,6 +8,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equals_one_device
 from tests.checks import close, with_ledger
+from tests.optim.steps import data
 from tests.pipelining import models
 from tests.pipelining.models import (
     NAMED,
@@ -60,10 +61,6 @@ def trains_as_one_device(mesh, build, parts, change=lambda f: f, tolerance=1e-12
 
 def pipe(f, mesh, schedule="1f1b", m=M):
     return ff.pipeline(f, mesh, "pipe", n_microbatches=m, schedule=NAMED[schedule][0])
-
-
-def data(f, mesh, **options):
-    return ff.shard(f, mesh, "data", **options)
 
 
 ORDERS = {

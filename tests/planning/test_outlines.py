@@ -16,7 +16,7 @@ from fsfunc.planning.hardware import H100
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
 from fsfunc.planning.trials import Trials
-from tests.models import chain, layer, layers
+from tests.models import chain, layer, layers, split, splits
 
 WIDTH, ROWS, LAYERS = 2048, 4096, 2
 MESHES = [{"data": 4}, {"data": 2, "pipe": 2}]
@@ -127,21 +127,15 @@ def test_no_plan_at_all_is_refused():
         found(0)
 
 
-@ff.unit
-def split_layer(p, x):
-    return x + ff.nn.row_linear(ff.nn.column_linear(x, p["up"]).tanh(), p["down"])
-
-
 def split_search(sizes, **given):
     width = 512
     init = lambda: [  # noqa: E731
         {"up": torch.empty(4 * width, width), "down": torch.empty(width, 4 * width)}
         for _ in range(6)
     ]
-    layouts = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
     given = {"zero": (3,), "remat": (None,), "accumulate": (1,), **given}
-    loss, batch = chain(split_layer), torch.empty(128, 64, width)
-    given |= {"layouts": layouts}
+    loss, batch = chain(split), torch.empty(128, 64, width)
+    given |= {"layouts": splits("*/")}
     return search(loss, ff.sharded_adam(1e-3), init, batch, sizes, H100, **given)
 
 

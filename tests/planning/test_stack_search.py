@@ -17,7 +17,7 @@ from fsfunc.planning.hardware import CPU, H100
 from fsfunc.planning.search_results import front_of
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Choice, Stack
-from tests.models import chain, floats, layer, layers
+from tests.models import chain, floats, layer, layers, split, splits
 
 WIDTH, ROWS, LAYERS = 32, 8, 4
 PARAMETERS = LAYERS * WIDTH * WIDTH * 4  # bytes; the moments are twice that
@@ -120,11 +120,6 @@ def test_what_does_not_fit_one_rank_fits_another_stack():
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@ff.unit
-def mlp(p, x):
-    return x + ff.nn.row_linear(ff.nn.column_linear(x, p["up"]).tanh(), p["down"])
-
-
 def split_search(sizes, memory=None, **given):
     """Of an MLP whose features can be split, in parts of its rows of three axes."""
     init = lambda: [  # noqa: E731
@@ -134,14 +129,14 @@ def split_search(sizes, memory=None, **given):
     given = {"layouts": SPLITS, "dims": {"context": 1}, **given}
     given |= {"accumulate": (1,), "remat": (None,), "microbatches": (2,)}
     batch = floats(8, 4, WIDTH, seed=1)
-    loss = chain(mlp)
+    loss = chain(split)
     space = {"schedules": ("one_f_one_b",), "zero": (0, 3), **given}
     return search(loss, OPTIMIZER, init, batch, sizes, CPU, memory, **space), (
         OPTIMIZER(ff.value_and_grad(loss)), init, batch,
     )  # fmt: skip
 
 
-SPLITS = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
+SPLITS = splits("*/")
 
 
 def test_layers_and_sequences_are_split_too():

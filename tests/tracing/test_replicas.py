@@ -10,7 +10,7 @@ import torch
 import fsfunc as ff
 from fsfunc.comm.comparison import RanksDiffer
 from tests.checks import same, simulated
-from tests.models import chain, floats, layers, train_step
+from tests.models import chain, floats, layers, splits, train_step
 
 N = 2
 MESH = simulated(N)
@@ -48,7 +48,7 @@ def test_a_mean_of_own_numbers_that_a_step_carries_is_one_value(of):
 
 NODES, MODEL = simulated(node=2, data=2), simulated(data=2, model=2)
 OPTIMIZER, BATCH = ff.sgd(0.1), floats(4, 4)
-SPLITS = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+SPLITS = splits()
 
 
 @ff.unit
