@@ -98,12 +98,12 @@ def claim(x: Any, what: str) -> None:
         watcher.claimed(x, what)
 
 
-def claiming(f: Callable[..., Any], what: str) -> Any:
-    """``f``, which claims the value of its attribute ``claims`` in each call."""
+def claiming(f: Callable[..., Any], what: str, x: Any) -> Any:
+    """``f``, which claims ``x`` in each call."""
 
     @functools.wraps(f)
     def told(*args: Any, **keywords: Any) -> Any:
-        claim(told.claims, what)  # type: ignore[attr-defined]
+        claim(x, what)
         return f(*args, **keywords)
 
     return told

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
@@ -70,9 +71,8 @@ class Optimizer(_Functions):
         elementwise: your word that `update` treats each element by itself, so that a
             step of some leaves, or of parts of them, is that part of the step:
             `step_in_backward` asks for it.
-        configuration: by name, what tells it from others of its kind: numbers, inner
-            optimizers. Ranks compare it, and its repr shows it; without it, the names
-            of its functions alone.
+        configuration: by name, what tells it from others of its kind. Ranks compare
+            it, and its repr shows it; without it, the names of its functions alone.
 
     `apply` and `prepare` may be left out; one follows from the other, both from
     `update`.
@@ -90,6 +90,7 @@ class Optimizer(_Functions):
     configuration: tuple[tuple[str, Any], ...]
     elementwise: bool
     begin: Begin
+    _how: SimpleNamespace
 
     def __new__(
         cls,
@@ -105,16 +106,18 @@ class Optimizer(_Functions):
         if prepare is None:
             prepare = added(update) if apply is None else _deferred(apply)
         relaying = _relaying(_at_once(prepare) if apply is None else apply)
-        told, does = claiming(update, _APPLIES), claiming(relaying, _APPLIES)
+        how = SimpleNamespace()  # not the optimizer, which would be a circle
+        told, does = (claiming(f, _APPLIES, how) for f in (update, relaying))
         self = super().__new__(cls, _laying(init), told, does, prepare, take)
-        told.claims = does.claims = self
-        self.elementwise, self.begin = elementwise, _either(update, prepare)
+        self._how, self.elementwise = how, elementwise
+        self.begin = _either(update, prepare)
         known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
         """Itself, that says it was made by this call: see `described`."""
         self.called, self.configuration = called, tuple(configuration.items())
+        vars(self._how).update(called=called, configuration=self.configuration)
         return self
 
     def _replace(self, **changes: Any) -> Optimizer:
