@@ -101,8 +101,8 @@ class Tracer:
         ``stage``: of a pipeline, where a rank has several.
         """
 
-    def rounds(self, fn: Callable[..., Any], named: str = "") -> Any:
-        """The observer of a loop over microbatches, for each of which ``fn`` is called.
+    def rounds(self, named: str = "") -> Any:
+        """The observer of a loop over microbatches.
 
         ``named``: what comes before a microbatch's number in the names of messages.
 

@@ -101,7 +101,7 @@ class Worker:
         draws = any(m.cut.program.draws for m in self.microbatches)
         several = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
-        rounds = tracer.rounds(self.microbatches[0].call.fn, _NAMED)
+        rounds = tracer.rounds(_NAMED)
         rounds = None if rounds is None else ScheduleRounds(self, rounds)
         with generators_kept() as states:
             for self.at, action in enumerate(actions):

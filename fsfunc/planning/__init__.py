@@ -12,7 +12,6 @@ events.py plans.py  what a plan is made of, and answers
 device_kernels.py   kernels of a GPU, and those that jit makes
 parted_units.py     what a compiled unit keeps for its backward
 rounds.py noted_rounds.py   equal microbatches, of which a few are run for many
-python_state.py     what may make them differ
 estimation.py simulation.py transfers.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan

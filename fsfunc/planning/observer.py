@@ -87,6 +87,7 @@ class Observer(Tracer, OperatorMode):
             what other ranks sent.
 
         kernels: makes the context in which functions of torch run those of a device.
+        every: whether each microbatch runs, and none is noted in its place.
 
     Attributes:
         link: that of the rank, where the run is a plan; None where tensors have data.
@@ -101,9 +102,10 @@ class Observer(Tracer, OperatorMode):
         self,
         strangers: bool = False,
         kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        every: bool = False,
     ) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.every = kernels, every
         self.link: Any = None
         self.strangers = strangers
         self.always = strangers
@@ -111,7 +113,6 @@ class Observer(Tracer, OperatorMode):
         self.book = Book()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.derived: dict[str, int] = {}
-        self.functions: dict[int, Callable[..., Any]] = {}  # of units, by identity
         self._closed = StorageTable[Tensor]()  # the fake one of each with data
         self._units: list[tuple[str, str]] = []  # (name, phase), the innermost last
         self._params: set[int] = set()  # storages of the running body's parameters
@@ -211,7 +212,6 @@ class Observer(Tracer, OperatorMode):
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         self.measure_copies()
-        self.functions[id(call.unit.fn)] = call.unit.fn
         before = self._params, self._copies
         given = _tensors(tree.leaves(params, is_leaf=is_sharded))
         self._params = {
@@ -264,8 +264,9 @@ class Observer(Tracer, OperatorMode):
             turn = Turn(len(self.book.events), name, microbatch, stage)
             self.book.turns.append(turn)
 
-    def rounds(self, fn: Callable[..., Any], named: str = "") -> Rounds | None:
-        return None if self.link is None else Rounds(self, self.link, fn, named)
+    def rounds(self, named: str = "") -> Rounds | None:
+        every = self.every or self.link is None
+        return None if every else Rounds(self, self.link, named)
 
     # Units and phases
 

@@ -20,7 +20,7 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.planning.device_kernels import Kernels, kernels_of
+from fsfunc.planning.device_kernels import kernels_of
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
@@ -49,6 +49,7 @@ def plan(
     mesh: Mesh | None = None,
     layouts: LayoutRules | None = None,
     device: str = "cpu",
+    every_microbatch: bool = False,
 ) -> Plan:
     """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
 
@@ -72,6 +73,10 @@ def plan(
             here.
         device: "cuda" plans the kernels of a GPU, and the tensors that they save, where
             they differ from those of the CPU.
+        every_microbatch: run each microbatch of `accumulate` and `pipeline`. Otherwise
+            one that finds memory as the one before it did is noted to do the same: a
+            loss that counts its own calls, and computes something else in a later one,
+            has to be planned with True.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
@@ -109,7 +114,8 @@ def plan(
 
     def main() -> Plan:
         given = _made(step, args, layouts) if makes else args
-        return _here(step, given, here(), kernels)
+        observer = Observer(kernels=kernels, every=every_microbatch)
+        return _here(step, given, here(), observer)
 
     with uncollected():
         if at is None:
@@ -146,9 +152,9 @@ def _made(
         return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 
-def _here(step: Any, args: Sequence[Any], at: Here, kernels: Kernels) -> Plan:
+def _here(step: Any, args: Sequence[Any], at: Here, observer: Observer) -> Plan:
     """The plan of this rank."""
-    found, asked = _planned(step, args, at, kernels)
+    found, asked = _planned(step, args, at, observer)
     asks(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
     count = math.prod(at.mesh.axes[a] for a in axes)
@@ -156,9 +162,9 @@ def _here(step: Any, args: Sequence[Any], at: Here, kernels: Kernels) -> Plan:
 
 
 def _planned(
-    step: Any, args: Sequence[Any], at: Here, kernels: Kernels
+    step: Any, args: Sequence[Any], at: Here, observer: Observer
 ) -> tuple[RankPlan, set[str]]:
-    log, observer, asked = Ledger(), Observer(kernels=kernels), set[str]()
+    log, asked = Ledger(), set[str]()
     refuse_spent(args)
     _check_devices(args)
     now = replace(at, link=PlannedLink(at.rank, observer, log))
@@ -174,7 +180,11 @@ def _planned(
             del tensors  # the step may let go of a buffer that the state keeps
         try:
             mine = None if frame().at is None else now
-            with inside(frame().replace(tracer=observer, at=mine)), kernels(), observer:
+            with (
+                inside(frame().replace(tracer=observer, at=mine)),
+                observer.kernels(),
+                observer,
+            ):
                 out = step(*args)
         finally:
             restore(args)  # a donated step marks what is the caller's

@@ -18,7 +18,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.planning.events import Gave, Ran, Took
 from fsfunc.planning.noted_rounds import PLACES, LoopPart, Mark, NotedRound
-from fsfunc.planning.python_state import hidden_state
 
 
 class Rounds:
@@ -29,12 +28,11 @@ class Rounds:
 
     Args:
         observer: it; ``link``: its place, which numbers transfers and has the ledger.
-        fn: what each round calls.
         named: what comes before a microbatch's number at the end of records' names.
     """
 
-    def __init__(self, observer: Any, link: Any, fn: Any, named: str = ""):
-        self.named, self.fn = named, fn
+    def __init__(self, observer: Any, link: Any, named: str = ""):
+        self.named = named
         self.observer, self.link, self.book = observer, link, observer.book
         self.blocks: list[LoopPart] = []
         self.at: dict[tuple[Hashable, int], int] = {}  # the places of blocks
@@ -167,9 +165,8 @@ class Rounds:
         held = [name(n, "storages") for n in rest]
         held += [name(x.number, "transfers") for x in self.link.under_way()]
         counts = [s.counts() for s in handed]
-        python = hidden_state([self.fn, *self.observer.functions.values()])
         calls = dict(self.observer.calls)
-        state = (how, python, *map(len, each), *looks), at, frozenset(held)
+        state = (how, *map(len, each), *looks), at, frozenset(held)
         state = *state, frozenset(flying), counts
         return Mark(*state, len(self.blocks), self._now(), calls)
 

@@ -111,7 +111,7 @@ class _Accumulate(Interpretation):
             f, sums, i = frame(), _Sums(), 0
             adds = self._adds(f)
             tracer = f.tracer or Tracer()
-            rounds = tracer.rounds(call.fn)
+            rounds = tracer.rounds()
             while i < self.n:
                 if rounds is not None:
                     rounds.begin("m", i)

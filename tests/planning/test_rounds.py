@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.core.tracers import Tracer
 from fsfunc.planning.observer import Observer
 from tests.models import chain, floats, layer, layers
 
@@ -74,10 +73,9 @@ def planned(step, monkeypatch, *, every, mesh=MESH, rows=4 * N, depth=LAYERS):
 
     with monkeypatch.context() as patch:
         patch.setattr(Observer, "body", body)
-        if every:
-            patch.setattr(Observer, "rounds", Tracer.rounds)
         init = lambda: layers(depth, WIDTH, make=floats)  # noqa: E731
-        found = ff.plan(step, init, SHARDED, torch.zeros(rows, WIDTH), mesh=mesh)
+        args, how = (step, init, SHARDED, torch.zeros(rows, WIDTH)), {"mesh": mesh}
+        found = ff.plan(*args, **how, every_microbatch=every)
     return [getattr(r, fact) for r in found.ranks for fact in FACTS], count
 
 

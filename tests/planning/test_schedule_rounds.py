@@ -1,16 +1,9 @@
-"""Rounds of a pipeline that a plan notes without running them; and what forbids it."""
+"""Rounds of a pipeline that a plan notes without running them."""
 
-import itertools
-import random
-from functools import partial
-from types import ModuleType, SimpleNamespace
-
-import numpy
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.planning.python_state import hidden_state
 from tests.models import chain, layer
 from tests.planning.test_rounds import MESH, planned, trained, weighted
 
@@ -88,165 +81,6 @@ def test_microbatches_of_unlike_sizes_are_all_run(monkeypatch):
     assert run == every
 
 
-# Python's own state, by which a microbatch may differ from those before
-
-
-def by_list():
-    count = [0]
-
-    def next_():
-        count[0] += 1
-        return count[0]
-
-    return next_
-
-
-def by_attribute():
-    kept = SimpleNamespace(count=0, names=["x"])
-
-    def next_():
-        kept.count += 1
-        return kept.count
-
-    return next_
-
-
-def by_cell():
-    count = 0
-
-    def next_():
-        nonlocal count
-        count += 1
-        return count
-
-    return next_
-
-
-def by_method():
-    class Counter:
-        count = 0
-
-        def next_(self):
-            self.count += 1
-            return self.count
-
-    return Counter().next_
-
-
-def by_partial():
-    return partial(by_list())
-
-
-def by_generator():
-    def numbers():
-        i = 0
-        while True:
-            i += 1
-            yield i
-
-    return partial(next, numbers())
-
-
-def by_slot():
-    class Counter:
-        __slots__ = ("count",)
-
-    kept = Counter()
-    kept.count = 0
-
-    def next_():
-        kept.count += 1
-        return kept.count
-
-    return next_
-
-
-def by_class():
-    class Counter:
-        count = 0
-
-    def next_():
-        Counter.count += 1
-        return Counter.count
-
-    return next_
-
-
-def by_array():
-    kept = numpy.zeros(1, dtype=int)
-
-    def next_():
-        kept[0] += 1
-        return int(kept[0])
-
-    return next_
-
-
-def by_module():
-    shared.count = 0
-
-    def next_():
-        shared.count += 1
-        return shared.count
-
-    return next_
-
-
-shared = ModuleType("shared")
-
-
-def by_draw():
-    random.seed(0)
-    return lambda: int(100 * random.random())
-
-
-COUNTS = {
-    "list": by_list,
-    "attribute": by_attribute,
-    "cell": by_cell,
-    "method": by_method,
-    "partial": by_partial,
-    "generator": by_generator,
-    "iterator": lambda: partial(next, itertools.count(1)),
-    "object": lambda: random.Random(0).random,
-    "object of numpy": lambda: numpy.random.default_rng(0).random,
-    "draw": by_draw,
-    "slot": by_slot,
-    "class": by_class,
-    "array": by_array,
-    "module": by_module,
-    "another iterator": lambda: partial(next, iter(range(1, 1000))),
-}
-
-
-def counting(make):
-    """A loss whose unit does more in a few of its calls."""
-    turn = make()
-
-    @ff.unit
-    def sometimes(p, x):
-        y = torch.tanh(x @ p["w"] + p["b"])
-        return y * 0.5 if turn() % 7 < 1 else y
-
-    return chain(sometimes)
-
-
-TWICE = {
-    "accumulate": lambda step: ff.accumulate(step, M),
-    "outside": lambda step: ff.accumulate(ff.shard(step, MESH, "data"), M),
-    "pipeline": piped,
-}
-
-
-@pytest.mark.parametrize("stack", TWICE)
-@pytest.mark.parametrize("how", COUNTS)
-def test_units_that_count_have_every_microbatch_run(how, stack, monkeypatch):
-    mesh = PIPE if stack == "pipeline" else MESH
-    loss = partial(counting, COUNTS[how])
-    every, run = both(TWICE[stack], loss, monkeypatch, mesh=mesh)
-    assert run == every
-
-
 class Last(ff.Interpretation):
     """Does more in the last microbatch, of which the library knows nothing."""
 
@@ -281,13 +115,3 @@ def test_two_gradient_calls_gather_in_their_order(zero, monkeypatch):
         step = ff.shard(twice(chain(layer)), MESH, "data", zero=zero)
         found.append(planned(ff.accumulate(step, M), monkeypatch, every=every))
     assert found[0][0] == found[1][0] and found[1][1] < found[0][1]
-
-
-def test_the_state_that_is_seen_ends():
-    """Of large and of circular values as much as is looked at."""
-    circle = [list(range(10**5))]
-    circle.append(circle)
-    fn = lambda: circle  # noqa: E731
-    before = hidden_state([fn])
-    circle[0].append(1)
-    assert hidden_state([fn]) != before == before
