@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _LIBRARY = torch.library.Library("fsfunc", "DEF")
-_SCHEMA = "(Tensor x, Tensor(a!) y, Tensor after, int number) -> Tensor"
+_SCHEMA = "(Tensor x, Tensor(a!) y, Tensor after, int number, Tensor? behind=None) "
 _RUNS = threading.local()  # ranks may be threads
 
 
@@ -40,14 +40,17 @@ class TracedStep(NamedTuple):
 
 
 def _define(name: str) -> Any:
-    _LIBRARY.define(name + _SCHEMA)
+    _LIBRARY.define(f"{name}{_SCHEMA}-> Tensor")
 
-    def run(x: Tensor, y: Tensor, after: Tensor, number: int) -> Tensor:
-        getattr(_RUNS.now, name)(x, y, number)
+    def run(
+        x: Tensor, y: Tensor, after: Tensor, number: int, behind: Tensor | None = None
+    ) -> Tensor:
+        if not x.is_meta:
+            getattr(_RUNS.now, name)(x, y, number)
         return x.new_empty(0)
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, lambda x, y, after, number: x.new_empty(0), "Meta")
+    _LIBRARY.impl(name, run, "Meta")
     return getattr(torch.ops.fsfunc, name).default
 
 
@@ -136,19 +139,37 @@ def compiled(
 ) -> Callable[..., Sequence[Any]]:
     """The kernels of a graph, for inputs of these shapes and strides.
 
-    They run in the order of the trace, unless ``options`` say otherwise.
+    The compiler orders them anew, but for collectives, which stay `_behind`.
     """
     from torch._inductor.compile_fx import compile_fx  # dear
 
     with torch.no_grad():
-        how = _IN_ORDER | options
-        made: Any = compile_fx(graph, list(inputs), config_patches=how)
+        _behind(graph)
+        made: Any = compile_fx(graph, list(inputs), config_patches=options)
         return made
 
 
-# These passes know no collective of ours: they put its start just before its wait, so
-# that nothing is computed meanwhile, and every gather before the first layer.
-_IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+def _behind(graph: torch.fx.GraphModule) -> None:
+    """Gives each node of a collective the last product before it.
+
+    The compiler knows no collective: it would put every gather before the first layer,
+    and each wait right behind its start.
+    """
+    last = None
+    for node in graph.graph.nodes:
+        if node.target in (START, WAIT):
+            node.args = (*node.args[:4], last)
+        elif is_operator(node.target) and _is_product(node.target):
+            last = node
+    graph.recompile()
+
+
+def _is_product(op: torch._ops.OpOverload) -> bool:
+    """True of an operator that no compiler fuses: what it returns lies in memory."""
+    return op.namespace != "aten" or op.overloadpacket.__name__ in _PRODUCTS
+
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
 _OTHERS = (

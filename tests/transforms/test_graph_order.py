@@ -1,4 +1,4 @@
-"""A compiled graph of a step runs in the order of its trace."""
+"""A compiled graph of a step keeps its collectives among its products."""
 
 import pytest
 import torch
