@@ -250,7 +250,8 @@ def linear_cross_entropy(
         IndexError: a target outside the vocabulary, on every rank (of tensors that are
             not on the CPU: torch's own assertion on the device).
         ValueError: targets of another shape; a vocabulary that the axis does not
-            divide; a leaf that is laid out otherwise; a margin without a scale.
+            divide; a leaf that is laid out otherwise; a margin without a scale; a tile
+            of no tokens.
         TypeError: targets that are not integers.
         RuntimeError: where the gradient of a mean or a sum is differentiated again by
             autograd alone.
@@ -278,6 +279,8 @@ def linear_cross_entropy(
         raise ValueError(
             f"{_NAME}: margin={margin!r} is one between cosines: give scale= too"
         )
+    if tile is not None and tile < 1:
+        raise ValueError(f"{_NAME}: tile={tile!r}: tokens, at least one; or None")
     loss = TokenLoss.checked(_NAME, len(part), axis, label_smoothing, z_loss, reduction)
     shape = list(x.shape[:-1])
     if axis is not None and sequence_dim is not None:

@@ -463,6 +463,7 @@ def test_an_axis_of_averages_is_refused():
     "reduction": (VOCAB(X, Y, reduction="avg"), ValueError, "'mean', 'sum' or"),
     "smoothing below 0": (VOCAB(X, Y, label_smoothing=-0.1), ValueError, "within"),
     "smoothing above 1": (LINEAR(X, W, Y, label_smoothing=1.5), ValueError, "within"),
+    "no tile": (LINEAR(X, W, Y, tile=0), ValueError, "at least one"),
     "margin": (LINEAR(X, W, Y, margin=0.3), ValueError, "scale="),
     "sequence_dim": (on_ranks(linear_cross_entropy, X, W, Y, axis="model",
         sequence_dim=1), ValueError, "before the last"),
