@@ -47,58 +47,67 @@ transforms and tests of your own
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.comm.async_collectives import start
-from fsfunc.comm.collectives import (
-    all_gather,
-    all_to_all,
-    pbroadcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-)
-from fsfunc.comm.groups import axis_index, axis_size
-from fsfunc.comm.launch import local_batch, make_mesh, spmd
-from fsfunc.comm.ledgers import ledger
-from fsfunc.comm.mesh import Mesh
-from fsfunc.comm.typed_maps import pcast
-from fsfunc.core.autodiff import value_and_grad
-from fsfunc.core.frames import Interpretation, recording, transformed
-from fsfunc.core.losses import Summed, Weighted
-from fsfunc.core.units import unit
-from fsfunc.optim.adam import sharded_adam
-from fsfunc.optim.adaptive_scale import observe_gradients
-from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
-from fsfunc.optim.optimizer import Optimizer
-from fsfunc.optim.reductions import tree_scale, tree_sum
-from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
-from fsfunc.optim.transformations import (
-    add_decayed_weights,
-    chain,
-    clip_by_global_norm,
-    clip_by_value,
-    scale,
-)
-from fsfunc.runtime.memory_spaces import Store
-from fsfunc.sharded.layout import Flat, Layout, Owned, Split
-from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import Own
-from fsfunc.state.initialization import abstract_state, init_state
-from fsfunc.state.laid_like import lay_like, randn_like, reduce_like
-from fsfunc.state.placing import place
-from fsfunc.state.train_state import TrainState
-from fsfunc.state.unsharding import unshard
-from fsfunc.transforms.accumulation import accumulate
-from fsfunc.transforms.casting import precision
-from fsfunc.transforms.donation import donate
-from fsfunc.transforms.messages.wire import Gather, Reduction
-from fsfunc.transforms.offloading import offload
-from fsfunc.transforms.ownership import assume
-from fsfunc.transforms.policies import MinCut, SaveAllBut, SaveOnly, checkpoint_name
-from fsfunc.transforms.rematerialization import remat, remat_calls
-from fsfunc.transforms.sharding import shard
+from fsfunc.runtime.scopes import uncollected as _uncollected
+
+with _uncollected():  # it would walk all of torch, for as long as these take
+    from fsfunc.comm.async_collectives import start
+    from fsfunc.comm.collectives import (
+        all_gather,
+        all_to_all,
+        pbroadcast,
+        pmax,
+        pmean,
+        pmin,
+        ppermute,
+        psum,
+        psum_scatter,
+    )
+    from fsfunc.comm.groups import axis_index, axis_size
+    from fsfunc.comm.launch import local_batch, make_mesh, spmd
+    from fsfunc.comm.ledgers import ledger
+    from fsfunc.comm.mesh import Mesh
+    from fsfunc.comm.typed_maps import pcast
+    from fsfunc.core.autodiff import value_and_grad
+    from fsfunc.core.frames import Interpretation, recording, transformed
+    from fsfunc.core.losses import Summed, Weighted
+    from fsfunc.core.units import unit
+    from fsfunc.optim.adam import sharded_adam
+    from fsfunc.optim.adaptive_scale import observe_gradients
+    from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
+    from fsfunc.optim.optimizer import Optimizer
+    from fsfunc.optim.reductions import tree_scale, tree_sum
+    from fsfunc.optim.schedules import (
+        constant,
+        cosine_decay,
+        join,
+        linear,
+        warmup_cosine,
+    )
+    from fsfunc.optim.transformations import (
+        add_decayed_weights,
+        chain,
+        clip_by_global_norm,
+        clip_by_value,
+        scale,
+    )
+    from fsfunc.runtime.memory_spaces import Store
+    from fsfunc.sharded.layout import Flat, Layout, Owned, Split
+    from fsfunc.sharded.leaf import Sharded, is_sharded
+    from fsfunc.sharded.placements import Own
+    from fsfunc.state.initialization import abstract_state, init_state
+    from fsfunc.state.laid_like import lay_like, randn_like, reduce_like
+    from fsfunc.state.placing import place
+    from fsfunc.state.train_state import TrainState
+    from fsfunc.state.unsharding import unshard
+    from fsfunc.transforms.accumulation import accumulate
+    from fsfunc.transforms.casting import precision
+    from fsfunc.transforms.donation import donate
+    from fsfunc.transforms.messages.wire import Gather, Reduction
+    from fsfunc.transforms.offloading import offload
+    from fsfunc.transforms.ownership import assume
+    from fsfunc.transforms.policies import MinCut, SaveAllBut, SaveOnly, checkpoint_name
+    from fsfunc.transforms.rematerialization import remat, remat_calls
+    from fsfunc.transforms.sharding import shard
 
 if TYPE_CHECKING:
     from fsfunc import nn, show, testing
