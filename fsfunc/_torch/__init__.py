@@ -78,7 +78,7 @@ from fsfunc._torch.graph import (
     output_shape,
     reaches_leaves,
     saved_handles,
-    saved_norm,
+    saved_norms,
     saved_tensors,
     saved_tensors_hooked,
     saving_function,

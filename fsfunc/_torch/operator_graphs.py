@@ -45,12 +45,14 @@ def _define(name: str) -> Any:
     def run(
         x: Tensor, y: Tensor, after: Tensor, number: int, behind: Tensor | None = None
     ) -> Tensor:
-        if not x.is_meta:
-            getattr(_RUNS.now, name)(x, y, number)
+        getattr(_RUNS.now, name)(x, y, number)
+        return x.new_empty(0)
+
+    def shape(x: Tensor, *others: Any) -> Tensor:
         return x.new_empty(0)
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, run, "Meta")
+    _LIBRARY.impl(name, shape, "Meta")
     return getattr(torch.ops.fsfunc, name).default
 
 
@@ -70,7 +72,7 @@ def running(now: Any) -> Iterator[None]:
 
 def traced(run: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> TracedStep:
     """The graph of ``run()``, which reads ``inputs``, tensors without data."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # dear
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     made: list[Tensor] = []
 
@@ -141,7 +143,7 @@ def compiled(
 
     The compiler orders them anew, but for collectives, which stay `_behind`.
     """
-    from torch._inductor.compile_fx import compile_fx  # dear
+    from torch._inductor.compile_fx import compile_fx  # slow to import
 
     with torch.no_grad():
         _behind(graph)
@@ -165,8 +167,9 @@ def _behind(graph: torch.fx.GraphModule) -> None:
 
 
 def _is_product(op: torch._ops.OpOverload) -> bool:
-    """True of an operator that no compiler fuses: what it returns lies in memory."""
-    return op.namespace != "aten" or op.overloadpacket.__name__ in _PRODUCTS
+    """True of an operator that is not fused: the tensor it returns is in memory."""
+    one = [type(x.type) for x in op._schema.returns] == [torch.TensorType]
+    return one and (op.namespace != "aten" or op.overloadpacket.__name__ in _PRODUCTS)
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution"}

@@ -235,7 +235,7 @@ class MirroredState:
         def column(x: Any) -> list[Any] | None:
             """The leaves of a tree like the parameters, None where they have none."""
             if treedef.type is not None and type(x) is not treedef.type:
-                return None  # to find that out of a state is dear: all of it is said
+                return None  # finding that out of a state is slow: all of it is said
             try:
                 found = treedef.flatten_up_to(x)
             except ValueError:

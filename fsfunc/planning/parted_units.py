@@ -128,7 +128,7 @@ class _Parted:
         leaves: Sequence[Any],
         treedef: Any,
     ):
-        from fsfunc._torch.partitions import parted  # the compiler: dear
+        from fsfunc._torch.partitions import parted  # slow to import
 
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.run = parted(partial(self._flat, fn, list(leaves), treedef), share)

@@ -139,7 +139,7 @@ def _of_step(
 ) -> Callable[..., Any]:
     if only != "**" or backend not in ("inductor", "eager"):
         raise ValueError(_WHOLE)
-    from fsfunc.transforms.step_graphs import whole_step  # the compiler: dear
+    from fsfunc.transforms.step_graphs import whole_step  # slow to import
 
     return whole_step(f, backend, options or {})
 
@@ -211,7 +211,7 @@ class _Compiler:
     ) -> Callable[..., Any]:
         if share is None:
             return torch.compile(fn, **self.options)
-        from fsfunc._torch.partitions import keeping_share  # the compiler: dear
+        from fsfunc._torch.partitions import keeping_share  # slow to import
 
         return torch.compile(fn, **keeping_share(self.options, share))
 

@@ -225,7 +225,7 @@ class RepeatedCall:
             one.value = None
         self.residuals.append((weakref.ref(one), x.shape, x.dtype))
         if self.norms is not None:
-            self.norms.append(_torch.saved_norm(x))
+            self.norms.append(_torch.saved_norms(x))
         return one
 
     def _unpack(self, one: _Residual) -> Tensor:

@@ -186,12 +186,17 @@ def by_a_row(h, p, runs):
     return h.exp() * p["a"][len(runs) % 2]
 
 
+def by_a_sign(h, p, runs):
+    """By which norms do not differ."""
+    return h * (-1) ** len(runs) * p["a"][0]
+
+
 def by_torch_func(h, p, runs):
     """Which allows no hooks while it runs."""
     return torch.func.vmap(lambda row: (row * len(runs)).exp())(h)
 
 
-@pytest.mark.parametrize("other", [by_a_counter, by_a_row, by_torch_func])
+@pytest.mark.parametrize("other", [by_a_counter, by_a_row, by_a_sign, by_torch_func])
 def test_a_unit_that_counts_its_runs_is_refused(other):
     runs = []
 
