@@ -204,7 +204,7 @@ def saved_handles(nodes: Iterable[Any]) -> list[Any]:
     return found
 
 
-def saved_norms(x: Tensor) -> tuple[Tensor, ...] | None:
+def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The norm and the sum of saved values; None if torch may not have filled them.
 
     So it is with what stands beside them: states of generators, and of cuDNN.
@@ -212,25 +212,22 @@ def saved_norms(x: Tensor) -> tuple[Tensor, ...] | None:
     if x.layout != torch.strided or isinstance(x, FakeTensor):
         return None
     with beneath_all_modes(), torch.no_grad():
-        if x.is_complex() or x.is_floating_point() and x.itemsize > 1:
-            real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-            total = real.sum(dtype=torch.promote_types(real.dtype, torch.float32))
-            return torch.linalg.vector_norm(x), total
-        beside = x.dtype == torch.uint8 or x.numel() <= 2
-        return None if beside else (x.sum(dtype=torch.float64),)
+        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        floats = x.is_floating_point() and x.itemsize > 1
+        if not floats and (x.dtype == torch.uint8 or x.numel() <= 2):
+            return None
+        total = x.sum(dtype=torch.float64)
+        return torch.linalg.vector_norm(x) if floats else total.abs(), total
 
 
-def is_near(norms: tuple[Tensor, ...] | None, x: Tensor) -> bool:
+def is_near(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> bool:
     """True if ``norms`` may be the `saved_norms` of ``x``, as kernels round."""
-    again = None if norms is None else saved_norms(x)
-    if norms is None or again is None:
+    if norms is None or (again := saved_norms(x)) is None:
         return True
     with beneath_all_modes():
-        near = bool(torch.isclose(again[0], norms[0], rtol=1e-3, equal_nan=True))
-        for one, other in zip(again[1:], norms[1:], strict=True):
-            slack = 1e-2 * norms[0] + 1e-3 * other.abs()
-            near = near and not (one - other).abs() > slack
-        return near
+        near = torch.isclose(again[0], norms[0], rtol=1e-3, equal_nan=True)
+        slack = 1e-2 * norms[0] + 1e-3 * norms[1].abs()
+        return bool(near & ~((again[1] - norms[1]).abs() > slack))
 
 
 def forbids_hooks(error: RuntimeError) -> bool:

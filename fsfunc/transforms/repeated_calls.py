@@ -293,9 +293,8 @@ class RepeatedCall:
             x, left = x.detach(), left - 1
             if left >= 0:
                 each, *kind = next(due)
-                if kind != [x.shape, x.dtype] or not _torch.is_near(
-                    next(norms, None), x
-                ):
+                alike = _torch.is_near(next(norms, None), x)
+                if kind != [x.shape, x.dtype] or not alike:
                     raise RuntimeError(_UNLIKE)
                 if (one := each()) is not None:
                     one.value, one.version = x, x._version
