@@ -467,6 +467,11 @@ REMEMBERED = [
     (aten.cat.default, lambda: ([wide(), wide()], 1), {}, True),
     (aten._foreach_add.List, lambda: ([wide(), wide()[0]], [wide(), wide()[1]]), {},
      True),
+    (aten._foreach_mul.Scalar, lambda: ([wide(), wide()[0], wide(), wide()], 2.0), {},
+     True),
+    (aten._foreach_add.List, lambda: ([wide(), wide(), wide(torch.float64)],
+     [wide(), wide(torch.float64), wide(torch.float64)]), {}, True),
+    (aten._foreach_norm.Scalar, lambda: ([wide(), wide().t(), wide()], 2), {}, True),
     (aten.native_layer_norm.default, lambda: (wide(), [4], None, None, 1e-5), {}, True),
     (aten._to_copy.default, lambda: (wide(),), {"dtype": torch.float64}, True),
     (aten.clone.default, lambda: (wide().t(),), {"memory_format":
@@ -513,8 +518,8 @@ def test_remembered_fakes_are_those_of_the_mode():
         func = type("Counted", (), {"__call__": staticmethod(counted)})()
         for name in ("namespace", "_schema", "tags"):
             setattr(func, name, getattr(op, name))
+        slow = looks(op(*make(), **how))
         with mode:
-            slow = looks(op(*make(), **how))
             for _ in range(3):
                 given = make()
                 run = lambda func, given, how: func(*given, **how)  # noqa: E731

@@ -61,6 +61,8 @@ def fake_result(
     if key is None:
         return run(func, args, kwargs)
     made = _MADE.get(key)
+    if made is None and _is_for_each(func) and (firsts := _firsts(mode, args)):
+        return _for_each(mode, run, func, args, kwargs, firsts)
     if made is None:
         out = run(func, args, kwargs)
         if len(_MADE) >= _MOST_MADE:
@@ -72,12 +74,51 @@ def fake_result(
     if made is _FIRST:
         return args[0]
     kind, specs = made
+    new = _new(mode, specs)
+    return new[0] if kind is None else kind(new)
+
+
+def _new(mode: FakeTensorMode, specs: Iterable[Any]) -> list[FakeTensor]:
     with torch._C._DisableTorchDispatch():
-        new = [
+        return [
             _over(mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"))
             for spec in specs
         ]
-    return new[0] if kind is None else kind(new)
+
+
+@functools.cache
+def _is_for_each(func: Any) -> bool:
+    """True if an operator makes a tensor of each in its lists, by that one alone."""
+    returns = [str(x.type) for x in func._schema.returns]
+    name = func._schema.name.partition("::")[2]
+    return name.startswith("_foreach_") and returns == ["List[Tensor]"]
+
+
+def _firsts(mode: FakeTensorMode, args: Any) -> list[int]:
+    """For each place in the lists the first that looks alike; [] if all are unlike."""
+    lists = [x for x in args if isinstance(x, (tuple, list))]
+    if len({len(x) for x in lists}) != 1:
+        return []
+    known: dict[Any, int] = {}
+    firsts: list[int] = []
+    for i, row in enumerate(zip(*lists, strict=True)):
+        key: list[Any] = []
+        if not _looks(mode, row, key):
+            return []
+        firsts.append(known.setdefault(tuple(key), i))
+    return firsts if len(known) < len(firsts) else []
+
+
+def _for_each(
+    mode: Any, run: Any, func: Any, args: Any, kwargs: Any, firsts: list[int]
+) -> Any:
+    """Results of an operator for each in its lists, run for the first of a kind."""
+    some = sorted(set(firsts))
+    args = [[x[i] for i in some] if type(x) in (tuple, list) else x for x in args]
+    out = dict(zip(some, fake_result(mode, run, func, args, kwargs), strict=True))
+    look = {i: (x.shape, x.stride(), x.dtype) for i, x in out.items()}
+    others = iter(_new(mode, [look[j] for i, j in enumerate(firsts) if i != j]))
+    return [out[i] if i == j else next(others) for i, j in enumerate(firsts)]
 
 
 def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
