@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.checkpoint.stored import Stored, StoredTensor
+from fsfunc.optim.leaves import origins
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.tree.structure import TreeMismatch, matches, nearest
@@ -154,19 +155,12 @@ def _check_origins(
     target: Any, here: Mapping[str, Any], found: Mapping[str, Any]
 ) -> None:
     """Raises where parameters are read, and what a step makes them of is kept."""
-    ends = lambda x: is_sharded(x) or hasattr(type(x), "origins")  # noqa: E731
-    paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=ends)
-    for at, node in zip(paths, leaves, strict=True):
-        if is_sharded(node) or not ends(node):
-            continue
-        within = "/".join(filter(None, (at, node.origins)))
-        for name in tree.paths(getattr(node, node.origins), is_sharded):
-            own = f"{within}/{name}" if name else within
-            for path in found if own not in found else ():
-                alike = getattr(here[path], "shape", None) == here[own].shape
-                ending = not name or f"/{path}".endswith(f"/{name}")
-                if alike and ending and not path.startswith(f"{at}/"):
-                    raise ValueError(_ORIGINS.format(path, own))
+    for at, name, own in origins(target):
+        for path in found if own not in found else ():
+            alike = getattr(here[path], "shape", None) == here[own].shape
+            ending = not name or f"/{path}".endswith(f"/{name}")
+            if alike and ending and not path.startswith(f"{at}/"):
+                raise ValueError(_ORIGINS.format(path, own))
 
 
 _ORIGINS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -86,6 +86,23 @@ def floating(params: Tree) -> Tree:
     """``params`` themselves, with None for leaves that are not trainable."""
     leaves, treedef = tree.flatten(params, is_sharded)
     return tree.unflatten(treedef, [x if trainable(x) else None for x in leaves])
+
+
+def origins(values: Any) -> Iterator[tuple[str, str, str]]:
+    """The leaves of optimizers' states of which a step makes the parameters.
+
+    Yields:
+        (path of the state, path of the parameter, path of the leaf); a state names the
+        field of such leaves as ``origins``.
+    """
+    ends = lambda x: is_sharded(x) or hasattr(type(x), "origins")  # noqa: E731
+    paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=ends)
+    for at, node in zip(paths, leaves, strict=True):
+        if is_sharded(node) or not ends(node):
+            continue
+        within = "/".join(filter(None, (at, node.origins)))
+        for name in tree.paths(getattr(node, node.origins), is_sharded):
+            yield at, name, f"{within}/{name}" if name else within
 
 
 _SAME = object()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import claim
+from fsfunc.optim.leaves import origins
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.sharded.leaf import is_sharded
 
@@ -67,7 +68,16 @@ class TrainState:
         )
 
     def replace(self, **changes: Any) -> TrainState:
-        """The state with some fields changed."""
+        """The state with some fields changed.
+
+        Raises:
+            ValueError: ``params`` without ``opt_state``, of an optimizer whose state
+                holds what the next step makes parameters of (`master_weights`,
+                `schedule_free`).
+        """
+        if "params" in changes and "opt_state" not in changes:
+            for _, _, path in origins(self.opt_state):
+                raise ValueError(_ORIGINS.format(path))
         return replace(self, **changes)
 
 
@@ -95,3 +105,11 @@ def _check_fit(params: Any, grads: Any) -> None:
         params, grads, what="gradients", against="the parameters",
         is_leaf=lambda x: x is None or is_sharded(x),  # None: not differentiated
     )  # fmt: skip
+
+
+_ORIGINS = (
+    "replace(params=...) of a state whose optimizer makes parameters of {!r} in its "
+    "own state: the next step would undo it. Give opt_state= too: that of the new "
+    "parameters, optimizer.init(params), or the state's own with these changed alike; "
+    "or, of a state that is not stepped, opt_state=state.opt_state"
+)

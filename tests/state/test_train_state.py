@@ -131,6 +131,25 @@ def test_unshard_for_one_rank_and_to_a_dtype_of_device():
     same(every, params_of())
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "origin"),
+    [
+        (ff.chain(ff.clip_by_global_norm(1.0), ff.master_weights(optimizer)), "master"),
+        (ff.schedule_free(ff.sgd(0.5), 0.5), "z"),
+    ],
+)
+def test_parameters_are_not_replaced_where_a_step_makes_them_anew(optimizer, origin):
+    params = {"w": torch.ones(3).bfloat16()}
+    state = ff.TrainState(params, optimizer.init(params))
+    with pytest.raises(ValueError, match=f"{origin}/w' in its own.*Give opt_state="):
+        state.replace(params={"w": -params["w"]})
+    new = state.replace(params={"w": -params["w"]}, opt_state=state.opt_state)
+    assert new.replace(step=3).params["w"][0] == -1
+    wide = {"w": torch.ones(3)}
+    plain = ff.TrainState(wide, ff.master_weights(optimizer).init(wide))
+    assert plain.replace(params=params).params is params  # these are their own masters
+
+
 def test_gradients_of_another_tree_are_refused():
     state = ff.TrainState(params_of(), optimizer.init(params_of()))
     grads = params_of()

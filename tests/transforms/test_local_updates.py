@@ -422,6 +422,8 @@ REFUSED = {
     "parameters that follow masters": (
         run(local, lambda: [{"w": torch.eye(WIDTH).bfloat16()}],
             ff.master_weights(SGD)), ValueError, "ff.precision"),
+    "parameters between z and x": (
+        run(local, lambda: layers(1), ff.schedule_free(SGD, LR)), ValueError, "/z/0/b"),
     "a loss that spans ranks": (
         run(lambda: local(train_step(spanning, SGD))), ValueError, "outside of it"),
     "a step that is differentiated": (

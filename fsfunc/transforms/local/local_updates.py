@@ -20,8 +20,8 @@ from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
+from fsfunc.optim.leaves import origins
 from fsfunc.optim.schedules import answers
-from fsfunc.optim.widening import MasterState
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import check_laid_out, holds_own, lay_leaves
 from fsfunc.sharded.spent import spend, why_spent
@@ -62,7 +62,7 @@ def local_sgd(
 
     Raises:
         ValueError: ``every`` below 1; an axis that a transform inside takes; another
-            state, one with `master_weights`, or another kind of step.
+            state, one with `master_weights` or `schedule_free`, or another kind of step.
         RanksDiffer: the ranks' first states differ.
 
     Cost: in one of ``every`` steps one all-reduce of the rank's floating parameters,
@@ -141,8 +141,8 @@ class LocalUpdates(Interpretation):
             RanksDiffer: it is not.
         """
         _check_state(state, f"{self.called} begins from", "state")
-        if any(map(_has_masters, tree.leaves(state, is_leaf=_has_masters))):
-            raise ValueError(_MASTERS.format(self.called))
+        if found := next(origins(state), None):
+            raise ValueError(_ORIGINS.format(self.called, found[-1]))
         at = self.here(self.mesh)
         where, at_mesh = group(self.axes, at), at.mesh.coordinates(at.rank)
         with internal(), torch.no_grad():
@@ -285,14 +285,11 @@ def _tell(mine: Any, given: Any) -> None:
             spend(y, why)
 
 
-def _has_masters(x: Any) -> bool:
-    return isinstance(x, MasterState)
-
-
-_MASTERS = (
-    "{} synchronises parameters, and master_weights makes them of copies in its state, "
-    "which are the rank's own: the next step would undo it. Give float32 parameters, "
-    "and ff.precision(step, compute=torch.bfloat16) within"
+_ORIGINS = (
+    "{} synchronises parameters, and the optimizer makes them of {!r}, which is the "
+    "rank's own: the next step would undo it. Give another optimizer: for "
+    "master_weights of one float32 parameters, and ff.precision(step, "
+    "compute=torch.bfloat16) within"
 )
 _OWN = (
     "{}: {!r} is each rank's own along the axes of a shard within, and its copies have "
