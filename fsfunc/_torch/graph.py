@@ -205,7 +205,7 @@ def saved_handles(nodes: Iterable[Any]) -> list[Any]:
 
 
 def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The norm and the sum of saved values; None if torch may not have filled them.
+    """A norm and a weighted sum of saved values; None if torch may not have filled them.
 
     So it is with what stands beside them: states of generators, and of cuDNN.
     """
@@ -216,8 +216,10 @@ def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
         floats = x.is_floating_point() and x.itemsize > 1
         if not floats and (x.dtype == torch.uint8 or x.numel() <= 2):
             return None
-        total = x.sum(dtype=torch.float64)
-        return torch.linalg.vector_norm(x) if floats else total.abs(), total
+        norm = torch.linalg.vector_norm(x := x if floats else x.float())
+        for n in reversed(x.shape):  # which a sign or an order changes
+            x = x @ torch.arange(n, device=x.device).cos().to(x.dtype)
+        return norm, x
 
 
 def is_near(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> bool:

@@ -191,9 +191,7 @@ class RepeatedCall:
         """Calls a function of which it is not known what it does."""
         thread, states = running().thread, [*generator_states(), *self.others]
         token, draws = None if thread is None else thread.token, NotedDraws()
-        self.norms = []
-        counter = frame().counter
-        number = counter.count
+        self.norms, number = [], (counter := frame().counter).count
         try:
             compiled = self.compiled or _torch.is_compiled_function(fn)
             with nullcontext() if compiled else draws:

@@ -191,12 +191,24 @@ def by_a_sign(h, p, runs):
     return h * (-1) ** len(runs) * p["a"][0]
 
 
+def by_an_order(h, p, runs):
+    """By which sums do not differ either."""
+    return h.roll(len(runs), -1) * p["a"][0]
+
+
+def by_an_order_of_rows(h, p, runs):
+    return h.roll(len(runs), 0) * p["a"][0]
+
+
 def by_torch_func(h, p, runs):
     """Which allows no hooks while it runs."""
     return torch.func.vmap(lambda row: (row * len(runs)).exp())(h)
 
 
-@pytest.mark.parametrize("other", [by_a_counter, by_a_row, by_a_sign, by_torch_func])
+BY = [by_a_counter, by_a_row, by_a_sign, by_an_order, by_an_order_of_rows]
+
+
+@pytest.mark.parametrize("other", [*BY, by_torch_func])
 def test_a_unit_that_counts_its_runs_is_refused(other):
     runs = []
 
