@@ -205,7 +205,7 @@ def saved_handles(nodes: Iterable[Any]) -> list[Any]:
 
 
 def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A norm and a weighted sum of saved values; None if torch may not have filled them.
+    """A norm and a weighted sum of saved values; None where torch may not fill them.
 
     So it is with what stands beside them: states of generators, and of cuDNN.
     """

@@ -41,7 +41,8 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
         return asked_in_graph(rate_at, learning_rate, count)
-    rate = learning_rate(count)
+    # Of a number whose comparisons are heard, as branches of the step, the plain one.
+    rate = learning_rate(int(count) if isinstance(count, int) else count)
     if isinstance(rate, (int, float)) and not rate >= 0:
         raise ValueError(
             f"the schedule gave the learning rate {rate} at count {count}: "

@@ -2,22 +2,20 @@
 
 A branch that a step takes by its count of steps (``if state.step % 10 == 0``), or by a
 word, is not taken in the call that is checked. So where the step itself compares one,
-outside units, the check learns of it and answers both ways.
+outside units, the check learns of it and answers both ways. A schedule is given the
+plain number (`rate_at`): of its comparisons there is a rate alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import called_by_user
-from fsfunc.optim import schedules
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import count_as_leaf
 
@@ -54,7 +52,7 @@ def _kind(kind: type, made: Iterable[str] = ()) -> type:
 
         def compare(self: Any, *other: Any) -> Any:
             found = plain(self, *other)
-            heard = isinstance(found, bool) and _by_a_step(sys._getframe(1))
+            heard = isinstance(found, bool) and called_by_user(sys._getframe(1))
             return self.answered(found) if heard else found
 
         return compare
@@ -76,16 +74,6 @@ def _kind(kind: type, made: Iterable[str] = ()) -> type:
     return heard
 
 
-def _by_a_step(asker: FrameType | None) -> bool:
-    """True if a user's code compares, and no schedule, of which a rate is all."""
-    if asker is None or not called_by_user(asker):
-        return False
-    while asker is not None and called_by_user(asker):
-        asker = asker.f_back
-    return asker is None or not asker.f_code.co_filename.startswith(_OPTIM)
-
-
-_OPTIM = str(Path(schedules.__file__).parent)
 _BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
 _MADE = ["__neg__", *(f"__{side}{name}__" for name in _BINARY for side in ("", "r"))]
 _KINDS = {int: _kind(int, _MADE), float: _kind(float, _MADE), str: _kind(str)}

@@ -84,6 +84,23 @@ def test_a_schedule_of_a_users_own_is_no_branch():
     assert runs_of(0.1) == runs_of(lambda n: 0.1 if n < 5 else 0.01)
 
 
+def test_a_branch_of_an_optimizer_of_a_users_own_is_checked():
+    """Whichever of its functions compares, though the library calls it."""
+
+    def step(s, x):
+        def apply(grads, n, params):
+            by = x.mean() if n > 100 else 1 / 8
+            return each(lambda w, g: w - g * by, params, grads), n + 1
+
+        optimizer = ff.Optimizer(lambda params: 0, lambda g, n, params: (g, n), apply)
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+        w, n = optimizer.apply(g, s["n"], s["w"])
+        return {"w": w, "n": n}
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(step, 1)
+
+
 def both(s, *more):
     """Reads and computes with it as with any number; another answer may raise."""
     n = s["n"]

@@ -62,7 +62,7 @@ def local_sgd(
 
     Raises:
         ValueError: ``every`` below 1; an axis that a transform inside takes; another
-            state, one with `master_weights` or `schedule_free`, or another kind of step.
+            state, `master_weights` or `schedule_free` in it, or another kind of step.
         RanksDiffer: the ranks' first states differ.
 
     Cost: in one of ``every`` steps one all-reduce of the rank's floating parameters,
