@@ -17,7 +17,7 @@ loss_scaling.py     apply_if_finite; one scale of the loss
 layerwise_scaling.py   a loss scale for each unit
 matching.py         leaves of a state by those of parameters
 backward_steps.py   step_in_backward
-torch_optimizers.py torch_classes.py   from_torch; the table of torch's own classes
+torch_optimizers.py torch_classes.py   from_torch; what torch's own classes keep
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
 leaves.py in_place.py   leaves as few flat tensors, updated in place
 matrix/             Muon and Shampoo: whole matrices, each on one rank

@@ -1,4 +1,8 @@
-"""States of torch's elementwise optimizers, from a table, and one step of them."""
+"""States of torch's elementwise optimizers, from a table, and one step of them.
+
+Of a class that is not torch's the caller gives what the table has of the others; each
+step is compared with that.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
+from fsfunc.optim.schedules import check_numbers
 
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Options = Mapping[str, Any]
@@ -25,17 +30,18 @@ class Kept:
     Args:
         numbers: by name, what is one number for all elements, before the first step.
         moments: by name, what every element of a moment is before the first step.
-        dtype, device: of the tensors that the numbers are kept in.
+        tensors: the numbers that are kept in tensors: their dtype and device.
         afresh: whether the class makes its first state itself, in its first step.
         writes_gradients: whether a step may write into the gradients.
+        told: whether all of this is a caller's word.
     """
 
     numbers: Numbers
     moments: Mapping[str, float]
-    dtype: torch.dtype
-    device: torch.device
+    tensors: Mapping[str, tuple[torch.dtype, torch.device]]
     afresh: bool
     writes_gradients: bool
+    told: bool = False
 
     def start(self, name: str, p: Tensor) -> Tensor:
         """A moment of ``p`` before the first step."""
@@ -104,11 +110,26 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     return Kept(
         {k: torch.tensor(v, dtype=dtype).item() for k, v in numbers.items()},
         moments,
-        dtype,
-        device if there else torch.device("cpu"),
+        dict.fromkeys(numbers, (dtype, device if there else torch.device("cpu"))),
         afresh=bool(o.get("dampening")),  # SGD: its first momentum is the gradient
         writes_gradients=foreach and bool(o.get("nesterov")),  # SGD adds the momentum
     )
+
+
+def kept_as_told(moments: Numbers, numbers: Numbers, device: torch.device) -> Kept:
+    """The state of another class, as its caller gives it.
+
+    A number given as a tensor is kept in one, beside the parameters unless it is given
+    on the host.
+    """
+    check_numbers(**moments, **numbers)
+    tensors = {
+        k: (x.dtype, x.device if x.device.type == "cpu" else device)
+        for k, x in numbers.items()
+        if isinstance(x, Tensor)
+    }
+    plain = as_numbers(numbers)
+    return Kept(plain, moments, tensors, afresh=True, writes_gradients=True, told=True)
 
 
 # One step
@@ -127,20 +148,33 @@ def run_step(
     """Writes one step into params and moments; returns what is now kept in numbers.
 
     The tensors are dense.
+
+    Raises:
+        ValueError: a class keeps something else than its caller says.
     """
-    optimizer = make([torch.empty(0, dtype=p.dtype, device=p.device) for p in params])
     flat = [_flat(p.detach()) for p in params]
-    given: list[dict[str, Tensor]] = []
-    counters = _filled(numbers, kept, len(flat))
-    state: Any = defaultdict(dict)
-    for i, (p, g) in enumerate(zip(flat, grads, strict=True)):
+    given = [{k: _flat(m[i]) for k, m in moments.items()} for i in range(len(flat))]
+    for p, g in zip(flat, grads, strict=True):
         p.grad = _flat(g.clone() if kept.writes_gradients else g)
-        given.append({k: _flat(m[i]) for k, m in moments.items()})
-        if not (first and kept.afresh):
-            state[p] = {**{k: x[i] for k, x in counters.items()}, **given[-1]}
-    optimizer.param_groups[0]["params"] = flat
-    optimizer.state = state
+    if first and kept.afresh:
+        optimizer = make(flat)
+    else:
+        optimizer = make([torch.empty(0, dtype=p.dtype, device=p.device) for p in flat])
+        optimizer.param_groups[0]["params"] = flat
+        optimizer.state = defaultdict(dict)
+        counters = _filled(numbers, kept, len(flat))
+        for i, p in enumerate(flat):
+            mine = {k: x[i] for k, x in counters.items()}
+            optimizer.state[p] = {**mine, **given[i]}
+    before = _carried(optimizer) if kept.told else {}
     optimizer.step()
+    state: Any = optimizer.state
+    if kept.told:
+        _check_carried(optimizer, before)
+        for p, whole in zip(flat, params, strict=True):
+            _check_kept(type(optimizer).__name__, kept, p, state[p])
+            if not p.is_set_to(there := _flat(whole.detach())):
+                there.copy_(p)  # what the class put in its place, as by ``p.data = ``
     for p, parts in zip(flat, given, strict=True):
         for name, m in parts.items():
             if state[p][name] is not m:
@@ -148,17 +182,84 @@ def run_step(
     return {name: state[flat[0]][name] for name in numbers}
 
 
+def _carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds beside its parameters and their state, as words."""
+    group = optimizer.param_groups[0]
+    held = {k: x for k, x in vars(optimizer).items() if k not in _OF_PARAMS}
+    held |= {f"param_groups[0][{k!r}]": x for k, x in group.items() if k != "params"}
+    return {k: list(map(_said, tree.leaves(x))) for k, x in held.items()}
+
+
+_OF_PARAMS = {"param_groups", "state"}
+
+
+def _said(x: Any) -> Any:
+    return (id(x), x._version) if isinstance(x, Tensor) else repr(x)
+
+
+def _check_carried(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+    """Raise ValueError where a step has left more than states of parameters."""
+    after, params = _carried(optimizer), optimizer.param_groups[0]["params"]
+    found = [k for k, words in after.items() if before.get(k) != words]
+    found += ["state of its own"] * (len(optimizer.state) > len(params))
+    if found:
+        raise ValueError(
+            f"{type(optimizer).__name__} carries {', '.join(found)} from step to step, "
+            "and of a class that is not torch's only what it keeps in state[parameter] "
+            "is kept: write its equation as ff.Optimizer(init, update)"
+        )
+
+
+def _check_kept(name: str, kept: Kept, p: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise ValueError where the state of a parameter is not as its caller says."""
+    moments, numbers = {}, {}
+    for k, x in state.items():
+        if isinstance(x, Tensor) and x.ndim and x.shape == p.shape:
+            moments[k] = x.dtype
+        elif isinstance(x, (bool, int, float)):
+            numbers[k] = None
+        elif isinstance(x, Tensor) and not x.ndim:
+            numbers[k] = x.dtype, _torch.device_of(x)
+        elif x is not None:
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
+            raise ValueError(
+                f"{name} keeps {k!r}, {what}, of a parameter of shape "
+                f"{tuple(p.shape)}: neither one number nor one for each element, so it "
+                "is not elementwise"
+            )
+    if wide := {k: d for k, d in moments.items() if d != p.dtype}:
+        raise ValueError(
+            f"{name} keeps {wide} whatever the parameters, and these are {p.dtype}: "
+            "make them of that dtype"
+        )
+    said = {k: kept.tensors.get(k) for k in kept.numbers}
+    if moments.keys() != kept.moments.keys() or numbers != said:
+        words = {k: kept.moments.get(k, 0.0) for k in moments}
+        first = {
+            k: 0 if d is None else torch.zeros((), dtype=d[0], device=d[1])
+            for k, d in numbers.items()
+        }
+        raise ValueError(
+            f"{name} does not keep what its caller says: from_torch({name}, "
+            f"elementwise=True, moments={words}, numbers={first}) says what it keeps, "
+            "with what each is before the first step in place of 0"
+        )
+
+
 def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 1 else x.view(-1)
 
 
-def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Tensor]]:
-    """``count`` times each number as torch keeps it, to be written one by one.
+def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Any]]:
+    """``count`` times each number as its class keeps it, to be written one by one.
 
     They are filled in, not copied: no device is waited for.
     """
-    how: dict[str, Any] = {"dtype": kept.dtype, "device": kept.device}
-    return {k: torch.full((count,), x, **how).unbind() for k, x in numbers.items()}
+    made: dict[str, Sequence[Any]] = {k: [x] * count for k, x in numbers.items()}
+    for k, (dtype, device) in kept.tensors.items():
+        full = torch.full((count,), numbers[k], dtype=dtype, device=device)
+        made[k] = full.unbind()
+    return made
 
 
 def as_numbers(found: dict[str, Any]) -> Numbers:

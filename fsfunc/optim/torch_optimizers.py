@@ -1,8 +1,8 @@
-"""torch's own optimizers as pairs of functions, over whole or sharded leaves."""
+"""Optimizers of torch's kind as pairs of functions, over whole or sharded leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from fsfunc.optim.torch_classes import (
     as_numbers,
     at_rest,
     is_elementwise,
+    kept_as_told,
     kept_by_torch,
     run_step,
 )
@@ -62,13 +63,25 @@ def from_torch(
     kind: type[torch.optim.Optimizer],
     *,
     lr: float | Schedule | None = None,
+    elementwise: bool = False,
+    moments: Mapping[str, float] | None = None,
+    numbers: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Optimizer:
-    """One of torch's own elementwise optimizers, over whole or sharded leaves.
+    """An elementwise optimizer of torch's kind, over whole or sharded leaves.
 
     Args:
-        kind: the class, such as ``torch.optim.RMSprop``.
+        kind: the class: one of torch's own, such as ``torch.optim.RMSprop``, or, with
+            ``elementwise``, any other.
         lr: a number, or ``schedule(count)`` giving one; the class's own without it.
+        elementwise: your word that a class which is not torch's treats each element by
+            itself, whatever the shape of the parameter, draws no random numbers, and
+            carries from step to step only what it keeps in ``state[parameter]``.
+        moments: of such a class, by name, what it keeps there for each element, and
+            what that is before the first step.
+        numbers: by name, what it keeps there as one number, and what that is before
+            the first step; a 0-dim tensor where it keeps it in one (on the host, or
+            else beside the parameters).
         options: passed on to the class. Parameter groups: see `partition`, `masked`.
 
     Returns:
@@ -80,9 +93,10 @@ def from_torch(
         what a first step does otherwise (as ``SGD``, which does not dampen it).
 
     Raises:
-        ValueError: a class of torch's that is not elementwise, or another one;
-            ``capturable`` and ``differentiable``; a state of another class; an update
-            without ``params``, or one that is differentiated.
+        ValueError: a class of torch's that is not elementwise, or another one without
+            ``elementwise``, or one that keeps something else than you say (before
+            anything is written); ``capturable`` and ``differentiable``; a state of
+            another class; an update without ``params``, or one that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One call of the class's own step for each device and dtype,
@@ -100,19 +114,28 @@ def from_torch(
     if kind in _NOT_ELEMENTWISE:
         why, instead = _NOT_ELEMENTWISE[kind]
         raise ValueError(f"{name} cannot run on shards: {why}; take {instead}")
-    if not is_elementwise(kind):
+    known = is_elementwise(kind)
+    if not (known or elementwise):
         raise ValueError(
-            f"{name} is not in the table of torch's elementwise optimizers, and only "
-            "those run on shards: write its equation as ff.Optimizer(init, update); if "
-            "it takes norms of leaves, see ff.lamb, ff.lars and ff.leaf_norms"
+            f"{name} is not in the table of torch's elementwise optimizers. If it "
+            "treats each element by itself, whatever the shape of a parameter, say "
+            f"from_torch({name}, elementwise=True, moments={{...}}, numbers={{...}}), "
+            "with what it keeps in state[parameter]; or write its equation as "
+            "ff.Optimizer(init, update); if it takes norms of leaves, see ff.lamb, "
+            "ff.lars and ff.leaf_norms"
         )
+    if known and (moments or numbers):
+        raise ValueError(f"what {name} keeps is known: leave moments and numbers out")
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
 
-    functions = _TorchFunctions(kind, lr, options)
+    told = {"moments": dict(moments or {}), "numbers": dict(numbers or {})}
+    word = {} if known else told
+    functions = _TorchFunctions(kind, lr, options, word)
+    functions.kept()  # which raises where that is no word
     made = Optimizer.of(functions, elementwise=True)
-    described = {"kind": kind, **functions.defaults}
+    described = {"kind": kind, **word, **functions.defaults}
     if lr is not None:
         described["lr"] = lr
     return made.known_as("from_torch", described)
@@ -125,6 +148,7 @@ class _TorchFunctions:
     kind: type[torch.optim.Optimizer]
     lr: float | Schedule | None
     options: dict[str, Any]
+    word: dict[str, Any]  # what a class keeps that is not torch's, by its caller
     known: dict[torch.device, Kept] = field(default_factory=dict)
 
     @property
@@ -144,7 +168,11 @@ class _TorchFunctions:
     def kept(self, device: torch.device = _HOST) -> Kept:
         """The state of a parameter."""
         if device not in self.known:
-            self.known[device] = kept_by_torch(self.kind, self.defaults, device)
+            if self.word:
+                made = kept_as_told(**self.word, device=device)
+            else:
+                made = kept_by_torch(self.kind, self.defaults, device)
+            self.known[device] = made
         return self.known[device]
 
     def init(self, params: Tree) -> TorchState:
@@ -185,12 +213,15 @@ class _TorchFunctions:
     ) -> Callable[[], tuple[Tree, TorchState]]:
         matched, kept = self._matched(grads, state, params), self.kept()
         make, first = self.at(state.count), state.count == 0
+        after = self._following(state)
 
         def kernel(ps: Any, gs: Any, *ms: Any) -> None:
             moments = dict(zip(kept.moments, ms, strict=True))
             here = self.kept(_torch.device_of(ps[0]))
             try:
-                run_step(make, here, ps, gs, moments, state.numbers, first=first)
+                made = run_step(make, here, ps, gs, moments, state.numbers, first=first)
+                if here.told:
+                    _check_alike(self.name, made, after)
             except Exception as error:
                 # Without data a step that reads a number of its own ends here: what it
                 # would still have computed is missing in a plan.
@@ -202,14 +233,14 @@ class _TorchFunctions:
         def finish() -> tuple[Tree, TorchState]:
             params, *moments = commit()
             kept_now = dict(zip(kept.moments, moments, strict=True))
-            return params, TorchState(state.count + 1, self._following(state), kept_now)
+            return params, TorchState(state.count + 1, after, kept_now)
 
         return finish
 
     def _following(self, state: TorchState) -> dict[str, Any]:
         """The numbers after a step, which follow from those before it."""
         with at_rest():
-            p = torch.zeros(1)
+            p = torch.zeros(2)
             kept = self.kept()
             moments = {k: [kept.start(k, p)] for k in kept.moments}
             plain = {"fused": False} if self.defaults.get("fused") else {}
@@ -225,3 +256,14 @@ class _TorchFunctions:
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
         return update_of(self.prepare, grads, state, params)
+
+
+def _check_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise ValueError where numbers of a step follow from parameters or gradients."""
+    there = {k: x for k, x in made.items() if not (isinstance(x, Tensor) and x.is_cuda)}
+    for k, x in as_numbers(there).items():
+        if x != after[k]:
+            raise ValueError(
+                f"{name} is not elementwise: its number {k!r} follows from parameters "
+                f"or gradients ({after[k]} where these are 0, and here {x})"
+            )

@@ -72,6 +72,52 @@ OWN = {
         settings=DESCENTS,
     ),
 }
+
+
+class Lion(torch.optim.Optimizer):
+    """Not torch's: fills its states when it is made, and counts in Python."""
+
+    def __init__(self, params, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1):
+        held = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, held)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] |= {"step": 0, "exp_avg": torch.full_like(p, 0.5)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (b1, b2), rate = group["betas"], group["lr"]
+            for p in group["params"]:
+                state, g = self.state[p], p.grad
+                state["step"] += 1
+                p.mul_(1 - rate * group["weight_decay"])
+                way = state["exp_avg"].lerp(g, 1 - b1).sign_()
+                p.add_(way, alpha=-rate / state["step"] ** 0.5)
+                state["exp_avg"].lerp_(g, 1 - b2)
+
+
+class Signum(torch.optim.Optimizer):
+    """Not torch's: begins with its first gradient, counts in a tensor, sets `data`."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, g = self.state[p], p.grad.data.add_(p.data, alpha=0.1)
+                if "buf" not in state:
+                    state["step"], state["buf"] = torch.tensor(0.0), -2 * g
+                state["step"] += 1
+                state["buf"] = group["momentum"] * state["buf"] + g
+                rate = group["lr"] / state["step"].item()
+                p.data = p.data - rate * state["buf"].sign()
+
+
+WORDS = {  # by class, as `from_torch` takes them
+    Lion: {"moments": {"exp_avg": 0.5}, "numbers": {"step": 0}},
+    Signum: {"moments": {"buf": 0.0}, "numbers": {"step": torch.tensor(0.0)}},
+}
 CLASSES = {
     "ASGD": ("ASGD", {"lr": 0.1, "weight_decay": 0.1}),
     "Adadelta": ("Adadelta", {"lr": 0.5}),
@@ -88,18 +134,23 @@ CLASSES = {
     "SGD": ("SGD", {"lr": 0.1}),
     "SGD dampened": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "SGD nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    "own Lion": (Lion, {"lr": 0.05}),
+    "own Signum": (Signum, {}),
 }
 
 
 @functools.cache
 def ours(name):
     kind, options = CLASSES[name]
+    if not isinstance(kind, str):
+        return ff.from_torch(kind, elementwise=True, **WORDS[kind], **options)
     return ff.from_torch(getattr(torch.optim, kind), **options)
 
 
 def theirs(name):
     kind, options = CLASSES[name]
-    return functools.partial(getattr(torch.optim, kind), **options)
+    make = getattr(torch.optim, kind) if isinstance(kind, str) else kind
+    return functools.partial(make, **options)
 
 
 TORCHS = {

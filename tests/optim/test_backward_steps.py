@@ -13,6 +13,7 @@ from fsfunc.runtime.memory import KINDS
 from tests import models
 from tests.checks import refused, simulated
 from tests.models import layer
+from tests.optim.optimizers import ours
 from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_bits
 from tests.planning.comparing import planned_and_run
@@ -119,7 +120,7 @@ OPTIMIZERS = {
     "adams": lambda: by_unit(
         adam(moment_dtype=BF16), ff.sharded_adam(ff.warmup_cosine(0.1, 2, 9)),
         adam(weight_decay=0.5, mask=lambda path, leaf: leaf.ndim > 1)),
-    "averages": lambda: ff.ema(ff.swa(ADAM, start=1), 0.9),
+    "averages": lambda: ff.ema(ff.swa(ours("own Signum"), start=1), 0.9),
     "schedule_free": lambda: ff.schedule_free(ff.sgd(0.1), 0.1),
     "some leaves": lambda: ff.partition(
         {"w": ADAM, "b": ff.sgd(0.1)},

@@ -163,7 +163,7 @@ LARGEST = {
         lambda g: ff.tree_sum(ff.leaf_norms(g, math.inf))
     ),
 }
-FOREIGN = {"NAdam", "SGD dampened"}
+FOREIGN = {"NAdam", "SGD dampened", "own Signum"}
 # Of these, alike but for a detail, `test_laws` says as much.
 LAWFUL = {*TORCHS, "clipped adam", "lion, 8 bits", "muon, and others"} - FOREIGN
 LAWFUL |= {k for k in EVERY if "decay cuts" in k or "scaled" in k} - {"scaled masters"}
