@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -91,6 +91,54 @@ def with_ledger(
     return ff.spmd(main, mesh)()
 
 
+class Run(NamedTuple):
+    """What a rank has after some steps."""
+
+    params: Any  # whole
+    outs: list[Any]  # what each step returned beside the state
+    state: Any  # as it lies
+    logs: list[Any]  # the ledger of each step
+    seen: list[Any]  # what `look` saw after each step
+
+
+def trained(
+    step: Callable[..., Any],
+    init: Any,
+    optimizer: ff.Optimizer,
+    *batch: Any,
+    mesh: ff.Mesh | None = None,
+    steps: int = 2,
+    batches: Any = None,
+    look: Callable[[Any], Any] | None = None,
+    **laid: Any,
+) -> list[Run]:
+    """A `Run` of each rank after some transformed steps, each of the rank's rows.
+
+    Args:
+        batches: the arguments of each step, in place of ``batch`` in all. They are cut
+            over all axes but those that have the work of one loss ("pipe", "model").
+        look: is given the state after each step.
+        laid: options of ``ff.init_state``.
+    """
+    mesh = mesh or simulated()
+    given = [batch] * steps if batches is None else batches
+    over = tuple(axis for axis in mesh.axes if axis not in ("pipe", "model"))
+
+    def main() -> Run:
+        mine = [ff.local_batch(b, mesh, over) if over else b for b in given]
+        state = ff.init_state(step, init, optimizer, *mine[0], **laid)
+        outs, logs, seen = [], [], []
+        for args in mine:
+            with ff.ledger() as log:
+                state, out = step(state, *args)
+            outs.append(out)
+            logs.append(log)
+            seen += [look(state)] if look else []
+        return Run(ff.unshard(state.params), outs, state, logs, seen)
+
+    return list(ff.spmd(main, mesh)())
+
+
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     with ff.ledger() as log:
@@ -111,13 +159,26 @@ def refused(call: Callable[[], Any], error: type[Exception], way_out: str) -> st
     return str(caught.value)
 
 
-def refusals(table: dict[str, tuple[Callable[[], Any], type[Exception], str]]) -> Any:
-    """Parametrizes a test over rows (call, error, way out)::
+def refusals(table: Any, sent: bool = False) -> Any:
+    """A test of each row (call, error, way out)::
 
-    @refusals({"zero=4": (lambda: shard(f, zero=4), ValueError, "0, 1, 2 or 3")})
-    def test_bad_input_is_refused(call, error, way_out):
-        refused(call, error, way_out)
+        test_bad_input_is_refused = refusals({
+            "zero=4": (lambda: shard(f, zero=4), ValueError, "0, 1, 2 or 3"),
+        })
+
+    Args:
+        table: rows by name, or in order.
+        sent: whether something may have been sent by then.
     """
+    rows = table if isinstance(table, dict) else dict(enumerate(table))
+
+    def test(call: Any, error: Any, way_out: str) -> None:
+        if not sent:
+            refused(call, error, way_out)
+            return
+        with pytest.raises(error, match=way_out):
+            call()
+
     return pytest.mark.parametrize(
-        ("call", "error", "way_out"), list(table.values()), ids=list(table)
-    )
+        ("call", "error", "way_out"), list(rows.values()), ids=map(str, rows)
+    )(test)

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import fsfunc as ff
 from fsfunc import _torch
-from tests.checks import refusals, refused, same, simulated
+from tests.checks import refusals, same, simulated
 
 numpy = pytest.importorskip("numpy")
 
@@ -206,7 +206,7 @@ def sought(**change):
     return lambda: loader.seek(loader.position | change)
 
 
-@refusals({
+test_bad_batches_and_positions_are_refused = refusals({
     "an iterable": (of(Endless()), TypeError, "Endless gives its rows in one order"),
     "a set": (of({1, 2}), TypeError, "set gives its rows in one order only"),
     "no length": (of(NoLength()), TypeError, "NoLength has no len"),
@@ -227,8 +227,6 @@ def sought(**change):
     "a batch": (sought(batch=3), ValueError, "no batch 3 of epoch 0: an epoch has 3"),
     "an epoch": (sought(epoch=-1), ValueError, "no batch 0 of epoch -1"),
 })  # fmt: skip
-def test_bad_batches_and_positions_are_refused(call, error, way_out):
-    refused(call, error, way_out)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import close, refusals, refused, simulated, with_ledger
+from tests.checks import close, refusals, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
     SIZES,
@@ -91,7 +91,7 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
     return call
 
 
-@refusals({
+test_bad_plans_are_refused = refusals({
     "no module": (taking(Stack(), {"blocks.*.upp": "column"}), ValueError,
         "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'"),
     "two patterns": (taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),
@@ -143,8 +143,6 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
     "too few features": (running(Between("norm"), {"down": "row"}), ValueError,
         "'down.weight' is given 8 features, and a rank has 4: the layer before it"),
 })  # fmt: skip
-def test_bad_plans_are_refused(call, error, way_out):
-    refused(call, error, way_out)
 
 
 def test_a_whole_module_between_has_the_gradient_of_one_device():

@@ -18,7 +18,7 @@ from fsfunc.nn import (
     zigzag,
     zigzag_positions,
 )
-from tests.checks import close, refusals, refused, same, simulated
+from tests.checks import close, refusals, same, simulated
 
 # forward mode loads torch's own decompositions, which scripts them
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -247,7 +247,7 @@ def ulysses(q, k, v, size=2, **how):
 
 X, IDS = zeros(2, 4), torch.zeros(1, 4, dtype=torch.int64)
 Y = {"order": "zigzag"}
-BAD = {
+test_bad_input_is_refused = refusals({
     "odd": (ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"), ValueError,
         "3 positions a rank.*multiple of 4, not 6"),
     "odd, all to all": (ulysses(*[zeros(2, 1)] * 3, causal=True, order="zigzag"),
@@ -316,12 +316,7 @@ BAD = {
         "multiples of 4$"),
     "a dim": (lambda: zigzag(torch.zeros(4), 2, 1), IndexError, "out of range"),
     "an index": (lambda: zigzag_positions(4, 2, 2), ValueError, "index=2 is off"),
-}  # fmt: skip
-
-
-@refusals(BAD)
-def test_bad_input_is_refused(call, error, way_out) -> None:
-    refused(call, error, way_out)
+})  # fmt: skip
 
 
 def test_unlike_shapes_of_as_many_numbers_do_not_meet() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.nn import column_linear, dropout, own_draws, row_linear
-from tests.checks import close, nothing_sent, refusals, refused, same, simulated
+from tests.checks import close, nothing_sent, refusals, same, simulated
 
 D, B, P = 32, 4, 0.5
 X = torch.ones(B, D)
@@ -216,7 +216,7 @@ def test_evaluation_draws_nothing() -> None:
     ff.spmd(main, simulated(model=2))()
 
 
-@refusals({
+test_bad_input_is_refused = refusals({
     "p": (lambda: dropout(X, 1.5), ValueError, "p=1.5 is no probability"),
     "an axis": (ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
         ValueError, 'unknown axis "column"'),
@@ -224,5 +224,3 @@ def test_evaluation_draws_nothing() -> None:
         "vmap")), ValueError,
         'one call draws for all ranks; make the mesh "simulated"'),
 })  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out) -> None:
-    refused(call, error, way_out)

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 
 import fsfunc.nn as nn
-from tests.checks import close, refusals, refused
+from tests.checks import close, refusals
 
 LAST = torch.Generator().manual_seed(0)
 
@@ -218,7 +218,7 @@ def test_gates_compute_in_fp32_and_take_any_group(gate) -> None:
 
 
 X = torch.zeros(4, 3)
-REFUSED = {
+test_bad_input_is_refused = refusals({
     "too few experts": (lambda: nn.top_2_gating(X[:, :1]), ValueError,
         r"2 choices .*\(4, 1\)"),
     "no choice": (lambda: nn.top_k_gating(X, 0), ValueError, "one at least"),
@@ -243,12 +243,7 @@ REFUSED = {
         r"used_token of shape \(2, 2\) for tokens of shape \(4,\)"),
     "no such expert": (lambda: nn.route(X.long() + 3, X, 3), RuntimeError,
         "out of bounds"),
-}  # fmt: skip
-
-
-@refusals(REFUSED)
-def test_bad_input_is_refused(call, error, way_out) -> None:
-    refused(call, error, way_out)
+})  # fmt: skip
 
 
 def test_a_factor_is_meant_as_it_is_written() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.core.losses import added
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import close, refusals, refused, same, simulated
+from tests.checks import close, refusals, same, simulated
 from tests.probes import LiveBytes
 
 C = 3
@@ -188,7 +188,7 @@ def test_statistics_hold_one_copy_for_a_moment() -> None:
     del y, stats
 
 
-BAD = {
+test_bad_input_is_refused = refusals({
     "one value": (lambda: ff.batch_norm(None, draw(1, C)), ValueError,
         "more than 1 value per channel"),
     "a weight": (lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)), ValueError,
@@ -199,9 +199,4 @@ BAD = {
         C))[1]]), TreeMismatch, "does not match the first"),
     "channels": (lambda: ff.commit_statistics(ff.init_statistics(2), ff.batch_norm(None,
         draw(4, C))[1]), ValueError, "3 channels for running ones of 2"),
-}  # fmt: skip
-
-
-@refusals(BAD)
-def test_bad_input_is_refused(call, error, way_out) -> None:
-    refused(call, error, way_out)
+})  # fmt: skip

@@ -12,7 +12,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.nn import column_linear, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import refusals, refused, simulated
+from tests.checks import refusals, simulated
 from tests.nn.models import (
     BATCH,
     COLUMN,
@@ -97,7 +97,7 @@ ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")
 X, TABLE, TWO = torch.ones(3, 4), torch.eye(4), simulated(model=2)
 
 
-@refusals({
+test_bad_input_is_refused = refusals({
     "a column layer of rows": (lambda: column_linear(X, leaf(1)), ValueError,
         "split over model=2 along dim 1 is no leaf for it: split it along dim 0"),
     "a row layer of columns": (lambda: row_linear(X, leaf(0)), ValueError,
@@ -141,5 +141,3 @@ X, TABLE, TWO = torch.ones(3, 4), torch.eye(4), simulated(model=2)
     "floats": (lambda: vocab_embedding(torch.eye(4), torch.ones(2)), TypeError,
         "tokens are integers, got torch.float32"),
 })  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)

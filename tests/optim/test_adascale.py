@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
-from tests.checks import close, refusals, refused, simulated
+from tests.checks import close, refusals, simulated
 from tests.optim.steps import DATA, WS, X, gain_of, squares, trained
 from tests.optim.steps import layer as product
 
@@ -219,7 +219,7 @@ def shard(g, m):
 
 
 TOTAL = lambda ws: observing(tied)(ws, X)[1]  # noqa: E731
-REFUSED = {
+test_where_there_is_no_gain_it_is_refused = refusals({
     "Weighted": (stepped(weighted, lambda g, m: g), LawError, "Weighted"),
     "outside units": (stepped(beside, shard), LawError, "outside units"),
     "differentiated": (lambda: torch.func.grad(TOTAL)(WS), LawError,
@@ -232,9 +232,4 @@ REFUSED = {
     "two calls": (lambda: ff.accumulate(twice(ff.value_and_grad(tied)), 2)(WS, X),
                   LawError, "more than once"),
     "one sample": (one_sample, ValueError, "this step has one"),
-}  # fmt: skip
-
-
-@refusals(REFUSED)
-def test_where_there_is_no_gain_it_is_refused(call, error, way_out):
-    refused(call, error, way_out)
+})  # fmt: skip

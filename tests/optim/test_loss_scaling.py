@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import close, on_ranks, refusals, refused, same, simulated
+from tests.checks import close, on_ranks, refusals, same, simulated
 from tests.optim.steps import DATA, STACKS, WS, X, layer, loss, trained
 
 SGD = ff.sgd(0.5)
@@ -137,7 +137,7 @@ def test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little():
 SCALED = ff.loss_scale(SGD)
 
 
-@refusals({
+test_what_cannot_be_is_refused = refusals({
     "growth": (lambda: ff.loss_scale(SGD, growth=1.0), ValueError, "above 1"),
     "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "between 0 and 1"),
     "text": (lambda: ff.loss_scale(SGD, initial="8"), TypeError, "must be a number"),
@@ -147,5 +147,3 @@ SCALED = ff.loss_scale(SGD)
         schedule=ff.schedules.asynchronous, update=SCALED,
     ), ValueError, "another schedule"),
 })  # fmt: skip
-def test_what_cannot_be_is_refused(call, error, way_out):
-    refused(call, error, way_out)

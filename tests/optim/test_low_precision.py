@@ -9,7 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import refusals, refused, simulated
+from tests.checks import refusals, simulated
 from tests.optim.shards import mixed, placed, together
 from tests.optim.steps import parts
 from tests.optim.trees import assert_bits, floating, like, trained
@@ -349,7 +349,7 @@ def differentiated(optimizer, dtype=FP32):
 
 
 EIGHT, CHANCE = adam(moment_dtype=torch.uint8), ff.stochastic_rounding(adam())
-BAD = {
+test_bad_input_is_refused = refusals({
     "codes of another layout": (codes_of_another_mesh, ValueError, r"init\(params\)"),
     "codes, differentiated": (lambda: differentiated(EIGHT), RuntimeError,
                               "leave moment_dtype out"),
@@ -362,9 +362,4 @@ BAD = {
         r"update\(grads, state, params\)"),
     "moments in whole numbers": (lambda: adam(moment_dtype=torch.int8), TypeError,
                                  "torch.uint8"),
-}  # fmt: skip
-
-
-@refusals(BAD)
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)
+})  # fmt: skip

@@ -143,7 +143,7 @@ def observed(*losses):
     return lambda: ff.spmd(lambda: f(ff.place(f, WS, x), x), LINE)()
 
 
-@refusals(
+test_where_no_sample_lies_whole_it_is_refused = refusals(
     {
         "stages on two ranks": (stepped(there_and_back), LawError, "use '0'"),
         "uneven": (stepped(loss, 5), LawError, "unlike numbers of rows"),
@@ -151,8 +151,6 @@ def observed(*losses):
         "one sample": (stepped(loss, 1), ValueError, "this step has one"),
         "no units": (observed(penalty), LawError, "another gradient call"),
         "two calls": (observed(penalty, loss), LawError, "more than once"),
-    }
+    },
+    sent=True,
 )
-def test_where_no_sample_lies_whole_it_is_refused(call, error, way_out):
-    with pytest.raises(error, match=way_out):
-        call()

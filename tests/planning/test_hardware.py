@@ -15,7 +15,7 @@ from fsfunc.planning import calibration
 from fsfunc.planning import hardware as hw
 from fsfunc.planning.calibration import line, measure_hardware, middle, peaked
 from fsfunc.planning.hardware import Hardware, Level
-from tests.checks import refusals, refused
+from tests.checks import refusals
 
 FIELDS = dict(
     name="mine",
@@ -56,7 +56,7 @@ def test_given_ones_are_read_back_and_found_by_name(known):
 PEKK = r'Hardware has no field "pekk" \(did you mean "peak"\?\)'
 
 
-@refusals(
+test_unknown_fields_and_names_are_refused_with_the_nearest = refusals(
     {
         "new": (lambda: Hardware(**FIELDS, pekk=1), TypeError, PEKK),
         "replaced": (lambda: hw.replace(MINE, pekk=1), TypeError, PEKK),
@@ -88,8 +88,6 @@ PEKK = r'Hardware has no field "pekk" \(did you mean "peak"\?\)'
         ),
     }
 )  # fmt: skip
-def test_unknown_fields_and_names_are_refused_with_the_nearest(call, error, way_out):
-    refused(call, error, way_out)
 
 
 VALUES = [

@@ -11,7 +11,7 @@ from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.placements import Flat, Owned, Split, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 from tests.checkpoint import trees
-from tests.checks import refusals, refused
+from tests.checks import refusals
 
 F32 = torch.float32
 AXES = ("node", "data", "model")
@@ -177,7 +177,7 @@ def bad(*parts, **shape):
 FOUR, X = of(Split(0, "data", 4)), torch.zeros(10, 7)
 
 
-@refusals({k: (call, ValueError, way) for k, (call, way) in {
+REFUSED = {
     "a dim": (bad(Split(5, "data", 4)),
         r"^cannot shard 'blocks/3/w' f32\[10, 7\] over axis \"data\" of size 4 along "
         "dim 5: it has 2 dims; pass a dim from 0 to 1$"),
@@ -201,6 +201,7 @@ FOUR, X = of(Split(0, "data", 4)), torch.zeros(10, 7)
         r"the parts at \[{'data': 1}, {'data': 2}, {'data': 3}\] are missing"),
     "a part's shape": (lambda: assemble({(3,): X[:3]}, FOUR),
         r"at {'data': 3} has shape \[3, 7\], not \[1, 7\]"),
-}.items()})  # fmt: skip
-def test_bad_input_is_refused_with_the_way_out(call, error, way_out):
-    refused(call, error, way_out)
+}  # fmt: skip
+test_bad_input_is_refused_with_the_way_out = refusals(
+    {k: (call, ValueError, way) for k, (call, way) in REFUSED.items()}
+)

@@ -20,7 +20,7 @@ from fsfunc.testing import (
     finite,
     poison,
 )
-from tests.checks import on_ranks, refusals, refused, simulated
+from tests.checks import on_ranks, refusals, simulated
 from tests.models import chain, floats, layers, linear, train_step
 
 MESH = simulated()
@@ -139,7 +139,7 @@ def passes(**how):
     return lambda: check_collective(lambda x: x, **how)
 
 
-@refusals({
+test_what_would_compare_nothing_is_refused = refusals({
     "a type": (passes(to="X"), ValueError, "type 'X': it is V, I, R or P"),
     "a derivative": (
         passes(under=["hessian"]), ValueError, "under='hessian': it is one of"
@@ -157,8 +157,6 @@ def passes(**how):
         ValueError, "calls=0",
     ),
 })  # fmt: skip
-def test_what_would_compare_nothing_is_refused(call, error, way_out):
-    refused(call, error, way_out)
 
 
 def test_strategies_need_hypothesis(monkeypatch):

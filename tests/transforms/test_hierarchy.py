@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals, refused
+from tests.checks import refusals
 from tests.models import chain, floats, layers
 
 WIDTH = 4
@@ -125,7 +125,7 @@ LEVELS = {
 NARROW = ff.HierarchicalReduction("node", ff.QuantizedReduction())
 
 
-@refusals({
+test_bad_input_is_refused = refusals({
     **{
         kind: (
             lambda k=kind: ff.shard(loss, MESH, "data", **{k: LEVELS[k]}),
@@ -138,5 +138,3 @@ NARROW = ff.HierarchicalReduction("node", ff.QuantizedReduction())
         ValueError, "zero=1, 2 or 3",
     ),
 })  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)

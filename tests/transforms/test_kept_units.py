@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import refusals, refused, same, simulated
+from tests.checks import refusals, same, simulated
 from tests.models import WIDTH, chain, integers, layers, linear, train_step
 from tests.planning.comparing import facts, planned_and_run
 
@@ -119,7 +119,7 @@ def laid_out(again):
     return ff.plan(data(STEP, mesh, again), lambda: PARAMS, OPTIMIZER, BATCH)
 
 
-@refusals(
+test_bad_input_is_refused = refusals(
     {
         "no unit": (lambda: laid_out({"head": False}), ValueError, "'linear'"),
         "no path": (lambda: laid_out({"9/w": False}), ValueError, "'4/w'"),
@@ -127,5 +127,3 @@ def laid_out(again):
         "a size": (lambda: laid_out(8), TypeError, "True, False, or"),
     }
 )
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)

@@ -389,7 +389,7 @@ def graph(moves):
     return lambda: ff.gossip(PLAIN, MESH, "node", moves)
 
 
-REFUSED = {
+test_bad_input_is_refused = refusals({
     "every=0": (
         lambda: ff.local_sgd(PLAIN, MESH, "node", every=0), ValueError, "at least 1"),
     "an axis that is not there": (
@@ -432,13 +432,7 @@ REFUSED = {
         lambda: ff.consensus(state_of(layers(1))), TypeError, "LocalState"),
     "consensus of unlike integers": (
         lambda: ff.spmd(unlike_integers, MESH)(), RanksDiffer, "no mean"),
-}  # fmt: skip
-
-
-@refusals(REFUSED)
-def test_bad_input_is_refused(call, error, way_out):
-    with pytest.raises(error, match=way_out):
-        call()
+}, sent=True)  # fmt: skip
 
 
 def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals, refused
+from tests.checks import refusals
 from tests.models import chain, floats, layers
 
 WIDTH, RANK, RATE = 8, 2, 0.5
@@ -158,7 +158,7 @@ QUANTIZED, OWING = ff.QuantizedReduction(), ff.error_feedback(ff.sgd(1.0))
 POWER = ff.powersgd(ff.sgd(1.0), 1)
 
 
-@refusals(
+test_bad_input_is_refused = refusals(
     {
         "no rank": (lambda: ff.powersgd(ff.sgd(1.0), 0), ValueError, "1 or more"),
         "two ways": (
@@ -172,5 +172,3 @@ POWER = ff.powersgd(ff.sgd(1.0), 1)
         ),
     }
 )  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)

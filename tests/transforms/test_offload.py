@@ -24,7 +24,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import poison
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
-from tests.checks import held, refusals, refused, same, simulated, unchanged
+from tests.checks import held, refusals, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
 
 ADAM = ff.sharded_adam(0.01)
@@ -449,7 +449,7 @@ def laid_out(zero=None, **stores):
 FILE = __file__
 
 
-@refusals(
+test_bad_input_is_refused = refusals(
     {
         "nothing": (lambda: ff.offload(len), ValueError, "params=, moments= or"),
         "no path": (lambda: ff.offload(len, params=3), TypeError, "a folder's path"),
@@ -470,8 +470,6 @@ FILE = __file__
         "no shard": (lambda: laid_out(params="host"), ValueError, "ff.shard.step"),
     }
 )  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out):
-    refused(call, error, way_out)
 
 
 def test_what_was_changed_in_place_is_still_refused(tmp_path):

@@ -201,7 +201,7 @@ def owed(optimizer, reduction=None):
 OWING = ff.error_feedback(ff.sgd(1.0))
 
 
-@refusals(
+test_bad_input_is_refused = refusals(
     {
         "a block": (lambda: ff.QuantizedGather(6), ValueError, "multiple of 4"),
         "zero=0": (
@@ -213,8 +213,4 @@ OWING = ff.error_feedback(ff.sgd(1.0))
         "a plain state": (
             owed(OWING, ff.QuantizedReduction(4)), RuntimeError, "ff.init_state"
         ),
-    }
-)  # fmt: skip
-def test_bad_input_is_refused(call, error, way_out):
-    with pytest.raises(error, match=way_out):
-        call()
+    }, sent=True)  # fmt: skip
