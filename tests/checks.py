@@ -100,6 +100,12 @@ class Run(NamedTuple):
     logs: list[Any]  # the ledger of each step
     seen: list[Any]  # what `look` saw after each step
 
+    @property
+    def sent(self) -> list[Any]:
+        """(op, axis, bytes, unit, phase) of all collectives."""
+        records = [r for log in self.logs for r in log.records]
+        return [(r.op, r.axis, r.bytes, r.unit, r.phase) for r in records]
+
 
 def trained(
     step: Callable[..., Any],
@@ -109,20 +115,23 @@ def trained(
     mesh: ff.Mesh | None = None,
     steps: int = 2,
     batches: Any = None,
+    over: Any = None,
     look: Callable[[Any], Any] | None = None,
     **laid: Any,
 ) -> list[Run]:
     """A `Run` of each rank after some transformed steps, each of the rank's rows.
 
     Args:
-        batches: the arguments of each step, in place of ``batch`` in all. They are cut
-            over all axes but those that have the work of one loss ("pipe", "model").
+        batches: the arguments of each step, in place of ``batch`` in all.
+        over: the axes over which they are cut; by default all but those that have the
+            work of one loss, "pipe" and "model".
         look: is given the state after each step.
         laid: options of ``ff.init_state``.
     """
     mesh = mesh or simulated()
     given = [batch] * steps if batches is None else batches
-    over = tuple(axis for axis in mesh.axes if axis not in ("pipe", "model"))
+    if over is None:
+        over = tuple(axis for axis in mesh.axes if axis not in ("pipe", "model"))
 
     def main() -> Run:
         mine = [ff.local_batch(b, mesh, over) if over else b for b in given]

@@ -6,6 +6,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.sharded.leaf import is_sharded
+from tests import checks
 from tests.checks import simulated
 from tests.models import chain, floats
 
@@ -55,7 +56,7 @@ class Run(NamedTuple):
     params: Any  # whole
     losses: list
     state: Any  # the optimizer's, as it lies
-    log: Any  # the ledger of its steps
+    sent: Any  # by its steps
     seen: list  # by `look`, after each step
 
 
@@ -84,21 +85,18 @@ def trained(
     """
     mesh = mesh or mesh_of(stack)
     around = STACKS.get(stack) if isinstance(stack, str) else stack
+    step = optimizer(ff.value_and_grad(fn))
+    step = around(step if wrap is None else wrap(step), mesh)
+    look_at = look and (lambda state: look(state.opt_state))
+    given = {"batches": [(b,) for b in batches], "look": look_at, **laid}
+    return [
+        Run(r.params, [m["loss"] for m in r.outs], r.state.opt_state, r.sent, r.seen)
+        for r in checks.trained(step, init, optimizer, mesh=mesh, over="data", **given)
+    ]
 
-    def main():
-        step = optimizer(ff.value_and_grad(fn))
-        step = around(step if wrap is None else wrap(step), mesh)
-        cut = [ff.local_batch(b, mesh, "data") for b in batches]
-        state, losses = ff.init_state(step, init, optimizer, cut[0], **laid), []
-        seen = []
-        with ff.ledger() as log:
-            for batch in cut:
-                state, metrics = step(state, batch)
-                losses.append(metrics["loss"])
-                seen += [look(state.opt_state)] if look else []
-        return Run(ff.unshard(state.params), losses, state.opt_state, log, seen)
 
-    return ff.spmd(main, mesh)()
+def bytes_of(run):
+    return sum(size for _, _, size, _, _ in run.sent)
 
 
 def parts(t):

@@ -5,8 +5,10 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
-from tests.checks import close, refusals, simulated
-from tests.optim.steps import DATA, WS, X, gain_of, squares, trained
+from tests import checks
+from tests.checks import close, on_ranks, refusals, simulated, with_ledger
+from tests.models import splits
+from tests.optim.steps import DATA, WS, X, bytes_of, gain_of, squares, trained
 from tests.optim.steps import layer as product
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
@@ -85,28 +87,21 @@ def test_what_changes_gradients_within_changes_no_gain(stack):
         return value, ff.tree.map(lambda g: g.mul_(0.5), g)
 
     size, around = STACKS[stack]
+    ada, mesh = ff.adascale(ff.sgd(0.5), smoothing=0.0), simulated(size)
 
-    def gains(grad_fn, optimizer):
-        step, mesh = optimizer(grad_fn), simulated(size)
+    def gains(grad_fn):
+        step = around(ada(grad_fn), mesh, 4 // size)
+        runs = checks.trained(step, PARAMS, ada, batch(0, 4).abs(), mesh=mesh, steps=1)
+        return [run.state.opt_state.gain.item() for run in runs]
 
-        def main():
-            f = around(step, mesh, 4 // size)
-            x = batch(0, 4).abs()
-            x = ff.local_batch(x, mesh, "data") if size > 1 else x
-            state = ff.init_state(f, PARAMS, optimizer, x)
-            return [f(state, x)[0].opt_state.gain.item()]
-
-        return ff.spmd(main, mesh)()
-
-    ada = ff.adascale(ff.sgd(0.5), smoothing=0.0)
-    assert 1 < gains(ff.value_and_grad(loss), ada)[0][0] < 4
-    assert gains(halved, ada) == gains(ff.value_and_grad(loss), ada)
+    plain = gains(ff.value_and_grad(loss))
+    assert 1 < plain[0] < 4 and gains(halved) == plain
 
 
 def test_it_sends_two_numbers_more():
     plain, scaled = (ran(o, 2, "shard", steps=1)[0] for o in (SGD, ff.adascale(SGD)))
     # |g_i|^2 of all, and |mean|^2 of its parts
-    assert scaled.log.bytes("data") - plain.log.bytes("data") == 2 * 4
+    assert bytes_of(scaled) - bytes_of(plain) == 2 * 4
 
 
 # What is observed
@@ -143,22 +138,13 @@ def test_each_sample_is_seen_whole_and_once(zero, min_bytes):
         out, total, count = observing(tied)(ws, x)
         return out, ff.psum(total, "data"), count
 
-    def main():
-        f, x = around(observed), ff.local_batch(X, DATA, "data")
-        placed = ff.place(f, WS, x)
-        out, total, count = f(placed, x)
-        plain = around(ff.value_and_grad(tied))(placed, x)[1]
-        close(ff.unshard(out[1]), ff.unshard(plain))
-        return total, count
-
-    for total, count in ff.spmd(main, DATA)():
-        close(total, expected(n))
+    (_, plain), *_ = on_ranks(around(ff.value_and_grad(tied)), WS, X)
+    for (_, grads), total, count in on_ranks(around(observed), WS, X):
+        close((grads, total), (plain, expected(n)))
         assert count == n // 2
 
 
 def test_of_split_leaves_all_blocks_are_seen():
-    mesh = simulated(data=2, model=2)
-
     @ff.unit
     def split(p, x):
         h = torch.tanh(ff.nn.column_linear(x, p["up"]))
@@ -169,16 +155,11 @@ def test_of_split_leaves_all_blocks_are_seen():
     own = [ff.value_and_grad(loss)(p, x)[1] for x in X.chunk(2)]
     wanted = sum(squares(g) for each in own for g in each.values())
 
-    def main():
-        def observed(p, x):
-            out, total, n = observing(loss)(p, x)
-            return ff.psum(total, "data")
+    def observed(p, x):
+        return ff.psum(observing(loss)(p, x)[1], "data")
 
-        f, x = ff.shard(observed, mesh, "data"), ff.local_batch(X, mesh, "data")
-        layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
-        return f(ff.place(f, p, x, layouts=layouts), x)
-
-    for total in ff.spmd(main, mesh)():
+    how = {"mesh": simulated(data=2, model=2), "layouts": splits()}
+    for total, _ in with_ledger(lambda mesh: shard(observed, mesh), p, X, **how):
         close(total, wanted)
 
 

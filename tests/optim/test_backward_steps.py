@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.runtime.memory import KINDS
-from tests import models
+from tests import checks, models
 from tests.checks import refused, simulated
 from tests.models import layer
 from tests.optim.optimizers import ours
@@ -57,10 +57,7 @@ def trained(optimizer, around, mesh, loss=loss_fn, init=init, steps=3, **laid):
     how = {"init": init(), "mesh": mesh, "look": ff.unshard, **laid}
     runs = stacked(stack, optimizer, loss, [batch_of()] * steps, **how)
 
-    def sent(log):
-        return sorted((r.op, r.axis, r.bytes, r.unit, r.phase) for r in log.records)
-
-    return [(r.params, r.seen[-1], r.losses, sent(r.log)) for r in runs]
+    return [(r.params, r.seen[-1], r.losses, sorted(r.sent)) for r in runs]
 
 
 def assert_same(optimizer, around, mesh, **what):
@@ -292,13 +289,8 @@ def test_a_state_is_written_where_it_lies_and_the_peak_falls():
 
 
 def stepped(optimizer, around=sharded, loss=loss_fn, grad=None):
-    def main():
-        step = around(optimizer(grad or ff.value_and_grad(loss)))
-        batch = ff.local_batch(batch_of(), MESH, "data")
-        state = ff.init_state(step, init(), optimizer, batch)
-        return ff.donate(step)(state, batch)
-
-    ff.spmd(main, MESH)()
+    step = ff.donate(around(optimizer(grad or ff.value_and_grad(loss))))
+    checks.trained(step, init(), optimizer, batch_of(), steps=1)
 
 
 def weighted(params, batch):

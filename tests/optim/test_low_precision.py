@@ -12,6 +12,7 @@ from fsfunc.sharded.leaf import is_sharded
 from tests.checks import refusals, simulated
 from tests.optim.shards import mixed, placed, together
 from tests.optim.steps import parts
+from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_bits, floating, like, trained
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,22 +46,12 @@ def data():
 MESH = simulated(2)
 
 
-def losses(optimizer, dtype=FP32, steps=20, ranks=0):
-    """The losses of a run; of the first rank where there are any."""
-    step = optimizer(ff.value_and_grad(loss_fn))
-
-    def run(step, batch):
-        state, found = ff.init_state(step, model(dtype), optimizer, batch), []
-        step = ff.donate(step)
-        for _ in range(steps):
-            state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
-
-    def main():
-        return run(ff.shard(step, MESH, "data"), ff.local_batch(data(), MESH, "data"))
-
-    return ff.spmd(main, MESH)()[0] if ranks else run(step, data())
+def last_loss(optimizer, dtype=FP32, ranks=1):
+    """Of the first rank."""
+    how, mesh = {"batches": [data()] * 20, "init": model(dtype)}, simulated(ranks)
+    around = lambda f, mesh: ff.shard(f, mesh, "data") if ranks > 1 else f  # noqa: E731
+    stack = lambda f, mesh: ff.donate(around(f, mesh))  # noqa: E731
+    return stacked(stack, optimizer, loss_fn, mesh=mesh, **how)[0].losses[-1]
 
 
 adam = functools.partial(ff.sharded_adam, 3e-3)
@@ -79,15 +70,14 @@ KINDS = {
 
 @functools.cache
 def float32s():
-    return losses(adam())[-1]
+    return last_loss(adam())
 
 
 @pytest.mark.parametrize(("i", "name"), [*enumerate(KINDS)])
 def test_it_trains_as_float32_does(i, name):
     """On one device, or on two ranks, by turns."""
     make, dtype = KINDS[name]
-    found = losses(make(), dtype, ranks=2 * (i % 2))
-    assert abs(found[-1] / float32s() - 1) < 0.05
+    assert abs(last_loss(make(), dtype, 1 + i % 2) / float32s() - 1) < 0.05
 
 
 ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks of 256

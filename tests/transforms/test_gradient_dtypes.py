@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import close, refused, same, simulated
+from tests.checks import close, on_ranks, refused, same, simulated, trained
 from tests.models import floats, layer, layers
 
 WIDTH, UNITS = 32, 4
@@ -66,19 +66,14 @@ def test_ranks_of_a_pipeline_hold_them_in_one_dtype(order):
 def test_each_is_rounded_once(size, zero, given):
     mesh = simulated(size)
 
-    def main(given):
+    def grads(given):
         grad = half(ff.value_and_grad(loss_fn), gradients=given)
-        grad = ff.shard(ff.accumulate(grad, 2, batch_argnums=1), mesh, "data",
-                        zero=zero)  # fmt: skip
-        batch = ff.local_batch(batch_of(), mesh, "data")
-        grads = grad(ff.place(grad, init(), batch), batch)[1]
-        return [x.local for x in tree.leaves(grads, is_leaf=ff.is_sharded)]
+        grad = ff.accumulate(grad, 2, batch_argnums=1)
+        grad = ff.shard(grad, mesh, "data", zero=zero)
+        return [g for _, g in on_ranks(grad, init(), batch_of(), mesh=mesh)]
 
-    for wide, narrow in zip(
-        ff.spmd(main, mesh)(None), ff.spmd(main, mesh)(given), strict=True
-    ):
-        assert {x.dtype for x in narrow} == {given}
-        same(narrow, [(2 * x).to(given) / 2 for x in wide])
+    for wide, narrow in zip(grads(None), grads(given), strict=True):
+        same(narrow, tree.map(lambda x: (2 * x).to(given) / 2, wide))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_each_is_rounded_once(size, zero, given):
 )
 def test_a_buffer_may_have_both_kinds(zero, order):
     """Whole numbers, of which no sum is rounded."""
-    mesh, x = simulated(2), torch.arange(8.0).reshape(4, 2)
+    x, w = torch.arange(8.0).reshape(4, 2), torch.ones(2)
     wide = ff.unit(lambda w, x: x * w)
     kinds = {"w": wide, "n": ff.precision(wide, FP32, gradients=BF16)}
     kinds["f"] = ff.precision(wide, FP32, gradients=FP32)
@@ -96,13 +91,10 @@ def test_a_buffer_may_have_both_kinds(zero, order):
             x = kinds[kind](w, x)
         return 2 * x.mean()
 
-    def main():
-        grad = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=zero)
-        rows = ff.local_batch(x, mesh, "data")
-        return ff.unshard(grad(ff.place(grad, torch.ones(2), rows), rows)[1])
-
-    expected = ff.value_and_grad(loss)(torch.ones(2), x)[1]
-    assert torch.equal(ff.spmd(main, mesh)()[0].float(), expected)
+    grad = ff.value_and_grad(loss)
+    sharded = ff.shard(grad, simulated(), "data", zero=zero)
+    for _, found in on_ranks(sharded, w, x):
+        assert torch.equal(found.float(), grad(w, x)[1])
 
 
 def held(values):
@@ -205,16 +197,12 @@ def test_optimizers_read_them_as_if_they_were_wide(name):
 def test_the_step_is_the_same(make):
     mesh = simulated(3)
 
-    def main(optimizer):
+    def params(optimizer):
         step = half(optimizer(ff.value_and_grad(loss_fn)), gradients=BF16)
-        step = ff.shard(step, mesh, "data")
-        batch = ff.local_batch(batch_of(), mesh, "data")
-        state = ff.init_state(step, init(), optimizer, batch)
-        for _ in range(2):
-            state, _ = ff.donate(step)(state, batch)
-        return ff.unshard(state.params)
+        step = ff.donate(ff.shard(step, mesh, "data"))
+        return trained(step, init(), optimizer, batch_of(), mesh=mesh)[0].params
 
-    same(ff.spmd(main, mesh)(make(ADAM))[0], ff.spmd(main, mesh)(ADAM)[0])
+    same(params(make(ADAM)), params(ADAM))
 
 
 def test_what_is_no_dtype_is_refused():

@@ -7,7 +7,7 @@ import fsfunc as ff
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.core.frames import frame
 from fsfunc.planning.events import Ran, Started, Waited
-from tests.checks import close, refused, same, simulated
+from tests.checks import close, refused, same, simulated, trained
 from tests.models import WIDTH, chain, integers, layers, linear, train_step
 
 MESH = simulated(node=2, data=2)
@@ -21,10 +21,6 @@ def params():
     return layers(LAYERS)
 
 
-def mine():
-    return ff.local_batch(BATCH, MESH, ("node", "data"))
-
-
 def once(zero=3, each=True):
     """Each microbatch is reduced over "data", their sum over "node"."""
     step = ff.accumulate(STEP, MICRO)
@@ -34,14 +30,8 @@ def once(zero=3, each=True):
 
 def run(step):
     """(whole parameters, ledger) of each rank after one step."""
-
-    def main():
-        state = ff.init_state(step, params(), OPTIMIZER, mine())
-        with ff.ledger() as log:
-            state, _ = step(state, mine())
-        return ff.unshard(state.params), log
-
-    return ff.spmd(main, MESH)()
+    runs = trained(step, params(), OPTIMIZER, BATCH, mesh=MESH, steps=1)
+    return [(run.params, run.logs[0]) for run in runs]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -61,21 +51,15 @@ def test_an_axis_over_which_nothing_is_summed_wants_one_batch(zero):
     with pytest.raises(RanksDiffer, match="along 'node' are given unlike batches"):
         run(ff.shard(told, MESH, "data", zero=zero))
 
-    def main(example):
-        init_state = lambda f: ff.init_state(f, params(), OPTIMIZER, example)  # noqa: E731
-        state = init_state(step)
-        for _ in range(2):
-            state, _ = step(state, example)
-        asks = ff.shard(
-            lambda s, x: (ff.axis_index("node"), STEP(s, x))[1], MESH, "data"
-        )
-        init_state(asks)  # whoever asks for its place knows of the axis
-        return ff.unshard(state.params)
+    def asks(state, batch):  # whoever asks for its place knows of the axis
+        ff.axis_index("node")
+        return STEP(state, batch)
 
-    half = lambda: main(ff.local_batch(BATCH[: len(BATCH) // 2], MESH, "data"))  # noqa: E731
-    first, *others = ff.spmd(half, MESH)()
+    how, half = {"mesh": MESH, "over": "data"}, BATCH[: len(BATCH) // 2]
+    first, *others = trained(step, params(), OPTIMIZER, half, **how)
     for other in others:
-        same(other, first)
+        same(other.params, first.params)
+    trained(ff.shard(asks, MESH, "data"), params(), OPTIMIZER, half, **how)
 
 
 DRIFTS = {
@@ -167,16 +151,10 @@ def test_what_some_microbatches_leave_out_is_summed_at_the_end():
 
     both = {"layers": params(), "scale": {"s": torch.full((WIDTH,), 2.0)}}
     step = ff.accumulate(train_step(loss, OPTIMIZER), MICRO)
-    expected, _ = step(ff.TrainState(both, OPTIMIZER.init(both)), whole := in_turn())
-
-    def main():
-        sharded = ff.shard(step, MESH, "data", replicate="node", reduce_each=True)
-        state = ff.init_state(sharded, both, OPTIMIZER, mine())
-        return ff.unshard(sharded(state, mine())[0].params)
-
-    assert whole.shape == BATCH.shape
-    for found in ff.spmd(main, MESH)():
-        close(found, expected.params, 1e-6)
+    expected, _ = step(ff.TrainState(both, OPTIMIZER.init(both)), in_turn())
+    sharded = ff.shard(step, MESH, "data", replicate="node", reduce_each=True)
+    for run in trained(sharded, both, OPTIMIZER, BATCH, mesh=MESH, steps=1):
+        close(run.params, expected.params, 1e-6)
 
 
 def in_turn():

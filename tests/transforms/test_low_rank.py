@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals
+from tests.checks import refusals, simulated, trained
 from tests.models import chain, floats, layers
 
 WIDTH, RANK, RATE = 8, 2, 0.5
@@ -55,40 +55,29 @@ AROUND = {
     min_bytes=st.sampled_from([0, 10_000]),
 )
 def test_it_is_what_torch_does_by_the_bytes_it_says(zero, ranks, around, min_bytes):
-    mesh = ff.make_mesh({"data": ranks}, "simulated")
-    optimizer = ff.powersgd(ff.sgd(0.5), RANK, RATE)
-
-    def main():
-        step = optimizer(ff.value_and_grad(loss))
-        step = ff.shard(AROUND[around](step), mesh, "data", zero=zero,
-                        min_bytes=min_bytes)  # fmt: skip
-        rows = [ff.local_batch(x, mesh, "data") for x in BATCHES]
-        state = ff.init_state(step, PARAMS, optimizer, rows[0])
-        promised = ff.plan(step, state, rows[0]).bytes("data")
-        for x in rows:
-            with ff.ledger() as log:
-                state, _ = step(state, x)
-        sent = log.bytes("data", op="psum"), log.count("psum_scatter")
-        return ff.unshard(state.params), sent, promised == log.bytes("data")
-
+    mesh, optimizer = simulated(ranks), ff.powersgd(ff.sgd(0.5), RANK, RATE)
+    step = AROUND[around](optimizer(ff.value_and_grad(loss)))
+    step = ff.shard(step, mesh, "data", zero=zero, min_bytes=min_bytes)
+    init, rows = lambda: PARAMS, BATCHES[0].chunk(ranks)[0]
+    promised = ff.plan(step, init, optimizer, rows, mesh=mesh).bytes("data")
     beside = WIDTH if zero == 0 else -(-WIDTH * (WIDTH + 1) // ranks) * ranks - WIDTH**2
     share = 2 * (ranks - 1) / ranks
     directions = 2 * 4 * (2 * WIDTH * RANK + beside)
     wanted = as_torch_does(ranks)
-    for params, (summed, scattered), planned in ff.spmd(main, mesh)():
-        torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
-        lost = summed - share * directions  # of it, the loss
-        assert planned and not scattered
+    batches = [(x,) for x in BATCHES]
+    for run in trained(step, PARAMS, optimizer, mesh=mesh, batches=batches):
+        torch.testing.assert_close(run.params, wanted, rtol=1e-5, atol=1e-6)
+        log = run.logs[-1]
+        lost = log.bytes("data", op="psum") - share * directions  # of it, the loss
+        assert promised == log.bytes("data") and not log.count("psum_scatter")
         assert min_bytes or abs(lost) <= share * 16
 
 
-@pytest.mark.parametrize("zero", [3])
-def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all(zero):
+def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all():
     """All gradients arrive but for what is owed, which the state says."""
     unit = ff.unit(lambda w, x: x[0] @ w @ x[1])
     other = ff.unit(lambda v, x: (v * x).sum())  # between: they are no neighbours
-    mesh = ff.make_mesh({"node": 2, "data": 2}, "simulated")
-    optimizer = ff.powersgd(ff.sgd(1.0), 1)
+    mesh, optimizer = simulated(node=2, data=2), ff.powersgd(ff.sgd(1.0), 1)
     xs = floats(4, 16, 2, WIDTH)
     exact = -sum(torch.einsum("bi,bj->ij", x[:, 0], x[:, 1]) * 3 / 16 for x in xs)
 
@@ -97,30 +86,23 @@ def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all(zero):
         each = (unit(w, row) + other(v, row) + 2 * unit(w, row) for row in x)
         return sum(each) / len(x)
 
-    def main():
-        step = ff.shard(
-            optimizer(ff.value_and_grad(lossy)), mesh, "data", zero=zero,
-            replicate="node",
-        )  # fmt: skip
-        step = ff.accumulate(step, 2)
-        rows = [ff.local_batch(x, mesh, ("node", "data")) for x in xs]
-        params = torch.zeros(WIDTH, WIDTH), torch.zeros(WIDTH)
-        state = ff.init_state(step, params, optimizer, rows[0])
-        for x in rows:
-            state, _ = step(state, x)
-        owed, _ = state.opt_state.residuals.values()
-        total = ff.psum(owed.local, ("node", "data"), to="I").view(WIDTH, WIDTH)
-        return ff.unshard(state.params)[0], total
+    def owed(state):
+        mine, _ = state.opt_state.residuals.values()
+        return ff.psum(mine.local, ("node", "data"), to="I").view(WIDTH, WIDTH)
 
-    for w, owed in ff.spmd(main, mesh)():
+    step = optimizer(ff.value_and_grad(lossy))
+    step = ff.accumulate(ff.shard(step, mesh, "data", replicate="node"), 2)
+    params = torch.zeros(WIDTH, WIDTH), torch.zeros(WIDTH)
+    how = {"mesh": mesh, "batches": [(x,) for x in xs], "look": owed}
+    for (w, _), *_, seen in trained(step, params, optimizer, **how):
         assert (w - exact).abs().max() > 0.1
         # Owed in units of a microbatch's gradient, of which a step takes the mean.
-        torch.testing.assert_close(w - owed / 8, exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(w - seen[-1] / 8, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.float16])
 def test_a_step_that_overflows_on_one_rank_is_as_if_it_were_not(narrow, tmp_path):
-    mesh = ff.make_mesh({"data": 2}, "simulated")
+    mesh = simulated()
     optimizer = ff.loss_scale(ff.powersgd(ff.sgd(0.1), RANK, RATE), initial=16.0)
 
     def main():
@@ -145,13 +127,8 @@ def test_a_step_that_overflows_on_one_rank_is_as_if_it_were_not(narrow, tmp_path
 
 
 def stepped(optimizer, **how):
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", **how)
-        step(ff.init_state(step, PARAMS, optimizer, BATCHES[0]), BATCHES[0])
-
-    ff.spmd(main, mesh)()
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), simulated(), "data", **how)
+    trained(step, PARAMS, optimizer, BATCHES[0], steps=1)
 
 
 QUANTIZED, OWING = ff.QuantizedReduction(), ff.error_feedback(ff.sgd(1.0))

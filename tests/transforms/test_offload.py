@@ -24,6 +24,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import poison
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
+from tests import checks
 from tests.checks import held, refusals, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
 
@@ -87,20 +88,19 @@ def lie(t, where):
 
 def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores):
     """The state after some steps, whole, on each rank; what was sent; where it lay."""
+    step = stacked(optimizer(ff.value_and_grad(loss)), names, mesh, zero, stores)
+    return seen(step, init, optimizer, batch, mesh, steps, stores)
 
-    def main():
-        torch.manual_seed(1)
-        step = stacked(optimizer(ff.value_and_grad(loss)), names, mesh, zero, stores)
-        mine = ff.local_batch(batch, mesh, "data")
-        state = ff.init_state(step, init, optimizer, mine)
-        for _ in range(steps):
-            with ff.ledger() as log:
-                state, _ = step(state, mine)
+
+def seen(step, init, optimizer, batch, mesh, steps, stores):
+    def look(state):
         lay = lie(state.params, stores.get("params"))
-        lay = lay and lie(state.opt_state, stores.get("moments"))
-        return ff.unshard(state), log.table(), lay
+        return ff.unshard(state), lay and lie(state.opt_state, stores.get("moments"))
 
-    return ff.spmd(main, mesh)()
+    torch.manual_seed(1)
+    how = {"mesh": mesh, "steps": steps, "look": look}
+    runs = checks.trained(step, init, optimizer, batch, **how)
+    return [(r.seen[-1][0], r.logs[-1].table(), r.seen[-1][1]) for r in runs]
 
 
 @settings(max_examples=6)
@@ -197,8 +197,7 @@ def test_whatever_else_a_step_is_made_of(
     mesh, x, optimizer = simulated(**axes), floats(8, 4), OPTIMIZERS[name]
     optimizer = ff.error_feedback(optimizer) if sent == "owed" else optimizer
 
-    def main(where):
-        torch.manual_seed(1)
+    def found(where):
         step = optimizer(ff.value_and_grad(loss))
         for kind in WITHIN[within]:
             if kind == "pipeline":
@@ -208,17 +207,12 @@ def test_whatever_else_a_step_is_made_of(
         step = ff.shard(step, mesh, "data", zero=zero, **SENT[sent])
         step = ff.offload(step, **where) if where else step
         step = ff.donate(step) if donated else step
-        mine = ff.local_batch(x, mesh, "data")
-        state = ff.init_state(step, layers(3, make=floats), optimizer, mine)
-        for _ in range(2):
-            state, _ = step(state, mine)
-        assert lie(state.params, where.get("params"))
-        assert lie(state.opt_state, where.get("moments"))
-        return ff.unshard(state)
+        return seen(step, layers(3, make=floats), optimizer, x, mesh, 2, where)
 
-    plain = ff.spmd(lambda: main({}), mesh)()
-    found = ff.spmd(lambda: main(dict.fromkeys(kinds.split(), folder)), mesh)()
-    same(list(found), list(plain))
+    pairs = zip(found(dict.fromkeys(kinds.split(), folder)), found({}), strict=True)
+    for (state, _, lay), (expected, *_) in pairs:
+        same(state, expected)
+        assert lay
 
 
 def test_factors_that_lie_beside_the_device_are_one_value_still():

@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
 from fsfunc.transforms.step_graphs import StepGraph
-from tests.checks import close, same, simulated
+from tests.checks import close, same, simulated, trained
 from tests.models import chain, floats, integers, layers, linear, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -48,22 +48,11 @@ X = floats(8, 4, seed=3)
 
 def steps(transform, mesh, optimizer, calls=5, loss=None, batch=X, params=None):
     """Each rank's losses and parameters; its ledgers and number of updates."""
-    step = train_step(loss or chain(), optimizer)
+    step = transform(train_step(loss or chain(), optimizer), mesh, tuple(mesh.axes))
     params = layers(3, make=floats) if params is None else params
-
-    def main():
-        axes = tuple(mesh.axes)
-        mine = ff.local_batch(batch, mesh, axes)
-        run = transform(step, mesh, axes)
-        state, found = ff.init_state(run, params, optimizer, mine), []
-        for _ in range(calls):
-            with ff.ledger() as log:
-                state, value = run(state, mine)
-            found.append((value, log.table()))
-        values, logs = zip(*found, strict=True)
-        return (values, ff.unshard(state.params)), (logs, state.step)
-
-    return map(list, zip(*ff.spmd(main, mesh)(), strict=True))
+    runs = trained(step, params, optimizer, batch, mesh=mesh, steps=calls)
+    sent = [([log.table() for log in r.logs], r.state.step) for r in runs]
+    return [(r.outs, r.params) for r in runs], sent
 
 
 @pytest.mark.parametrize("zero", range(4))
