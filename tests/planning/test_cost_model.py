@@ -32,6 +32,7 @@ from fsfunc.planning.hardware import (
     replace,
 )
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from tests.checks import refusals
 from tests.models import chain
 
 NODES = Hardware(
@@ -56,34 +57,29 @@ def record(op="all_gather", size=8 * 10**6):
     return Record(op, ("data",), Fraction(size), torch.float32)
 
 
-def test_products():
-    seconds = 2e9 / (1e12 * 0.5) + 1e-5
-    assert op_seconds(product(1000, 1000, 1000), NODES) == pytest.approx(seconds)
+def flash(causal):
+    return Op("aten._flash_attention", 10**9, 64, torch.float32, (8, 8, 8, 8), causal)
+
+
+CUBE = 2e9 / (1e12 * 0.5) + 1e-5
+OPERATORS = {  # the operator, its seconds, and what of the hardware is another
+    "a product": (product(1000, 1000, 1000), CUBE, {}),
     # Of equal work, and so of equal size.
-    assert op_seconds(product(1000, 500, 2000), NODES) == pytest.approx(seconds)
-    assert op_seconds(product(500, 500, 500, b=8), NODES) == pytest.approx(seconds)
-    small = 2e6 / (1e12 * 0.25) + 1e-5
-    fast = replace(NODES, bandwidth=1e12)
-    assert op_seconds(product(100, 100, 100), fast) == pytest.approx(small)
+    "a wide one": (product(1000, 500, 2000), CUBE, {}),
+    "a batch of products": (product(500, 500, 500, b=8), CUBE, {}),
+    "a small one": (
+        product(100, 100, 100), 2e6 / (1e12 * 0.25) + 1e-5, {"bandwidth": 1e12}),
+    "attention": (flash(False), 1e9 / (1e12 * 0.1) + 1e-5, {}),
+    "causal attention": (flash(True), 0.5e9 / (1e12 * 0.1) + 1e-5, {}),
+    "bound by memory": (Op("aten.add", 0, 10**6, torch.int64), 1e-4 + 1e-5, {}),
+    "by its own rate": (Op("aten.gelu", 0, 10**6, torch.float32), 1e-3 + 1e-5, {}),
+}  # fmt: skip
 
 
-def test_a_dtype_without_a_peak():
-    with pytest.raises(ValueError, match=r"aten.bmm computes in bfloat16.*float32"):
-        op_seconds(product(8, 8, 8, dtype=torch.bfloat16), NODES)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention(causal):
-    op = Op("aten._flash_attention", 10**9, 64, torch.float32, (8, 8, 8, 8), causal)
-    flops = 0.5e9 if causal else 1e9
-    assert op_seconds(op, NODES) == pytest.approx(flops / (1e12 * 0.1) + 1e-5)
-
-
-def test_other_operators_are_bound_by_memory_or_their_own_rate():
-    add = Op("aten.add", 0, 10**6, torch.int64)
-    assert op_seconds(add, NODES) == pytest.approx(1e-4 + 1e-5)
-    gelu = Op("aten.gelu", 0, 10**6, torch.float32)
-    assert op_seconds(gelu, NODES) == pytest.approx(1e-3 + 1e-5)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name):
+    op, seconds, other = OPERATORS[name]
+    assert op_seconds(op, replace(NODES, **other)) == pytest.approx(seconds)
 
 
 def test_memory_that_is_taken():
@@ -94,59 +90,39 @@ def test_memory_that_is_taken():
     assert taken_seconds(10**6, NODES, "aten.mm.default") == 0
 
 
-def test_collectives_within_a_node():
-    assert collective_seconds(record(), [0], NODES) == 0
-    assert collective_seconds(record(), range(4), NODES) == pytest.approx(8e-3 + 3e-6)
-    twice = collective_seconds(record("psum"), range(4), NODES)
-    assert twice == pytest.approx(8e-3 + 4e-6)  # up a tree of four, and down
-    hop = collective_seconds(record("ppermute"), range(4), NODES)
-    assert hop == pytest.approx(8e-3 + 1e-6)
-    exchange = collective_seconds(record("all_to_all"), range(4), NODES)
-    assert exchange == pytest.approx(8e-3 + 3e-6)
-
-
-def test_collectives_between_nodes():
-    # One edge of the ring leaves each node; its 8 ranks have all that leaves it.
-    whole = collective_seconds(record(), range(16), NODES)
-    assert whole == pytest.approx(8e-3 + 14e-6 + 1e-3)  # bound by a rank's own link
+NEAR, PAIRS = range(4), [0, 1, 8, 9]  # within a node, and two of each of two
+# Over gloo each rank sends to every other at once.
+GLOO = replace(NODES, pairwise=("all_gather", "psum"))
+# Of 8 MB: what the links take, and their latencies.
+COLLECTIVES = [
+    (NODES, "all_gather", [0], 0),
+    (NODES, "all_gather", NEAR, 8e-3 + 3e-6),
+    (NODES, "psum", NEAR, 8e-3 + 4e-6),  # up a tree of four, and down
+    (NODES, "ppermute", NEAR, 8e-3 + 1e-6),
+    (NODES, "all_to_all", NEAR, 8e-3 + 3e-6),
+    # One edge of the ring leaves each node; its 8 ranks have all that leaves it: the
+    # bound is a rank's own link.
+    (NODES, "all_gather", range(16), 8e-3 + 14e-6 + 1e-3),
     # One rank of each node: the others have seven eighths of what leaves it.
-    across = collective_seconds(record(), range(0, 32, 8), NODES)
-    assert across == pytest.approx(8e6 / (2e9 / 8) + 3e-3)
-    pairs = collective_seconds(record(), [0, 1, 8, 9], NODES)
-    assert pairs == pytest.approx(8e6 / (2e9 / 4) + 2e-6 + 1e-3)
+    (NODES, "all_gather", range(0, 32, 8), 8e6 / (2e9 / 8) + 3e-3),
+    (NODES, "all_gather", PAIRS, 8e6 / (2e9 / 4) + 2e-6 + 1e-3),
     # Each of two sends two thirds of its bytes out of the node.
-    exchange = collective_seconds(record("all_to_all"), [0, 1, 8, 9], NODES)
-    assert exchange == pytest.approx(2 * 8e6 * 2 / 3 / (2e9 / 4) + 2e-6 + 1e-3)
+    (NODES, "all_to_all", PAIRS, 2 * 8e6 * 2 / 3 / (2e9 / 4) + 2e-6 + 1e-3),
+    (GLOO, "all_gather", NEAR, 8e-3 + 1e-6),
+    (GLOO, "psum", NEAR, 8e-3 + 2e-6),  # to the sums, and back
+    (GLOO, "all_gather", PAIRS, 2 * 8e6 * 2 / 3 / (2e9 / 4) + 1e-3),
+    (GLOO, "psum_scatter", PAIRS, 8e6 / (2e9 / 4) + 2e-6 + 1e-3),  # a ring
+]
 
 
-def test_what_is_pairwise_is_no_ring():
-    """As over gloo, where each rank sends to every other at once."""
-    gloo = replace(NODES, pairwise=("all_gather", "psum"))
-    inside = collective_seconds(record(), range(4), gloo)
-    assert inside == pytest.approx(8e-3 + 1e-6)
-    twice = collective_seconds(record("psum"), range(4), gloo)
-    assert twice == pytest.approx(8e-3 + 2e-6)  # to the sums, and back
-    across = collective_seconds(record(), [0, 1, 8, 9], gloo)
-    assert across == pytest.approx(2 * 8e6 * 2 / 3 / (2e9 / 4) + 1e-3)
-    ring = collective_seconds(record("psum_scatter"), [0, 1, 8, 9], gloo)
-    assert ring == collective_seconds(record("psum_scatter"), [0, 1, 8, 9], NODES)
-    with pytest.raises(ValueError, match='"all_gathers" .did you mean "all_gather"'):
-        replace(NODES, pairwise=("all_gathers",))
+@pytest.mark.parametrize(("hardware", "op", "ranks", "seconds"), COLLECTIVES)
+def test_collectives(hardware, op, ranks, seconds):
+    assert collective_seconds(record(op), ranks, hardware) == pytest.approx(seconds)
 
 
 def test_messages():
     assert message_seconds(10**6, 0, 7, NODES) == pytest.approx(1e-3 + 1e-6)
     assert message_seconds(10**6, 7, 8, NODES) == pytest.approx(4e-3 + 1e-3)
-
-
-def test_hardware_that_ends():
-    one = replace(NODES, levels=NODES.levels[:1])
-    with pytest.raises(ValueError, match="rank 8 lies outside of nodes.*8 ranks"):
-        collective_seconds(record(), [0, 8], one)
-    with pytest.raises(ValueError, match="rank 9 lies outside"):
-        message_seconds(1, 9, 0, one)
-    with pytest.raises(ValueError, match="nodes has no links.*Level"):
-        collective_seconds(record(), [0, 1], replace(NODES, levels=()))
 
 
 @given(
@@ -216,8 +192,6 @@ def test_eight_bits_are_twice_as_fast_as_sixteen():
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
     )
     assert half / eight == pytest.approx(1979 / 989)
-    with pytest.raises(ValueError, match="computes in float8_e4m3fn.*A100-80"):
-        op_seconds(half_product(8, 8, 8, torch.float8_e4m3fn), A100_80)
 
 
 def test_attention_by_generation_direction_length_and_head():
@@ -228,10 +202,6 @@ def test_attention_by_generation_direction_length_and_head():
     back = attention_share(attention(512, name="_backward"), H100, "fa2")
     assert back == pytest.approx(SHARES["fa2"][1] / 2)
     assert attention_share(attention(512), H100, None) == pytest.approx(0.37 / 2)
-    with pytest.raises(ValueError, match=r'no attention "fa9".*fa2, fa3, fa1'):
-        attention_share(attention(512), H100, "fa9")
-    with pytest.raises(ValueError, match=r'no attention "fa3".*it knows: fa2, fa1'):
-        estimate(of([Ran(attention(512), "", "forward")]), A100_80, attention="fa3")
 
 
 def test_small_kernels_take_their_launch_and_large_ones_hide_it():
@@ -369,3 +339,26 @@ def test_a_node_of_72_is_one_level():
     found = estimate(of(waits, 72), ff.hardware.GB200)
     level = ff.hardware.GB200.levels[0]
     assert found.seconds == pytest.approx(1e9 / level.bandwidth + 71 * level.latency)
+
+
+ONE = replace(NODES, levels=NODES.levels[:1])
+ATTENDS = of([Ran(attention(512), "", "forward")])
+test_what_a_machine_lacks_is_told = refusals({
+    "a dtype": (lambda: op_seconds(product(8, 8, 8, dtype=torch.bfloat16), NODES),
+                ValueError, r"aten.bmm computes in bfloat16.*float32"),
+    "eight bits": (
+        lambda: op_seconds(half_product(8, 8, 8, torch.float8_e4m3fn), A100_80),
+        ValueError, "computes in float8_e4m3fn.*A100-80"),
+    "no generation": (lambda: attention_share(attention(512), H100, "fa9"),
+                      ValueError, r'no attention "fa9".*fa2, fa3, fa1'),
+    "another's": (lambda: estimate(ATTENDS, A100_80, attention="fa3"),
+                  ValueError, r'no attention "fa3".*it knows: fa2, fa1'),
+    "a pairwise op": (lambda: replace(NODES, pairwise=("all_gathers",)),
+                      ValueError, '"all_gathers" .did you mean "all_gather"'),
+    "a rank": (lambda: collective_seconds(record(), [0, 8], ONE),
+               ValueError, "rank 8 lies outside of nodes.*8 ranks"),
+    "a rank of a message": (lambda: message_seconds(1, 9, 0, ONE),
+                            ValueError, "rank 9 lies outside"),
+    "links": (lambda: collective_seconds(record(), [0, 1], replace(NODES, levels=())),
+              ValueError, "nodes has no links.*Level"),
+})  # fmt: skip

@@ -17,6 +17,7 @@ from fsfunc.planning.hardware import CPU, H100
 from fsfunc.planning.search_results import front_of
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Choice, Stack
+from tests.checks import close, simulated, trained
 from tests.models import chain, floats, layer, layers, split, splits
 
 WIDTH, ROWS, LAYERS = 32, 8, 4
@@ -99,25 +100,23 @@ def test_what_does_not_fit_one_rank_fits_another_stack():
     assert all(c.fits == (c.peak_bytes <= bound) for c in fits.tried)
     assert not any(s.stack.zero == 3 for s in fits.skipped if s.least)
 
-    mesh = ff.make_mesh(fits.best.axes, "simulated")
+    trains_as_one_device(fits.best, train_step, init, BATCH)
 
-    def main():
-        step = fits.best.build(train_step, mesh)
-        part = ff.local_batch(BATCH, mesh, "data")
-        state = ff.init_state(step, init, OPTIMIZER, part)
-        losses = []
-        for _ in range(3):
-            state, metrics = step(state, part)
-            losses.append(metrics["loss"].item())
-        return losses
 
-    alone = ff.init_state(train_step, init, OPTIMIZER, BATCH)
-    wanted = []
-    for _ in range(3):
-        alone, metrics = train_step(alone, BATCH)
-        wanted.append(metrics["loss"].item())
-    for losses in ff.spmd(main, mesh)():
-        assert losses == pytest.approx(wanted, rel=1e-5)
+def trains_as_one_device(choice, train, init, batch, dim=0):
+    """``dim``: the batch's that is cut."""
+    mesh = simulated(**choice.axes)
+    step = choice.build(by_first(train, dim), mesh)
+    how = {"mesh": mesh, "layouts": choice.stack.layouts}
+    given = init, OPTIMIZER, batch.transpose(0, dim)
+    wanted = trained(by_first(train, dim), *given, mesh=simulated(1))[0].outs
+    for run in trained(step, *given, **how):
+        close(run.outs, wanted, 1e-5)
+
+
+def by_first(train, dim):
+    """A step of a batch whose first dim is this one."""
+    return lambda state, batch: train(state, batch.transpose(0, dim))
 
 
 def split_search(sizes, memory=None, **given):
@@ -162,20 +161,7 @@ def test_layers_and_sequences_are_split_too():
     best = next(c for c in fits.ranked if c.stack.zero == 0)
     assert str(best.stack).startswith('context=2, model=2: donate(shard("context"')
     assert "layouts=layouts)\n# a rank's batch: batch, its dim 1 cut" in best.code
-    mesh = ff.make_mesh(best.axes, "simulated")
-
-    def main():
-        step, at = best.build(train, mesh), ff.axis_index("context")
-        part = batch[:, 2 * at : 2 * at + 2]
-        state = ff.init_state(step, init, OPTIMIZER, part, layouts=best.stack.layouts)
-        state, first = step(state, part)
-        return first["loss"].item(), step(state, part)[1]["loss"].item()
-
-    alone = ff.init_state(train, init, OPTIMIZER, batch)
-    alone, first = train(alone, batch)
-    wanted = first["loss"].item(), train(alone, batch)[1]["loss"].item()
-    for losses in ff.spmd(main, mesh)():
-        assert losses == pytest.approx(wanted, rel=1e-5)
+    trains_as_one_device(best, train, init, batch, dim=1)
 
 
 @pytest.mark.parametrize(
