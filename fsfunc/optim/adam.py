@@ -18,8 +18,6 @@ from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, begun_by, described
 from fsfunc.optim.schedules import (
     Schedule,
-    check_fractions,
-    check_not_negative,
     rate_at,
 )
 from fsfunc.sharded.leaf import is_sharded
@@ -173,8 +171,6 @@ def adam_rule(
     mask: Mask | None,
 ) -> ElementRule:
     """The equation of `sharded_adam`."""
-    check_not_negative(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
-    check_fractions(b1=b1, b2=b2)
 
     def numbers(count: Any) -> tuple[Any, ...]:
         t = count + 1

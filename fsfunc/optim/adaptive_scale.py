@@ -253,10 +253,6 @@ def adascale(
     >>> step(state, torch.eye(2))[0].opt_state.gain  # of two with nothing in common
     tensor(2.)
     """
-    if scale is not None and not scale >= 1:
-        raise ValueError(f"scale is {scale}: it must be 1 or more")
-    if smoothing is not None and not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1")
     return Optimizer.of(_AdaScale(optimizer, scale, smoothing))
 
 

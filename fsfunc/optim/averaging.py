@@ -21,7 +21,7 @@ from fsfunc.optim.optimizer import (
     described,
     summed,
 )
-from fsfunc.optim.schedules import check_fractions, check_params_given
+from fsfunc.optim.schedules import check_params_given
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import lay_as
 
@@ -87,7 +87,6 @@ def ema(
     >>> w, state.average
     (tensor([2., 2.]), tensor([1.5000, 1.5000]))
     """
-    check_fractions(decay=decay)
 
     def warn(average: Tree) -> None:
         kinds = {
@@ -164,11 +163,6 @@ def _averaged(
     look: Callable[[Tree], None] = lambda average: None,
 ) -> Optimizer:
     check_takes_plainly(name, optimizer)
-    if start < 0 or every < 1:
-        raise ValueError(
-            f"{name} from update {start} on, one in {every}: start must be 0 or more, "
-            "and every 1 or more"
-        )
 
     def init(params: Tree) -> AverageState:
         average = copied(params, dtype)

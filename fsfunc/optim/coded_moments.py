@@ -16,7 +16,8 @@ from fsfunc.optim.coded_steps import CodedStep, groups_of, stretches, zero_codes
 from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
-from fsfunc.optim.optimizer import Commit, update_of
+from fsfunc.optim.matching import update_of
+from fsfunc.optim.optimizer import Commit
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded

@@ -16,8 +16,6 @@ from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import (
     Schedule,
-    check_fractions,
-    check_not_negative,
     rate_at,
 )
 
@@ -80,8 +78,6 @@ def sgd(
     >>> w, state.momentum
     (tensor([0.7100, 0.7100]), tensor([1.9000, 1.9000]))
     """
-    check_not_negative(momentum=momentum, weight_decay=weight_decay)
-    check_not_negative(dampening=dampening, learning_rate=learning_rate)
     if nesterov and (not momentum or dampening):
         raise ValueError(
             f"nesterov needs momentum and no dampening; momentum is {momentum} and "
@@ -214,8 +210,6 @@ def lion(
     >>> w, state.mu
     (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
     """
-    check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
-    check_fractions(b1=b1, b2=b2)
 
     def numbers(count: Any) -> tuple[Any, ...]:
         return (rate_at(learning_rate, count),)

@@ -19,9 +19,8 @@ from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.reductions import over_axes
 from fsfunc.optim.schedules import (
     Schedule,
-    check_not_negative,
-    check_numbers,
     check_params_given,
+    check_ranges,
     rate_at,
 )
 from fsfunc.runtime.memory_spaces import space_of
@@ -227,14 +226,7 @@ def adafactor(
     (tensor([0.9000, 0.9000]), torch.Size([2, 1]), torch.Size([1, 2]))
     """
     eps1, eps2 = eps
-    check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
-    check_not_negative(learning_rate=learning_rate)
-    check_numbers(beta2_decay=beta2_decay, d=d)
-    if not (beta2_decay <= 0 and d >= 1):
-        raise ValueError(
-            f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "
-            "and the other at least 1"
-        )
+    check_ranges("adafactor", eps1=eps1 or 0.0, eps2=eps2)
 
     def update(grads: Tree, state: AdafactorState, params: Tree = None):
         check_params_given(params, "adafactor")

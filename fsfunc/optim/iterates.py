@@ -22,8 +22,6 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.schedules import (
     Schedule,
-    check_not_negative,
-    check_numbers,
     check_params_given,
     rate_at,
 )
@@ -106,12 +104,6 @@ def schedule_free(
     (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
     """
     check_takes_plainly("schedule_free", base)
-    check_numbers(b1=b1)
-    if not 0 < b1 < 1:
-        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
-    check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
-    check_not_negative(learning_rate=learning_rate)
-
     f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
     elementwise = base.elementwise
     return Optimizer(f.init, f.update, prepare=f.prepare, elementwise=elementwise)

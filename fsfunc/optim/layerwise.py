@@ -25,7 +25,6 @@ from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, de
 from fsfunc.optim.reductions import into_parts
 from fsfunc.optim.schedules import (
     Schedule,
-    check_not_negative,
     check_params_given,
     rate_at,
 )
@@ -83,11 +82,6 @@ class Trust:
     coefficient: float = 1.0
     eps: float = 0.0
     mask: Mask | None = None
-
-    def __post_init__(self) -> None:
-        check_not_negative(
-            min_norm=self.min_norm, trust_coefficient=self.coefficient, eps=self.eps
-        )
 
     def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
         """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
@@ -209,7 +203,6 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    check_not_negative(learning_rate=learning_rate)
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
     adam = with_moments(rule, moment_dtype, b2)
     trust = Trust()
@@ -320,7 +313,6 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    check_not_negative(learning_rate=learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)

@@ -23,7 +23,6 @@ from fsfunc.optim.optimizer import (
     described,
     then,
 )
-from fsfunc.optim.schedules import check_not_negative
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +99,6 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     (tensor([0., 0.]), 0, 1, 1)
     """
     check_takes_plainly("apply_if_finite", optimizer)
-    if not max_consecutive_errors >= 0:
-        raise ValueError(
-            f"max_consecutive_errors is {max_consecutive_errors}: it must be 0 or more"
-        )
-
     return Optimizer.of(_IfFinite(optimizer, max_consecutive_errors))
 
 
@@ -193,14 +187,6 @@ def loss_scale(
     >>> state.params, state.opt_state.scale, state.opt_state.skipped
     (tensor([1., 1.]), 4.0, 1)
     """
-    check_not_negative(initial=initial, minimum=minimum)
-    if not (growth > 1 and 0 < backoff < 1 and interval >= 1 and initial > 0):
-        raise ValueError(
-            f"initial is {initial}, growth {growth}, backoff {backoff} and interval "
-            f"{interval}: growth must be above 1, backoff between 0 and 1, and the "
-            "others above 0"
-        )
-
     rule = ScaleRule(growth, backoff, interval, minimum)
     return Optimizer.of(_Scaled(optimizer, float(initial), rule))
 

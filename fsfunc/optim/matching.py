@@ -8,14 +8,14 @@ a rule over them out of place, differentiably; `in_place` runs a kernel over the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import composable
+from fsfunc.core.frames import composable, frame, inside
 from fsfunc.optim.leaves import (
     Kind,
     Loose,
@@ -188,6 +188,16 @@ class Matched:
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf
         return tree.unflatten(self.treedef, out)
+
+
+def update_of(
+    prepare: Callable[..., Any], grads: Tree, state: Any, params: Tree
+) -> tuple[Tree, Any]:
+    """The `update` of a ``prepare``: the differences that it makes to parameters."""
+    with inside(replace(frame(), donated=None)):
+        new, after = prepare(grads, state, params)()
+    matched = Matched.of(params, grads, new)
+    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
 _WHOLE = (

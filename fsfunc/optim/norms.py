@@ -32,6 +32,7 @@ from fsfunc.optim.reductions import (
     out_of_parts,
     over_axes,
 )
+from fsfunc.optim.schedules import check_ranges
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
@@ -64,8 +65,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
     tensor(5.)
     """
-    if not p > 0:
-        raise ValueError(f"p is {p}: a norm needs it above 0")
+    check_ranges("a norm", p=p)
     held, dtype = by_axes(values)
     norm_of = partial(vector_norm, ord=p)
     local = []
@@ -174,8 +174,7 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
 
     Cost: that of `leaf_norms`; a row is forgotten before the next is asked for.
     """
-    if not p > 0:
-        raise ValueError(f"p is {p}: a norm needs it above 0")
+    check_ranges("a norm", p=p)
     pieces: list[tuple[Spread, Tensor, torch.device]] = []
     for axes, parts in rows:
         parts = [entered(t) for t in parts] if axes is None else parts

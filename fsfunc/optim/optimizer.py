@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, Self
@@ -23,10 +22,11 @@ from fsfunc import tree
 from fsfunc.comm.collective_ops import claim, claiming
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import frame
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
+from fsfunc.optim.schedules import check_ranges
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_as, lay_leaves
@@ -187,13 +187,21 @@ _P = ParamSpec("_P")
 
 
 def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
-    """``make``, whose optimizers have its name and arguments as configuration."""
+    """``make``, whose arguments are checked; its optimizers are known by them.
+
+    Raises:
+        TypeError, ValueError: an argument out of its range: see `check_ranges`.
+    """
     signature = inspect.signature(make)
 
     @functools.wraps(make)
     def made(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
-        optimizer, given = make(*args, **keywords), signature.bind(*args, **keywords)
+        given = signature.bind(*args, **keywords)
+        known = signature.parameters
+        new = {k: x for k, x in given.arguments.items() if x is not known[k].default}
+        check_ranges(make.__name__, **new)
         given.apply_defaults()
+        optimizer = make(*args, **keywords)
         return optimizer.known_as(make.__name__, given.arguments)
 
     return made
@@ -256,16 +264,6 @@ def added(update: Update) -> Prepare:
         return lambda: (add(), state)
 
     return prepare
-
-
-def update_of(
-    prepare: Prepare, grads: Tree, state: State, params: Tree
-) -> tuple[Tree, State]:
-    """The `update` of a ``prepare``: the differences that it makes to parameters."""
-    with inside(replace(frame(), donated=None)):
-        new, after = prepare(grads, state, params)()
-    matched = Matched.of(params, grads, new)
-    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -8,6 +8,7 @@ arguments, and the values of functions that ranks compare.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -196,25 +197,52 @@ def check_numbers(**values: Any) -> None:
             )
 
 
-def check_not_negative(**values: Any) -> None:
-    """Raise ValueError where one of ``values`` is negative, TypeError if no number.
+# What arguments must be, by name; of one function, where it says so.
+RANGES = {
+    **dict.fromkeys(
+        "learning_rate weight_decay eps eps1 eps2 momentum dampening alpha beta "
+        "min_norm minimum trust_coefficient weight_lr_power start "
+        "max_consecutive_errors".split(),
+        "at least 0",
+    ),
+    **dict.fromkeys("b1 b2 decay smoothing".split(), "at least 0 and below 1"),
+    **dict.fromkeys("max_norm max_value p initial".split(), "above 0"),
+    **dict.fromkeys("interval every block d scale".split(), "at least 1"),
+    "growth": "above 1",
+    "backoff": "above 0 and below 1",
+    "beta2_decay": "at most 0",
+    "ns_steps": "at least 0 and below 100",
+    "schedule_free b1": "above 0 and below 1",
+    "shampoo b2": "above 0 and at most 1",
+    "shampoo eps": "above 0",
+    "muon momentum": "at least 0 and at most 1",
+    "adafactor eps": "",  # a pair
+}
+_HOLDS: dict[str, Callable[[Any, float], Any]] = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
+
+
+def check_ranges(of: str, /, **values: Any) -> None:
+    """Raise ValueError where an argument is out of its range, TypeError if no number.
 
     A learning rate may be a schedule.
+
+    >>> check_ranges("sgd", learning_rate=-1.0)
+    Traceback (most recent call last):
+    ValueError: learning_rate is -1.0: it must be at least 0
     """
     for name, value in values.items():
-        if name in _RATES and callable(value):
+        says = RANGES.get(f"{of} {name}", RANGES.get(name))
+        if not says or name in _RATES and callable(value):
             continue
         check_numbers(**{name: value})
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}: it must be 0 or more")
-
-
-def check_fractions(**values: float) -> None:
-    """Raise ValueError where one of ``values`` is not in [0, 1)."""
-    check_numbers(**values)
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+        parts = [part.rsplit(" ", 1) for part in says.split(" and ")]
+        if not all(_HOLDS[word](value, float(bound)) for word, bound in parts):
+            raise ValueError(f"{name} is {value}: it must be {says}")
 
 
 def check_params_given(params: Any, what: str) -> None:

@@ -14,8 +14,8 @@ from fsfunc import _torch
 from fsfunc.optim.descent import is_misread
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
-from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, update_of
+from fsfunc.optim.matching import Matched, update_of
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,

@@ -21,7 +21,7 @@ from fsfunc.optim.optimizer import (
     then,
 )
 from fsfunc.optim.reductions import tree_scale
-from fsfunc.optim.schedules import check_not_negative, check_numbers, check_params_given
+from fsfunc.optim.schedules import check_params_given
 
 
 @described
@@ -126,7 +126,6 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
     >>> decay.update({"b": torch.zeros(1), "w": torch.zeros(1, 1)}, (), params)[0]
     {'b': tensor([0.]), 'w': tensor([[0.1000]])}
     """
-    check_not_negative(weight_decay=weight_decay)
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         check_params_given(params, "add_decayed_weights")
@@ -165,12 +164,6 @@ def clip_by_global_norm(
     >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)}, ())[0]
     {'w': tensor([0.6000]), 'b': tensor(0.8000)}
     """
-    check_numbers(max_norm=max_norm, p=p, eps=eps)
-    if not (max_norm > 0 and p > 0 and eps >= 0):
-        raise ValueError(
-            f"max_norm is {max_norm}, p is {p} and eps is {eps}: the first two must be "
-            "above 0, and eps 0 or more"
-        )
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         factor = (max_norm / (global_norm(grads, p) + eps)).clamp(max=1.0)
@@ -198,9 +191,6 @@ def clip_by_value(max_value: float) -> Optimizer:
     >>> clip_by_value(1.0).update({"w": torch.tensor([3.0, -4.0, 0.5])}, ())[0]
     {'w': tensor([ 1.0000, -1.0000,  0.5000])}
     """
-    check_numbers(max_value=max_value)
-    if not max_value > 0:
-        raise ValueError(f"max_value is {max_value}: it must be above 0")
 
     def clipped(tensors: list[Tensor]) -> list[Tensor]:
         return [t.clamp(-max_value, max_value) for t in tensors]

@@ -207,7 +207,7 @@ test_where_there_is_no_gain_it_is_refused = refusals({
                        "gradients are differentiated"),
     "that ask": (lambda: TOTAL([w.clone().requires_grad_() for w in WS]), LawError,
                  "gradients are differentiated"),
-    "half a sample": (lambda: ff.adascale(SGD, 0.5), ValueError, "1 or more"),
+    "half a sample": (lambda: ff.adascale(SGD, 0.5), ValueError, "at least 1"),
     "smoothing": (lambda: ff.adascale(SGD, smoothing=1.0), ValueError, "below 1"),
     "update": (lambda: AGAIN.update(WS, AGAIN.init(WS), WS), ValueError, "the step by"),
     "two calls": (lambda: ff.accumulate(twice(ff.value_and_grad(tied)), 2)(WS, X),

@@ -136,7 +136,7 @@ REFUSED = {
     "there must be scales": ({}, "alone", {}),
     "above 0": ({"layer": 0.0}, "alone", {}),
     "minimum.* above 0": ({"minimum": -1.0}, "alone", {}),
-    "growth must be above 1": ({"layer": 2.0}, "alone", {"growth": 1.0}),
+    "growth is 1.0: it must be above 1": ({"layer": 2.0}, "alone", {"growth": 1.0}),
     "'wdie', and the units .* layer, other": (
         {"layer": 2.0, "wdie": 2.0}, "alone", {}),
     "units within it gather": ({"whole": 2.0}, "shard", {"fn": outer}),

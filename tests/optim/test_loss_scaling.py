@@ -139,7 +139,7 @@ SCALED = ff.loss_scale(SGD)
 
 test_what_cannot_be_is_refused = refusals({
     "growth": (lambda: ff.loss_scale(SGD, growth=1.0), ValueError, "above 1"),
-    "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "between 0 and 1"),
+    "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "0 and below 1"),
     "text": (lambda: ff.loss_scale(SGD, initial="8"), TypeError, "must be a number"),
     "masked": (lambda: ff.masked(SCALED, lambda *_: True), ValueError, "around the"),
     "asynchronous": (lambda: ff.pipeline(

@@ -221,8 +221,10 @@ def over_vmap():
 
 MUON = ff.muon()
 BAD = {
-    "learning_rate is -1.0: it must be 0 or more": lambda: ff.muon(-1.0),
-    "momentum is 1.5: it must be from 0 to 1": lambda: ff.muon(momentum=1.5),
+    "learning_rate is -1.0: it must be at least 0": lambda: ff.muon(-1.0),
+    "momentum is 1.5: it must be at least 0 and at most 1": lambda: ff.muon(
+        momentum=1.5
+    ),
     "ns_steps is 100": lambda: ff.muon(ns_steps=100),
     "it has three numbers": lambda: ff.muon(ns_coefficients=(1.0, 2.0)),
     "one of .'original', 'match_rms_adamw'": lambda: ff.muon(adjust_lr_fn="best"),
@@ -230,8 +232,8 @@ BAD = {
     r"'b' is f32\[2\].*ff.partition\(.*ff.muon": lambda: MUON.init(B),
     r"'b' is f32\[2\].*ff.partition\(.*ff.shampoo": lambda: ff.shampoo().init(B),
     r"update\(grads, state, par": lambda: MUON.update(W, MUON.init(W)),
-    "eps above 0": lambda: ff.shampoo(eps=0.0),
-    "at least 1": lambda: ff.shampoo(interval=0),
+    "eps is 0.0: it must be above 0": lambda: ff.shampoo(eps=0.0),
+    "interval is 0: it must be at least 1": lambda: ff.shampoo(interval=0),
     "ff.muon": lambda: grad(lambda w: applied(ff.shampoo(), w, W)()[0].sum())(W),
     "use a simulated mesh": over_vmap,
 }

@@ -25,11 +25,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_not_negative,
-    check_numbers,
-)
+from fsfunc.optim.schedules import Schedule
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
@@ -176,12 +172,6 @@ def muon(
     >>> (w.diagonal() < -0.06).tolist()  # both directions, though unlike, go as far
     [True, True]
     """
-    check_not_negative(weight_decay=weight_decay, eps=eps, learning_rate=learning_rate)
-    check_numbers(momentum=momentum)
-    if not 0 <= momentum <= 1:
-        raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
-    if not 0 <= ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps}: it must be from 0 to 99")
     if len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients is {ns_coefficients}: it has three numbers")
     if adjust_lr_fn not in _RATIOS:

@@ -23,11 +23,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described, then
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_not_negative,
-    check_numbers,
-)
+from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
@@ -233,14 +229,6 @@ def shampoo(
     tensor([[-1.,  0.],
             [ 0., -1.]])
     """
-    check_not_negative(momentum=momentum, weight_decay=weight_decay)
-    check_not_negative(learning_rate=learning_rate)
-    check_numbers(b2=b2, eps=eps, interval=interval, block=block)
-    if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
-        raise ValueError(
-            f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
-            "above 0 and at most 1, eps above 0, and the others at least 1"
-        )
     preconditioning = Preconditioning(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
     functions = _Shampoo(preconditioning, rule)

@@ -12,7 +12,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
-from fsfunc.optim.schedules import Schedule, check_not_negative, rate_at
+from fsfunc.optim.schedules import Schedule, check_ranges, rate_at
 from fsfunc.transforms.local.averaging import LocalState, assign, averages, written
 from fsfunc.transforms.local.local_updates import LocalUpdates
 
@@ -93,7 +93,7 @@ def slowmo(
     >>> ff.spmd(main, mesh)()
     [[-1.0, -2.5], [-1.0, -2.5]]
     """
-    check_not_negative(beta=beta, alpha=alpha)
+    check_ranges("slowmo", beta=beta, alpha=alpha)
     if not callable(lr) and not lr > 0:
         raise ValueError(f"slowmo(lr={lr!r}): the step's learning rate, above 0")
     if average_every is not None and average_every < 1:
