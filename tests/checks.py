@@ -168,10 +168,10 @@ def refused(call: Callable[[], Any], error: type[Exception], way_out: str) -> st
     return str(caught.value)
 
 
-def refusals(table: Any, sent: bool = False) -> Any:
+def all_refused(table: Any, sent: bool = False) -> Any:
     """A test of each row (call, error, way out)::
 
-        test_bad_input_is_refused = refusals({
+        test_bad_input_is_refused = all_refused({
             "zero=4": (lambda: shard(f, zero=4), ValueError, "0, 1, 2 or 3"),
         })
 
@@ -179,7 +179,6 @@ def refusals(table: Any, sent: bool = False) -> Any:
         table: rows by name, or in order.
         sent: whether something may have been sent by then.
     """
-    rows = table if isinstance(table, dict) else dict(enumerate(table))
 
     def test(call: Any, error: Any, way_out: str) -> None:
         if not sent:
@@ -188,6 +187,12 @@ def refusals(table: Any, sent: bool = False) -> Any:
         with pytest.raises(error, match=way_out):
             call()
 
+    return refusals(table)(test)
+
+
+def refusals(table: Any) -> Any:
+    """Parametrizes a test of one's own over rows (call, error, way out)."""
+    rows = table if isinstance(table, dict) else dict(enumerate(table))
     return pytest.mark.parametrize(
         ("call", "error", "way_out"), list(rows.values()), ids=map(str, rows)
-    )(test)
+    )

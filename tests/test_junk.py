@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import fsfunc as ff
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 
 MESH = simulated(2)
 W, X = torch.ones(2, 2), torch.ones(4, 2)
@@ -136,7 +136,7 @@ EVERY = OTHERS | {
 }  # fmt: skip
 
 
-test_junk_is_refused = refusals(EVERY)
+test_junk_is_refused = all_refused(EVERY)
 
 
 def test_numbers_that_are_no_tensors_have_no_gradient():

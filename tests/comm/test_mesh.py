@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import Mesh, NoMesh, here
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 
 SIZES = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
@@ -67,7 +67,7 @@ NOBODY_ASKS = {
 }
 
 
-test_bad_axes_names_and_batches_are_refused = refusals(
+test_bad_axes_names_and_batches_are_refused = all_refused(
     {says: (call, ValueError, says) for says, call in REFUSED.items()}
     | {says: (call, NoMesh, says) for says, call in NOBODY_ASKS.items()}
 )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals, same
+from tests.checks import all_refused, same
 from tests.probes import LiveBytes
 
 
@@ -177,7 +177,7 @@ def in_inference_mode():
         ff.value_and_grad(lambda w: (w**2).sum())(w)
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "argument 3": (of_three(3), ValueError, "3 positional"),
         "argument -4": (of_three(-4), ValueError, "3 positional"),

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import fsfunc as ff
 from fsfunc import _torch
-from tests.checks import refusals, same, simulated
+from tests.checks import all_refused, same, simulated
 
 numpy = pytest.importorskip("numpy")
 
@@ -206,7 +206,7 @@ def sought(**change):
     return lambda: loader.seek(loader.position | change)
 
 
-test_bad_batches_and_positions_are_refused = refusals({
+test_bad_batches_and_positions_are_refused = all_refused({
     "an iterable": (of(Endless()), TypeError, "Endless gives its rows in one order"),
     "a set": (of({1, 2}), TypeError, "set gives its rows in one order only"),
     "no length": (of(NoLength()), TypeError, "NoLength has no len"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import close, refusals, simulated, with_ledger
+from tests.checks import all_refused, close, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
     SIZES,
@@ -91,7 +91,7 @@ def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes
     return call
 
 
-test_bad_plans_are_refused = refusals({
+test_bad_plans_are_refused = all_refused({
     "no module": (taking(Stack(), {"blocks.*.upp": "column"}), ValueError,
         "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'"),
     "two patterns": (taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),

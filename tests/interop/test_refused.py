@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsfunc as ff
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 from tests.interop.models import Block, Stack, close
 
 X, TOKENS = torch.ones(3, 4), torch.zeros(1, 1, dtype=torch.long)
@@ -126,7 +126,7 @@ def renamed(p):
     return less | {"blocks.0.up.bios": X}
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "lazy": (of(lambda: nn.LazyLinear(2)), ValueError, "'weight' has no shape yet"),
     "wrapped": (of(lambda: nn.DataParallel(Block())), TypeError, r"Parallel.*\.module"),
     "compiled": (of(lambda: compiled(Block())), TypeError, r"OptimizedM.*\._orig_mod"),

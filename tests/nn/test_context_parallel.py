@@ -18,7 +18,7 @@ from fsfunc.nn import (
     zigzag,
     zigzag_positions,
 )
-from tests.checks import close, refusals, same, simulated
+from tests.checks import all_refused, close, same, simulated
 
 # forward mode loads torch's own decompositions, which scripts them
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -247,7 +247,7 @@ def ulysses(q, k, v, size=2, **how):
 
 X, IDS = zeros(2, 4), torch.zeros(1, 4, dtype=torch.int64)
 Y = {"order": "zigzag"}
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "odd": (ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"), ValueError,
         "3 positions a rank.*multiple of 4, not 6"),
     "odd, all to all": (ulysses(*[zeros(2, 1)] * 3, causal=True, order="zigzag"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import linear_cross_entropy, vocab_cross_entropy
-from tests.checks import close, refusals, simulated, unchanged
+from tests.checks import all_refused, close, simulated, unchanged
 from tests.probes import LiveBytes
 
 # Of torch's own forward mode.
@@ -447,7 +447,7 @@ def test_an_axis_of_averages_is_refused():
         ff.spmd(lambda: ff.place(step, W, Y), simulated(2))()
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3: .* 0 to 2"),
     "below 0": (VOCAB(X, bad(-1)), IndexError, "target -1 .* ignore_index=-100"),
     "of a tile": (LINEAR(X, W, bad(6)), IndexError, "target 6 .* 0 to 5"),

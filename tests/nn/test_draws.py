@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.nn import column_linear, dropout, own_draws, row_linear
-from tests.checks import close, nothing_sent, refusals, same, simulated
+from tests.checks import all_refused, close, nothing_sent, same, simulated
 
 D, B, P = 32, 4, 0.5
 X = torch.ones(B, D)
@@ -216,7 +216,7 @@ def test_evaluation_draws_nothing() -> None:
     ff.spmd(main, simulated(model=2))()
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "p": (lambda: dropout(X, 1.5), ValueError, "p=1.5 is no probability"),
     "an axis": (ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
         ValueError, 'unknown axis "column"'),

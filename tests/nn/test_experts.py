@@ -11,7 +11,7 @@ import fsfunc.nn as nn
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.typed_maps import LawError
-from tests.checks import close, refusals, simulated
+from tests.checks import all_refused, close, simulated
 from tests.probes import LiveBytes
 
 LAST = torch.Generator().manual_seed(0)
@@ -349,7 +349,7 @@ def on_two(call):
     return ff.spmd(call, ff.make_mesh({"data": 1, "expert": 2}, "simulated"))
 
 
-test_refused_before_anything_is_sent = refusals({
+test_refused_before_anything_is_sent = all_refused({
     k: (on_two(call), ValueError, way)
     for k, (call, way) in REFUSED.items() if "loses" not in k
 })  # fmt: skip

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 
 import fsfunc.nn as nn
-from tests.checks import close, refusals
+from tests.checks import all_refused, close
 
 LAST = torch.Generator().manual_seed(0)
 
@@ -218,7 +218,7 @@ def test_gates_compute_in_fp32_and_take_any_group(gate) -> None:
 
 
 X = torch.zeros(4, 3)
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "too few experts": (lambda: nn.top_2_gating(X[:, :1]), ValueError,
         r"2 choices .*\(4, 1\)"),
     "no choice": (lambda: nn.top_k_gating(X, 0), ValueError, "one at least"),

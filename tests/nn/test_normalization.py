@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import column_linear, layer_norm, rms_norm, row_linear, sync_batch_norm
-from tests.checks import close, refusals, simulated
+from tests.checks import all_refused, close, simulated
 from tests.models import floats
 from tests.nn.models import wide
 
@@ -213,7 +213,7 @@ def ranks(call, n=2):
     return ff.spmd(call, simulated(model=n, other=1))
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "a whole weight": (ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
         ValueError, r"of the weight \(4,\): lay it out by ff.Split\(0"),
     "a whole bias": (ranks(lambda: layer_norm(X, leaf(0), torch.ones(4))), ValueError,

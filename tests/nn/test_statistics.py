@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.core.losses import added
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import close, refusals, same, simulated
+from tests.checks import all_refused, close, same, simulated
 from tests.probes import LiveBytes
 
 C = 3
@@ -188,7 +188,7 @@ def test_statistics_hold_one_copy_for_a_moment() -> None:
     del y, stats
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "one value": (lambda: ff.batch_norm(None, draw(1, C)), ValueError,
         "more than 1 value per channel"),
     "a weight": (lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)), ValueError,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import sync_batch_norm
-from tests.checks import close, nothing_sent, refusals, same, simulated
+from tests.checks import all_refused, close, nothing_sent, same, simulated
 from tests.models import floats
 from tests.nn.models import wide
 from tests.probes import LiveBytes
@@ -244,7 +244,7 @@ def on_two(call):
     return ff.spmd(call, simulated(rows=2))
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "one value on one rank": (lambda: sync_batch_norm(None, torch.ones(1, C), None),
         ValueError, "more than 1 value per channel"),
     "a weight": (on_two(lambda: sync_batch_norm({"weight": X}, torch.ones(4, C),

@@ -12,7 +12,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.nn import column_linear, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 from tests.nn.models import (
     BATCH,
     COLUMN,
@@ -97,7 +97,7 @@ ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")
 X, TABLE, TWO = torch.ones(3, 4), torch.eye(4), simulated(model=2)
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "a column layer of rows": (lambda: column_linear(X, leaf(1)), ValueError,
         "split over model=2 along dim 1 is no leaf for it: split it along dim 0"),
     "a row layer of columns": (lambda: row_linear(X, leaf(0)), ValueError,

@@ -6,7 +6,7 @@ import torch
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
 from tests import checks
-from tests.checks import close, on_ranks, refusals, simulated, with_ledger
+from tests.checks import all_refused, close, on_ranks, simulated, with_ledger
 from tests.models import splits
 from tests.optim.steps import DATA, WS, X, bytes_of, gain_of, squares, trained
 from tests.optim.steps import layer as product
@@ -200,7 +200,7 @@ def shard(g, m):
 
 
 TOTAL = lambda ws: observing(tied)(ws, X)[1]  # noqa: E731
-test_where_there_is_no_gain_it_is_refused = refusals({
+test_where_there_is_no_gain_it_is_refused = all_refused({
     "Weighted": (stepped(weighted, lambda g, m: g), LawError, "Weighted"),
     "outside units": (stepped(beside, shard), LawError, "outside units"),
     "differentiated": (lambda: torch.func.grad(TOTAL)(WS), LawError,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import close, on_ranks, refusals, same, simulated
+from tests.checks import all_refused, close, on_ranks, same, simulated
 from tests.optim.steps import DATA, STACKS, WS, X, bytes_of, layer, loss, trained
 
 SGD = ff.sgd(0.5)
@@ -137,7 +137,7 @@ def test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little():
 SCALED = ff.loss_scale(SGD)
 
 
-test_what_cannot_be_is_refused = refusals({
+test_what_cannot_be_is_refused = all_refused({
     "growth": (lambda: ff.loss_scale(SGD, growth=1.0), ValueError, "above 1"),
     "backoff": (lambda: ff.loss_scale(SGD, backoff=2.0), ValueError, "0 and below 1"),
     "text": (lambda: ff.loss_scale(SGD, initial="8"), TypeError, "must be a number"),

@@ -9,7 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 from tests.optim.shards import mixed, placed, together
 from tests.optim.steps import parts
 from tests.optim.steps import trained as stacked
@@ -339,7 +339,7 @@ def differentiated(optimizer, dtype=FP32):
 
 
 EIGHT, CHANCE = adam(moment_dtype=torch.uint8), ff.stochastic_rounding(adam())
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "codes of another layout": (codes_of_another_mesh, ValueError, r"init\(params\)"),
     "codes, differentiated": (lambda: differentiated(EIGHT), RuntimeError,
                               "leave moment_dtype out"),

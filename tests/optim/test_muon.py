@@ -14,7 +14,7 @@ from fsfunc.optim.matrix import orthogonal_momentum
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.matrix.orthogonal_momentum import newton_schulz_flops
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from tests.checks import refusals, simulated
+from tests.checks import all_refused, simulated
 from tests.optim.shards import mixed, placed, together
 from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_near
@@ -239,7 +239,7 @@ BAD = {
 }
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {says: (call, ValueError, says) for says, call in BAD.items()}
 )
 

@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
-from tests.checks import close, refusals, same, simulated
+from tests.checks import all_refused, close, same, simulated
 from tests.models import floats, integers, layers, linear
 from tests.optim.steps import ALONE, PIPE, data, gain_of, loss, squares, trained
 from tests.planning.comparing import planned_and_run
@@ -143,7 +143,7 @@ def observed(*losses):
     return lambda: ff.spmd(lambda: f(ff.place(f, WS, x), x), LINE)()
 
 
-test_where_no_sample_lies_whole_it_is_refused = refusals(
+test_where_no_sample_lies_whole_it_is_refused = all_refused(
     {
         "stages on two ranks": (stepped(there_and_back), LawError, "use '0'"),
         "uneven": (stepped(loss, 5), LawError, "unlike numbers of rows"),

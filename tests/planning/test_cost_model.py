@@ -32,7 +32,7 @@ from fsfunc.planning.hardware import (
     replace,
 )
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from tests.checks import refusals
+from tests.checks import all_refused
 from tests.models import chain
 
 NODES = Hardware(
@@ -343,7 +343,7 @@ def test_a_node_of_72_is_one_level():
 
 ONE = replace(NODES, levels=NODES.levels[:1])
 ATTENDS = of([Ran(attention(512), "", "forward")])
-test_what_a_machine_lacks_is_told = refusals({
+test_what_a_machine_lacks_is_told = all_refused({
     "a dtype": (lambda: op_seconds(product(8, 8, 8, dtype=torch.bfloat16), NODES),
                 ValueError, r"aten.bmm computes in bfloat16.*float32"),
     "eight bits": (

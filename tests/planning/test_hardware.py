@@ -15,7 +15,7 @@ from fsfunc.planning import calibration
 from fsfunc.planning import hardware as hw
 from fsfunc.planning.calibration import line, measure_hardware, middle, peaked
 from fsfunc.planning.hardware import Hardware, Level
-from tests.checks import refusals
+from tests.checks import all_refused
 
 FIELDS = dict(
     name="mine",
@@ -56,7 +56,7 @@ def test_given_ones_are_read_back_and_found_by_name(known):
 PEKK = r'Hardware has no field "pekk" \(did you mean "peak"\?\)'
 
 
-test_unknown_fields_and_names_are_refused_with_the_nearest = refusals(
+test_unknown_fields_and_names_are_refused_with_the_nearest = all_refused(
     {
         "new": (lambda: Hardware(**FIELDS, pekk=1), TypeError, PEKK),
         "replaced": (lambda: hw.replace(MINE, pekk=1), TypeError, PEKK),

@@ -11,7 +11,7 @@ from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.placements import Flat, Owned, Split, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 from tests.checkpoint import trees
-from tests.checks import refusals
+from tests.checks import all_refused
 
 F32 = torch.float32
 AXES = ("node", "data", "model")
@@ -202,6 +202,6 @@ REFUSED = {
     "a part's shape": (lambda: assemble({(3,): X[:3]}, FOUR),
         r"at {'data': 3} has shape \[3, 7\], not \[1, 7\]"),
 }  # fmt: skip
-test_bad_input_is_refused_with_the_way_out = refusals(
+test_bad_input_is_refused_with_the_way_out = all_refused(
     {k: (call, ValueError, way) for k, (call, way) in REFUSED.items()}
 )

@@ -13,7 +13,7 @@ from fsfunc.planning.hardware import A100_40
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.show import Timeline, memory, plan, sharding, streams, timeline, trace
 from fsfunc.show.estimates import estimate as show_estimate
-from tests.checks import refusals
+from tests.checks import all_refused
 from tests.show.planned import F32, STEP, lone, ran, small, span, stages
 
 F0, B0, SF0 = Action("F", 0, 0), Action("B", 0, 0), Action("SF", 0, 0, 1)
@@ -116,7 +116,7 @@ SCHEDULES = {
 }
 
 
-test_what_cannot_be_shown_is_refused = refusals(
+test_what_cannot_be_shown_is_refused = all_refused(
     {
         f"{error.__name__}: {name}": (call, error, re.escape(way_out))
         for table, error in (

@@ -20,7 +20,7 @@ from fsfunc.testing import (
     finite,
     poison,
 )
-from tests.checks import on_ranks, refusals, simulated
+from tests.checks import all_refused, on_ranks, simulated
 from tests.models import chain, floats, layers, linear, train_step
 
 MESH = simulated()
@@ -139,7 +139,7 @@ def passes(**how):
     return lambda: check_collective(lambda x: x, **how)
 
 
-test_what_would_compare_nothing_is_refused = refusals({
+test_what_would_compare_nothing_is_refused = all_refused({
     "a type": (passes(to="X"), ValueError, "type 'X': it is V, I, R or P"),
     "a derivative": (
         passes(under=["hessian"]), ValueError, "under='hessian': it is one of"

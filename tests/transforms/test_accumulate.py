@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import refusals, same
+from tests.checks import all_refused, same
 from tests.models import integers
 from tests.probes import LiveBytes
 
@@ -111,7 +111,7 @@ def cut(n):
     return lambda: ff.accumulate(vag(mean), n)(P, BATCH)
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "3": (cut(3), ValueError, r"1/x.*\(8, 3\).*8 is not a multiple of 3"),
         "16": (cut(16), ValueError, "16 microbatches: .*at least one"),

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals
+from tests.checks import all_refused
 from tests.models import chain, floats, layers
 
 WIDTH = 4
@@ -125,7 +125,7 @@ LEVELS = {
 NARROW = ff.HierarchicalReduction("node", ff.QuantizedReduction())
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     **{
         kind: (
             lambda k=kind: ff.shard(loss, MESH, "data", **{k: LEVELS[k]}),

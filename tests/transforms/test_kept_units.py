@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import refusals, same, simulated
+from tests.checks import all_refused, same, simulated
 from tests.models import WIDTH, chain, integers, layers, linear, train_step
 from tests.planning.comparing import facts, planned_and_run
 
@@ -119,7 +119,7 @@ def laid_out(again):
     return ff.plan(data(STEP, mesh, again), lambda: PARAMS, OPTIMIZER, BATCH)
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "no unit": (lambda: laid_out({"head": False}), ValueError, "'linear'"),
         "no path": (lambda: laid_out({"9/w": False}), ValueError, "'4/w'"),

@@ -16,7 +16,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.optim.coded_moments import decoded
-from tests.checks import close, refusals, same, simulated
+from tests.checks import all_refused, close, same, simulated
 from tests.models import WIDTH, affine, chain, floats, layers, train_step
 
 LR = 0.125
@@ -389,7 +389,7 @@ def graph(moves):
     return lambda: ff.gossip(PLAIN, MESH, "node", moves)
 
 
-test_bad_input_is_refused = refusals({
+test_bad_input_is_refused = all_refused({
     "every=0": (
         lambda: ff.local_sgd(PLAIN, MESH, "node", every=0), ValueError, "at least 1"),
     "an axis that is not there": (

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import refusals, simulated, trained
+from tests.checks import all_refused, simulated, trained
 from tests.models import chain, floats, layers
 
 WIDTH, RANK, RATE = 8, 2, 0.5
@@ -135,7 +135,7 @@ QUANTIZED, OWING = ff.QuantizedReduction(), ff.error_feedback(ff.sgd(1.0))
 POWER = ff.powersgd(ff.sgd(1.0), 1)
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "no rank": (lambda: ff.powersgd(ff.sgd(1.0), 0), ValueError, "1 or more"),
         "two ways": (

@@ -25,7 +25,7 @@ from fsfunc.testing import poison
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
 from tests import checks
-from tests.checks import held, refusals, same, simulated, unchanged
+from tests.checks import all_refused, held, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
 
 ADAM = ff.sharded_adam(0.01)
@@ -443,7 +443,7 @@ def laid_out(zero=None, **stores):
 FILE = __file__
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "nothing": (lambda: ff.offload(len), ValueError, "params=, moments= or"),
         "no path": (lambda: ff.offload(len, params=3), TypeError, "a folder's path"),

@@ -15,7 +15,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import close, refusals, simulated
+from tests.checks import all_refused, close, simulated
 from tests.models import chain, floats, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -274,7 +274,7 @@ V, T = ValueError, TypeError
 THREE = {"data": 1, "model": 3}
 
 
-test_a_bad_table_is_refused = refusals(
+test_a_bad_table_is_refused = all_refused(
     {
         "no path": (placing({"*/upp": UP}), V, "no leaf's path.*there are './up'"),
         "two patterns": (placing({"*/up": UP, "0/*": UP}), V, "both match '0/up': let"),

@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.transforms.messages.encodings import dequantized, quantized
 from fsfunc.tree import map as tree_map
-from tests.checks import refusals, same, simulated
+from tests.checks import all_refused, same, simulated
 from tests.models import chain, floats, layers
 
 MESH = simulated(2)
@@ -201,7 +201,7 @@ def owed(optimizer, reduction=None):
 OWING = ff.error_feedback(ff.sgd(1.0))
 
 
-test_bad_input_is_refused = refusals(
+test_bad_input_is_refused = all_refused(
     {
         "a block": (lambda: ff.QuantizedGather(6), ValueError, "multiple of 4"),
         "zero=0": (
