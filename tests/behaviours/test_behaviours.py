@@ -45,8 +45,13 @@ def of(peer: str) -> list[Row]:
 
 @cache
 def names_in(path: Path) -> set[str]:
-    body = ast.parse(path.read_text()).body
-    return {x.name for x in body if isinstance(x, ast.FunctionDef)}
+    """Of functions, and of tables of refusals, which are tests."""
+    found = set()
+    for x in ast.parse(path.read_text()).body:
+        found |= {x.name} if isinstance(x, ast.FunctionDef) else set()
+        if isinstance(x, ast.Assign) and "all_refused" in ast.unparse(x.value):
+            found |= {t.id for t in x.targets if isinstance(t, ast.Name)}
+    return found
 
 
 def faults(row: Row) -> list[str]:
