@@ -10,21 +10,14 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.coded_moments import Coded, Codes
+from fsfunc.optim.coded_moments import Codes, codec_of
 from fsfunc.optim.coded_steps import MEAN, SQUARE
-from fsfunc.optim.element_rules import Codec, ElementRule, Scaled, elementwise
+from fsfunc.optim.element_rules import ElementRule, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
 from fsfunc.optim.optimizer import Optimizer, begun_by, described
-from fsfunc.optim.schedules import (
-    Schedule,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
-
-_MOMENTS = (
-    None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8,
-)  # fmt: skip
 
 
 class AdamState(NamedTuple):
@@ -142,16 +135,8 @@ def with_moments(
     rule: ElementRule, moment_dtype: torch.dtype | None, b2: float
 ) -> Optimizer:
     """The optimizer of Adam's equation, with moments of a dtype."""
-    if moment_dtype not in _MOMENTS:
-        raise TypeError(
-            f"moment_dtype is {moment_dtype}: give one of "
-            f"{', '.join(map(str, _MOMENTS[1:]))}; the last means codes of 8 bits"
-        )
-    if moment_dtype == torch.uint8:
-        return elementwise(rule, Coded(CodedAdamState))
-    if moment_dtype == torch.float16:
-        return elementwise(rule, Scaled(ScaledAdamState))
-    made = elementwise(rule, Codec(moment_dtype))
+    codec = codec_of(moment_dtype, CodedAdamState, ScaledAdamState)
+    made = elementwise(rule, codec)
     if moment_dtype is not None:
         return made
 

@@ -13,7 +13,7 @@ from fsfunc import tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.block_codes import BLOCK, Coder, chance
 from fsfunc.optim.coded_steps import CodedStep, groups_of, stretches, zero_codes
-from fsfunc.optim.element_rules import Codec, ElementRule
+from fsfunc.optim.element_rules import Codec, ElementRule, Scaled
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
 from fsfunc.optim.matching import update_of
@@ -154,6 +154,19 @@ class Coded(Codec):
             return params, self.state(count + 1, *moments, places)
 
         return commit
+
+
+def codec_of(
+    dtype: torch.dtype | None,
+    coded: Callable[..., Any],
+    scaled: Callable[..., Any] | None = None,
+) -> Codec:
+    """The codec of a ``moment_dtype``; that of float16 has a scale where given."""
+    if dtype == torch.uint8:
+        return Coded(coded)
+    if dtype == torch.float16 and scaled is not None:
+        return Scaled(scaled)
+    return Codec(dtype)
 
 
 def _flat(leaf: Any) -> Tensor:

@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.coded_moments import Coded, Codes
+from fsfunc.optim.coded_moments import Codes, codec_of
 from fsfunc.optim.coded_steps import MEAN
 from fsfunc.optim.element_rules import Codec, ElementRule, chunks, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.schedules import (
-    Schedule,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, rate_at
 
 
 class SgdState(NamedTuple):
@@ -225,6 +222,4 @@ def lion(
         return step
 
     rule = ElementRule("lion", LionState, 1, numbers, formula, None, weight_decay, mask)
-    if moment_dtype == torch.uint8:
-        return elementwise(rule, Coded(CodedLionState))
-    return elementwise(rule, Codec(moment_dtype))
+    return elementwise(rule, codec_of(moment_dtype, CodedLionState))

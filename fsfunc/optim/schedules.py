@@ -218,6 +218,8 @@ RANGES = {
     "muon momentum": "at least 0 and at most 1",
     "adafactor eps": "",  # a pair
 }
+_FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+_DTYPES = {"dtype": _FLOATS, "moment_dtype": (*_FLOATS, torch.uint8)}  # 8 bits: codes
 _HOLDS: dict[str, Callable[[Any, float], Any]] = {
     "at least": operator.ge,
     "above": operator.gt,
@@ -229,13 +231,17 @@ _HOLDS: dict[str, Callable[[Any, float], Any]] = {
 def check_ranges(of: str, /, **values: Any) -> None:
     """Raise ValueError where an argument is out of its range, TypeError if no number.
 
-    A learning rate may be a schedule.
+    TypeError too for a dtype that is none of those that may be. A learning rate may be
+    a schedule.
 
     >>> check_ranges("sgd", learning_rate=-1.0)
     Traceback (most recent call last):
     ValueError: learning_rate is -1.0: it must be at least 0
     """
     for name, value in values.items():
+        if name in _DTYPES and value not in _DTYPES[name]:
+            names = ", ".join(map(str, _DTYPES[name]))
+            raise TypeError(f"{name} is {value}: give one of {names}")
         says = RANGES.get(f"{of} {name}", RANGES.get(name))
         if not says or name in _RATES and callable(value):
             continue

@@ -1,5 +1,6 @@
 """What optimizers and schedules refuse, each as (call, error, way out); unwritten."""
 
+import functools
 import math
 
 import pytest
@@ -156,8 +157,21 @@ VALUES = [
     ("cannot be differentiated or batched", vmapped(ours("RMSprop"))),
     ("-1.0 at count 0", applied(ff.sharded_adam(lambda count: -1.0), P)),
 ]  # fmt: skip
+DTYPES = [
+    ("moment_dtype", torch.int8, ff.lion),
+    ("moment_dtype", torch.int64, ff.lamb),
+    ("dtype", torch.uint8, lambda **how: ff.ema(ff.sgd(0.1), **how)),
+    ("dtype", torch.bool, lambda **how: ff.swa(ff.sgd(0.1), **how)),
+]
 TYPES = [
     ("view_as_real", lambda: ff.sharded_adam().init({"w": COMPLEX})),
+    *[
+        (
+            f"^{name} is {dtype}: give one of torch.float64, .*torch.float16",
+            functools.partial(make, **{name: dtype}),
+        )
+        for name, dtype, make in DTYPES
+    ],
 ]
 UNFIT = {
     "gradients do not fit.*keys": {"w": W},
