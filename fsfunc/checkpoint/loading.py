@@ -34,6 +34,7 @@ from fsfunc.sharded.packing import PackedTree, split_buffers
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.spent import refuse_spent, spend
+from fsfunc.transforms.donation import Memory
 
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "
@@ -79,8 +80,8 @@ def load(
             leaves of a checkpoint.
         random: restore the saved states of the default random generators. That is the
             default without ``at`` and ``only``.
-        donate: write into the target's own memory, as a donated step does: the target
-            cannot be used then, also if the load fails.
+        donate: write into the target's own memory, as a donated step does, where nobody
+            else has a view of it: the target cannot be used then, also if it fails.
         device: the device of the result; by default that of the target (the CPU for an
             abstract one).
 
@@ -226,23 +227,25 @@ def _own_memory(
 ) -> tuple[list[Any], Callable[[], None]]:
     """The target's own memory, as few tensors; and what marks the target as spent."""
     leaves = tree.leaves(target, is_leaf=is_sharded)
-    for x in buffers.tensors:
-        if isinstance(x, Tensor):
-            check_real("the target", x, "load into")
-            if x.is_inference() or device not in (None, x.device, str(x.device)):
-                raise ValueError(
-                    "a load into the target's own memory stays on its device, and "
-                    "takes no inference tensors: leave donate= out"
-                )
-    if is_held(x for x in buffers.tensors if isinstance(x, Tensor)):
+    tensors = [x for x in buffers.tensors if isinstance(x, Tensor)]
+    for x in tensors:
+        check_real("the target", x, "load into")
+        if x.is_inference() or device not in (None, x.device, str(x.device)):
+            raise ValueError(
+                "a load into the target's own memory stays on its device, and "
+                "takes no inference tensors: leave donate= out"
+            )
+    if is_held(tensors):
         raise ValueError("the target is being saved: wait() for that before a load")
     packed = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
+    mine = iter(Memory(leaves).donation(leaves).may_write(tensors))
     # Whole leaves as other objects: the marks are on the old ones. What lies where
-    # another one does gets memory of its own, or it would be given that one's values.
+    # another one does gets memory of its own, or it would be given that one's values;
+    # and so does, as in a donated step, what somebody else has a view of.
     fresh, ends = list(buffers.tensors), defaultdict(list)
     for i, x in enumerate(fresh):
         if isinstance(x, Tensor):
-            if overlaps(x, ends[_torch.storage_key(x)]):
+            if not next(mine) or overlaps(x, ends[_torch.storage_key(x)]):
                 fresh[i] = x.detach().clone()
             elif id(x) not in packed:
                 fresh[i] = x.detach()

@@ -94,7 +94,7 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
             structure = treedef
             if any_spent(leaves):
                 refuse_spent(state)
-        memory = _Memory(leaves)
+        memory = Memory(leaves)
         before = memory.versions()
         held = is_held(memory.written)
         # The step sees other objects over the same memory: these ones can be marked
@@ -132,7 +132,7 @@ def restore(t: Any) -> None:
         unspend(leaf)
 
 
-class _Memory:
+class Memory:
     """The memory of leaves, and the tensors in it.
 
     ``written`` are packed buffers, and parts of other leaves; ``tensors`` are all

@@ -220,7 +220,25 @@ def test_into_a_view_that_is_not_what_its_memory_says(tmp_path, view, shape):
     memory = torch.zeros(shape, dtype=torch.complex64)
     found = ff.load(tmp_path / "a", {"x": LAZY[view](memory)}, donate=True)["x"]
     assert torch.equal(found, x)
-    assert torch.equal(LAZY[view](memory), x)
+    assert not memory.any()  # it is the caller's
+
+
+def test_what_the_caller_has_a_view_of_is_not_written(tmp_path):
+    unit = ff.unit(lambda p, x: x * p["w"])
+
+    def main(mesh):
+        f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+        x, new = torch.ones(3), {"w": torch.arange(3.0)}
+        ff.save(tmp_path / "a", {"p": ff.place(f, new, x), "v": x + 1, "m": x + 2})
+        mine = ff.place(f, {"w": torch.ones(3)}, x)
+        kept, v, where = tree.map(torch.detach, mine), x.clone(), (m := x + 3).data_ptr()
+        row = v[1:]
+        found = ff.load(tmp_path / "a", {"p": mine, "v": v, "m": m}, donate=True)
+        assert found["m"].data_ptr() == where  # nobody has one of that
+        same(ff.unshard(found), {"p": new, "v": x + 1, "m": x + 2})
+        return ff.unshard(kept)["w"].tolist(), row.tolist()
+
+    assert on({"data": 2}, main) == [([1, 1, 1], [1, 1])] * 2
 
 
 def test_whole_tensors_and_what_is_refused(tmp_path):
