@@ -157,16 +157,17 @@ def _check_origins(
     """Raises where parameters are read, and what a step makes them of is kept."""
     for at, name, own in origins(target):
         for path in found if own not in found else ():
-            alike = getattr(here[path], "shape", None) == here[own].shape
+            shape, due = getattr(here[path], "shape", None), here[own].shape
+            alike = shape is not None and due in (shape, shape[1:])  # of a copy too
             ending = not name or f"/{path}".endswith(f"/{name}")
             if alike and ending and not path.startswith(f"{at}/"):
                 raise ValueError(_ORIGINS.format(path, own))
 
 
 _ORIGINS = (
-    "{!r} is read, and {!r} is not, of which the optimizer makes it in each step, so "
-    "that it would be lost: read both; or load the parameters first, and make the "
-    "state of them, by ff.init_state or the optimizer's init"
+    "{!r} is read, and {!r} is not, of which steps make it, so that it would be lost: "
+    "read both; or load the parameters first, and make the state of them, by "
+    "ff.init_state or the optimizer's init"
 )
 _CODED = (
     "moments in 8 bits have a scale for each block of what one rank holds, and load "

@@ -231,7 +231,11 @@ def test_what_the_caller_has_a_view_of_is_not_written(tmp_path):
         x, new = torch.ones(3), {"w": torch.arange(3.0)}
         ff.save(tmp_path / "a", {"p": ff.place(f, new, x), "v": x + 1, "m": x + 2})
         mine = ff.place(f, {"w": torch.ones(3)}, x)
-        kept, v, where = tree.map(torch.detach, mine), x.clone(), (m := x + 3).data_ptr()
+        kept, v, where = (
+            tree.map(torch.detach, mine),
+            x.clone(),
+            (m := x + 3).data_ptr(),
+        )
         row = v[1:]
         found = ff.load(tmp_path / "a", {"p": mine, "v": v, "m": m}, donate=True)
         assert found["m"].data_ptr() == where  # nobody has one of that
@@ -278,6 +282,22 @@ def test_parameters_are_not_read_without_what_a_step_makes_them_of(
     inner = "opt_state/*/count" if origin == "z" else "opt_state/*/inner"
     for only in (["params", f"opt_state/*/{origin}"], inner, "step"):
         same(ff.load(tmp_path / "a", state, only=only), state)
+
+
+def test_copies_are_not_read_without_what_slow_momentum_makes_them_of(tmp_path):
+    optimizer = ff.sgd(0.5)
+    step = optimizer(ff.value_and_grad(lambda w, x: (w * x).sum()))
+
+    def main(mesh):
+        slow, x = ff.slowmo(step, mesh, "data", every=2, lr=0.5), torch.ones(3)
+        state = ff.init_state(slow, x, optimizer, x)
+        ff.save(tmp_path / "a", state)
+        with pytest.raises(ValueError, match="'copies/params' is .* 'slow/anchor' is"):
+            ff.load(tmp_path / "a", state, only="copies")
+        for only in (["copies", "slow/anchor"], "count"):
+            same(ff.load(tmp_path / "a", state, only=only), state)
+
+    on(PAIR, main)
 
 
 def test_a_target_that_is_being_saved_is_refused(tmp_path):

@@ -20,11 +20,14 @@ from fsfunc.transforms.local.local_updates import LocalUpdates
 class SlowMomentum(NamedTuple):
     """The parameters that all ranks last began from, and the slow momentum.
 
-    Trees like the parameters, the same on every rank.
+    Trees like the parameters, the same on every rank. For ``origins`` see
+    `MasterState`.
     """
 
     anchor: Any
     momentum: Any
+
+    origins = "anchor"
 
 
 def slowmo(
