@@ -239,6 +239,8 @@ class Recorder(Findings, Tracer, Watcher):
         refuse_hidden(self, args, leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
+        if any(isinstance(x, Tensor) and self.is_leaf(x) for x in tree.leaves(out)):
+            self.plain = False  # a part, of which the layout was lost
         if isinstance(state, Tensor):  # such as a loss
             self.own_paths.add("")
         else:

@@ -471,3 +471,23 @@ def test_a_list_of_gradients_by_autograd_is_of_parts(zero):
 
     with pytest.raises(LawError, match="as a plain tensor"):
         run(step, zero)
+
+
+def parts_of(values):
+    out = []
+    each(out.append, values)
+    return out
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda w, g: tuple(parts_of(g)),
+        lambda w, g: (1, parts_of(g)[0]),
+        lambda w, g: parts_of(g)[0],
+        lambda w, g: (*parts_of(w), 1),
+    ],
+)
+def test_parts_in_a_tuple_are_refused_as_in_a_list(returned):
+    with pytest.raises(LawError, match="as a plain tensor"):
+        run(lambda w, x: returned(w, gradient(w, x)), 1)
