@@ -78,7 +78,11 @@ def checked(
         check_halves(name, q.shape[2], where)
     x = Heads(*autocast(q, k, v))  # what is sent and saved is of the low dtype, too
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return x, scale, masks, reach
+    if (
+        scale <= 0
+    ):  # by which kernels turn the -inf of what is not seen into NaN, or inf
+        x = x._replace(q=x.q * (-1 if scale else 0))
+    return x, abs(scale) or 1.0, masks, reach
 
 
 def _reach(name: str, causal: bool, window: Window) -> Reach:

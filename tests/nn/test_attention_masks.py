@@ -153,7 +153,7 @@ OTHER_KEYS = False, None, None, None, ((1, 2, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4))
 @given(
     cases(),
     st.sampled_from([True, False]),
-    st.sampled_from([None, 0.3]),
+    st.sampled_from([None, 0.3, -0.3, 0.0]),
     st.sampled_from([pulled, transformed]),
     st.sampled_from([False, False, True]),
 )
@@ -166,6 +166,8 @@ OTHER_KEYS = False, None, None, None, ((1, 2, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4))
 @example(("ring", 2, "zigzag", *THREE_EACH), True, None, pulled, False)
 @example(("ring", 3, "zigzag", *NO_KERNEL), True, 0.3, transformed, True)
 @example(("ring", 2, None, *OTHER_KEYS), True, None, pulled, False)
+@example(("ring", 2, "zigzag", *THREE_EACH), True, 0.0, pulled, False)
+@example(("all_to_all", 2, "zigzag", *TURNED), True, -0.3, pulled, False)
 def test_it_is_torchs_attention(case, recompute, scale, way, tiled) -> None:
     form, size, order, causal, window, documents, mask, shapes = case
     n, m = shapes[0][2], shapes[1][2]
