@@ -186,8 +186,7 @@ class Unit:
             start = _torch.next_sequence_number()
             out = fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")
-            roots = [x for x in roots if isinstance(x, Tensor)]
-            roots = [x for x in roots if x.requires_grad]
+            roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
             for x in roots:
                 if x.grad_fn is None and id(x) not in leaves:
@@ -215,7 +214,8 @@ class Unit:
         raise RuntimeError(
             f"unit {self.__name__!r} uses, in {op or 'its output'}, a differentiated "
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
-            "where the unit is recomputed or sharded; pass it as an argument"
+            "where the unit is recomputed or sharded; pass it as an argument. In place "
+            "of one made by requires_grad_(), take gradients by it with torch.func.grad"
         )
 
 

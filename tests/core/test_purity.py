@@ -39,6 +39,22 @@ def test_a_captured_differentiated_tensor_is_refused(derive, around, grad) -> No
         ff.value_and_grad(around(captures(derive)))(W, X)
 
 
+def test_a_gradient_by_a_detached_input_is_taken_by_torch_func() -> None:
+    """A tensor that `requires_grad_` made within is told from none made before."""
+    made = lambda x: x.detach().requires_grad_()  # noqa: E731
+    within = ff.unit(lambda w, x: (x @ w).tanh() * made(x))
+    with pytest.raises(RuntimeError, match=r"In place of .*torch\.func\.grad"):
+        within(W, X)
+
+    def force(w, x):
+        return torch.func.grad(lambda x: (x @ w).tanh().sum())(x.detach()) @ w
+
+    loss = lambda f: lambda w, x: f(w, x).square().sum()  # noqa: E731
+    expected = torch.func.grad(loss(force))(W, X)
+    for f in (loss(ff.unit(force)), ff.remat(loss(ff.unit(force)))):
+        torch.testing.assert_close(ff.value_and_grad(f)(W, X)[1], expected)
+
+
 def test_constants_buffers_and_detached_tensors_may_be_captured() -> None:
     constant, parameter = torch.ones(3), nn.Parameter(torch.ones(3))
     norm = nn.BatchNorm1d(3, affine=False).eval()
