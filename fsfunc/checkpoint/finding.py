@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,8 +54,9 @@ def _found(path: Path) -> Stored:
     if os.path.lexists(path / MANIFEST):
         return read_manifest(path)
     if path.is_dir():
-        if files := _files_of(path):
-            return _foreign(path, files)
+        files, index = _files_of(path)
+        if files:
+            return _foreign(path, files, index)
         if any(is_pickle(p) for p in path.iterdir()):
             raise refuse_pickle(path)
         raise CheckpointError(
@@ -67,14 +70,18 @@ def _found(path: Path) -> Stored:
     raise FileNotFoundError(f"there is no checkpoint at {path}")
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, if it has one."""
-    paths = sorted(folder.glob("*.safetensors"))
+def _files_of(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The safetensors files of a folder, and by tensor the file that its index names.
+
+    Where it has an index, those that it names.
+    """
+    paths, index_of = sorted(folder.glob("*.safetensors")), None
     for index in sorted(folder.glob("*.safetensors.index.json")):
         _check_stays(index, folder)
         try:
             said = table_of(read_regular(index, LONGEST + 1, follow=True))
-            named = set(said.texts("weight_map").values())
+            index_of = said.texts("weight_map")
+            named = set(index_of.values())
         except Wrong as error:
             raise CheckpointError(f"{index} is damaged: {error}") from error
         for name in sorted(named - {path.name for path in paths}):
@@ -85,7 +92,7 @@ def _files_of(folder: Path) -> list[Path]:
         break
     for path in paths:
         _check_stays(path, folder)
-    return paths
+    return paths, index_of
 
 
 def _check_stays(path: Path, folder: Path) -> None:
@@ -96,9 +103,12 @@ def _check_stays(path: Path, folder: Path) -> None:
         )
 
 
-def _foreign(folder: Path, paths: list[Path]) -> Stored:
+def _foreign(
+    folder: Path, paths: list[Path], index: Mapping[str, str] | None = None
+) -> Stored:
     """The tensors of safetensors files, whole or the boxes that DCP wrote.
 
+    Whole ones that the ``index`` does not name for their file are passed over.
     None is proven by checksums but those of files that are sealed.
     """
     headers = {path.name: header_at(path, follow=True) for path in paths}
@@ -110,19 +120,24 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
         )
     try:
         with uncollected():
-            return _together(folder, headers)
+            return _together(folder, headers, index)
     except Wrong as error:
         raise CheckpointError(
             f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"
         ) from error
 
 
-def _together(folder: Path, headers: dict[str, Header]) -> Stored:
+def _together(
+    folder: Path, headers: dict[str, Header], index: Mapping[str, str] | None
+) -> Stored:
     found: dict[str, list[tuple[torch.dtype, Chunk]]] = {}
-    ours = Said()
+    ours, over = Said(), set[str]()
     for header in headers.values():
         ours |= header.ours
         for name, box in header.boxes.items():
+            of = box[1]
+            if not (index is None or index.get(name) == of.file or any(of.offsets)):
+                over.add(name := f"{name} in {of.file}")
             found.setdefault(name, []).append(box)
     tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
     for name, sizes in (ours.tables("own") if "own" in ours else {}).items():
@@ -134,9 +149,12 @@ def _together(folder: Path, headers: dict[str, Header]) -> Stored:
         dict(ours.table(name)) if name in ours else {}
         for name in ("values", "metadata", "random", "mesh")
     )
-    return proven(
+    stored = proven(
         Stored(folder, tensors, values, metadata, mesh, files, random),
         heads={name: header.nbytes for name, header in headers.items()},
+    )
+    return replace(
+        stored, tensors={k: x for k, x in stored.tensors.items() if k not in over}
     )
 
 

@@ -146,6 +146,14 @@ def write_hub(folder):
     (folder / "config.json").write_text("{}")
 
 
+def write_more(folder):
+    """A file of it holds another's tensor too, and one that nobody reads."""
+    write_hub(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    more = {"model.layers.0.w": torch.zeros(5, 3), "old": torch.ones(2)}
+    save_file({**{k: weights()[k] for k in list(weights())[2:]}, **more}, file)
+
+
 def write_dcp(folder, **options):
     writer = HuggingFaceStorageWriter(str(folder), **options)
     dcp.save(weights(), storage_writer=writer, no_dist=True)
@@ -154,6 +162,7 @@ def write_dcp(folder, **options):
 FOREIGN = {
     "one file": lambda f: (f.mkdir(), save_file(weights(), f / "model.safetensors")),
     "a hub": write_hub,
+    "a hub with more": write_more,
     "DCP": lambda f: write_dcp(f, save_distributed=True),
     "DCP, consolidated": lambda f: write_dcp(
         f, fqn_to_index_mapping=dict.fromkeys(weights(), 1)
