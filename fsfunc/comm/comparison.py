@@ -108,7 +108,7 @@ def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
     if count + 1 == n:
         del notes[key]
     for section, other in zip(sections, theirs, strict=True):
-        if section.digest != other.digest:
+        if list(section.lines) != list(other.lines):
             both = {first: other.lines, rank: section.lines}
             raise RanksDiffer(_difference(section, both))
 

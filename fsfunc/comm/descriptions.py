@@ -20,6 +20,7 @@ from fsfunc.sharded.layout import describe
 
 Ask = Callable[[str, Any], Lines]  # (name, function) -> lines of its results
 
+_NUMBERS = (int, float, bool, type(None))
 _FEW = 16  # elements of a tensor that are printed; else it is a checksum
 
 
@@ -29,6 +30,8 @@ def stated(value: Any) -> str:
     >>> stated(len), stated(object()), stated({"lr": (0.1,)})
     ('<function len>', '<object object>', "{'lr': (0.1,)}")
     """
+    if type(value) in _NUMBERS:
+        return repr(value)
     if isinstance(value, Tensor):
         return _tensor(value)
     if type(value) in (list, tuple):
@@ -57,6 +60,8 @@ def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
     >>> told("rates", {"first": 0.1, "others": (0.2,)})[1:]
     [('rates/first', '0.1'), ('rates/others', 'tuple of 1'), ('rates/others/0', '0.2')]
     """
+    if type(value) in _NUMBERS:
+        return [(name, repr(value))]
     kind, items = _parts(value) or ("", None)
     if items is None and isinstance(value, Mapping):
         items = [(str(key), value[key]) for key in sorted(value, key=str)]

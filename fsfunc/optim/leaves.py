@@ -165,7 +165,7 @@ def paths_of(treedef: tree.TreeDef) -> list[str]:
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
 def _paths_of(treedef: tree.TreeDef) -> list[str]:
-    return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
+    return tree.paths_of(treedef)
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time

@@ -157,7 +157,7 @@ class Layout:
                     f'axis "{axis}" of size {size} {found}; give each of '
                     f"{list(self.axes)} a coordinate from 0 to its size - 1"
                 )
-        return tuple(coordinates[axis] for axis in self.axes)
+        return tuple([coordinates[axis] for axis in self.sizes])
 
     def block(self, coordinates: Coordinates) -> tuple[tuple[int, int], ...] | None:
         """(start, length) along each dim of the block that a rank has, before `Flat`.
@@ -180,7 +180,7 @@ class Layout:
     def region(self, coordinates: Coordinates) -> Region:
         """`block`, and (start, stop) of the rank's part in its flattening."""
         box = self.block(coordinates)
-        n = 0 if box is None else math.prod(n for _, n in box)
+        n = 0 if box is None else math.prod([n for _, n in box])
         if self.flat is None:
             return box, 0, n
         low = self.flat.index(coordinates) * self.flat.chunk - self.flat.offset

@@ -279,7 +279,7 @@ class FlatShard:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of each leaf in ``flat``."""
-        return [self.spans[id(m)] for m in self.members]
+        return list(self.spans.values())
 
     @property
     def spans(self) -> dict[int, tuple[int, int]]:

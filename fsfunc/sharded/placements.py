@@ -41,7 +41,8 @@ class Flat:
 
     def index(self, coordinates: Mapping[str, int]) -> int:
         """The index of the rank at these coordinates."""
-        return row_major((coordinates[axis], size) for axis, size in self.spread)
+        places = [coordinates[axis] for axis in self.axes]
+        return row_major(zip(places, self.sizes, strict=False))
 
 
 @dataclass(frozen=True)

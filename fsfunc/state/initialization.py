@@ -297,15 +297,15 @@ def _in_own_memory(
     A user's function may return its arguments, or tensors that it keeps: an average
     begins as the parameters. A donated step writes into its state, so these are copied.
     """
-    known = {id(x) for x in tree.leaves(given, is_leaf=is_sharded)}
-    memory = set(map(_memory, tree.leaves(given)))
+    before = tree.leaves(given, is_leaf=is_sharded)
+    known, memory = set(map(id, before)), set(map(_memory, before))
     leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
     moved = []
     for i, x in enumerate(leaves):
         if id(x) in known:
             known.remove(id(x))  # where it occurs a second time, it is copied
             continue
-        if is_sharded(x) and _memory(x.local) in memory:
+        if is_sharded(x) and _memory(x) in memory:
             leaves[i] = x.with_local(x.local.clone())
         elif is_told and not is_sharded(x):
             leaves[i] = source.own(x)
@@ -319,6 +319,9 @@ def _in_own_memory(
 
 
 def _memory(x: Any) -> Any:
+    """The storage of a leaf, whose part of a buffer is not made for it."""
+    if is_sharded(x):
+        x = x.local if x.packed is None else x.packed.flat
     return _torch.storage_key(x) if isinstance(x, Tensor) else None
 
 

@@ -77,8 +77,7 @@ def lay_groups(
     groups = plan.groups
 
     def lay(part: PlacedGroup) -> None:
-        for path in part.paths.values():
-            refuse("float8", "place", {path: found[path]})
+        refuse("float8", "place", {path: found[path] for path in part.paths.values()})
         if sharding is None:
             laid = _owned(part, recorder, found, source)
         else:

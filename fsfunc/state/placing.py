@@ -187,12 +187,10 @@ def lay_out(
 
 def _check_given(t: Any, rest: Any, laying: list[Any], source: GivenLeaves) -> None:
     """Raises where a leaf is of a kind that cannot be laid out, or recorded."""
-    refuse("array sparse inference", "place", t)
-    refuse("array inference", "place", rest, *arguments(len(rest), 1))
     runs = any(h.mesh.backend != "abstract" for h in laying)
-    if type(source) is GivenLeaves and runs:
-        refuse("meta", "place", t)
-        refuse("meta", "place", rest, *arguments(len(rest), 1))
+    also = " meta" if type(source) is GivenLeaves and runs else ""
+    refuse(f"array sparse inference{also}", "place", t)
+    refuse(f"array inference{also}", "place", rest, *arguments(len(rest), 1))
 
 
 def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:

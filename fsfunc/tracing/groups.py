@@ -175,13 +175,16 @@ class Findings:
 
         Nothing of a batch's lengths is in it, which ranks may choose for themselves.
         """
+        if found := self.planned.get("lines"):
+            return found
         found = [(f"unit call {i}", str(taken)) for i, taken in enumerate(self.taken)]
         for path, layout in self.layouts.items():
             trained = ", differentiated" if path in self.trained else ""
             said = str(replace(layout, name="")).removesuffix(" whole")
             found.append((f"leaf {path!r}", said + trained))
         outside = ", ".join(map(repr, sorted(self.outside))) or "nothing"
-        return [*found, ("read outside units", outside), *self.claims]
+        found += [("read outside units", outside), *self.claims]
+        return self.planned.setdefault("lines", found)
 
     def whole(self, gathers: bool = True) -> set[str]:
         """Leaves that stay whole: a loss reads them outside its units, and no unit.

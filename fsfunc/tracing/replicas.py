@@ -227,7 +227,7 @@ def _one_value(
 
 @lru_cache(64)
 def _paths(structure: Any) -> list[str]:
-    return tree.paths(tree.unflatten(structure, range(structure.num_leaves)))
+    return tree.paths_of(structure)
 
 
 def _compare_state(

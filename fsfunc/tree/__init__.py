@@ -18,4 +18,4 @@ from fsfunc.tree.functions import (
     unflatten,
 )
 from fsfunc.tree.nodes import register_node
-from fsfunc.tree.structure import TreeDef, TreeMismatch
+from fsfunc.tree.structure import TreeDef, TreeMismatch, paths_of

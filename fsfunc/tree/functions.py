@@ -26,7 +26,7 @@ from fsfunc.tree.structure import (
     differences,
     hides,
     message,
-    path_of,
+    paths_of,
 )
 
 _are_leaves, _are_shown, _are_plain = (
@@ -190,7 +190,7 @@ def flatten_with_paths(
     (['b', 'w'], [2, 1])
     """
     values, treedef = flatten(tree, is_leaf)
-    return [path_of(accessor) for accessor in treedef.accessors()], values, treedef
+    return paths_of(treedef), values, treedef
 
 
 def map(

@@ -106,11 +106,29 @@ class TreeMismatch(ValueError):
     """Two trees that should have one structure do not."""
 
 
-def path_of(accessor: optree.PyTreeAccessor) -> str:
-    """Return where the accessor leads, its steps joined by "/"."""
-    return "/".join(
-        part for part in (_component(entry) for entry in accessor) if part is not None
-    )
+def paths_of(treedef: TreeDef) -> list[str]:
+    """Return where each leaf lies, its steps joined by "/"."""
+    return list(map("/".join, _steps(treedef)))
+
+
+def _steps(treedef: TreeDef) -> list[tuple[str, ...]]:
+    """The steps to each leaf, found node by node: an accessor a leaf is slow."""
+    found: list[tuple[str, ...]] = [()] if treedef.is_leaf() else []
+    for name, child in zip(_names(treedef), treedef.children(), strict=True):
+        step = () if name is None else (name,)
+        below = [()] if child.is_leaf() else _steps(child)
+        found += [step + rest for rest in below]
+    return found
+
+
+def _names(treedef: TreeDef) -> Iterable[str | None]:
+    """The steps to the children of a node."""
+    cls: Any = treedef.type
+    if cls in (None, dict, list, tuple):
+        return map(str, treedef.entries())
+    node: Any = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
+    kind = node.path_entry_type
+    return [_component(kind(x, cls, treedef.kind)) for x in treedef.entries()]
 
 
 def _component(entry: optree.PyTreeEntry) -> str | None:
@@ -178,7 +196,7 @@ class Node(NamedTuple):
     @property
     def components(self) -> list[str]:
         """The path components of the children."""
-        return [path_of(accessor) for accessor in self.treedef.accessors()]
+        return [name or "" for name in _names(self.treedef)]
 
     @property
     def is_leaf(self) -> bool:
