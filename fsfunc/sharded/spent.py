@@ -101,7 +101,8 @@ def refuse_spent(t: Any) -> None:
     Raises:
         RuntimeError: names the first such leaf, and why it is gone.
     """
-    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    for path, x in zip(paths, leaves, strict=True):
+    leaves = tree.leaves(t, is_leaf=is_sharded)
+    for i, x in enumerate(leaves if any_spent(leaves) else ()):
         if why := why_spent(x):
+            path = tree.paths(t, is_leaf=is_sharded)[i]
             raise RuntimeError(f"{path!r}: {why}")

@@ -70,7 +70,7 @@ def unshard(
             return entered(x) if isinstance(x, Tensor) else x
         if tracer is not None:
             tracer.takes("unshard", [x])
-        if differentiated([x.local]):
+        if differentiated([local := x.local]):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
@@ -78,7 +78,7 @@ def unshard(
                 )
             full = _entered(x)
         else:
-            full = _gathered(x)
+            full = _gathered(x.layout, local)
         if only is not None and here().rank != only:
             return None
         full = full if to is None else full.to(to)
@@ -90,24 +90,27 @@ def unshard(
         return tree.map(whole, t, is_leaf=is_sharded)
 
 
-@torch.no_grad()
-def _gathered(x: Sharded) -> Tensor:
-    layout, at = x.layout, here()
-    local = _part(x, layout).detach()
+def _gathered(layout: Layout, local: Tensor) -> Tensor:
+    at, local = here(), local.detach()
+    layout.check_part(local.shape, at.mesh.coordinates(at.rank))
     if not layout.axes:
         if copies := averaged_axes():
             local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
     regions = _regions(layout)
-    size = max(stop - start for _, start, stop in regions)
+    size = max([stop - start for _, start, stop in regions])
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
     every = sent
     if where.size > 1:
         every = where.start("all_gather", sent, what=layout.name).wait()
+    rows = zip(regions, every.view(len(regions), size).unbind(), strict=True)
+    if layout.parts == (layout.flat,):  # one range after another
+        parts = [row[: stop - start] for (_, start, stop), row in rows]
+        return assumed(torch.cat(parts).view(layout.shape), "A")
     full = local.new_empty(layout.shape)
-    for region, row in zip(regions, every.view(len(regions), size), strict=True):
+    for region, row in rows:
         write(full, region, row)
     return assumed(full, "A")
 
@@ -149,9 +152,9 @@ def elements_by_rank(layout: Layout, where: RankGroup) -> list[int]:
 
 def _part(x: Sharded, layout: Layout) -> Tensor:
     """A leaf's part, which may have been made by hand, checked."""
-    at = here()
-    layout.check_part(x.local.shape, at.mesh.coordinates(at.rank))
-    return x.local
+    at, local = here(), x.local
+    layout.check_part(local.shape, at.mesh.coordinates(at.rank))
+    return local
 
 
 def block_layout(x: Sharded, what: str) -> Layout:
