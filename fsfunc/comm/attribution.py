@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from fsfunc import _torch
-from fsfunc.runtime.scopes import Scoped, plainly
+from fsfunc.runtime.scopes import Scoped
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -112,33 +109,3 @@ def is_own_call() -> bool:
                 return owner == "fsfunc"
         frame = frame.f_back
     return False
-
-
-def asks_for_a_value(error: BaseException) -> bool:
-    """True if ``error`` was raised by a fake tensor whose value was read."""
-    return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
-
-
-@contextmanager
-def told_where(what: str, instead: str) -> Iterator[None]:
-    """Inside, fake tensors that are asked for a value raise with the source line.
-
-    Compiled functions run as plain ones.
-
-    Args:
-        what: the function that asks, for the message.
-        instead: the end of the message: what to do.
-
-    Raises:
-        RuntimeError: in place of torch's own error.
-    """
-    try:
-        with plainly():
-            yield
-    except Exception as error:
-        if not asks_for_a_value(error):
-            raise
-        raise RuntimeError(
-            f"{what} asks for a tensor's value at {traceback_line(error)} (.item(), "
-            f"`if tensor`, a boolean mask){instead}"
-        ) from error

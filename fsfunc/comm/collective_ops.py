@@ -58,7 +58,8 @@ class _Apply(torch.autograd.Function):
 
 def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
     """``how`` applied to one tensor over ``where``, differentiably."""
-    return where.link.apply(_Apply.apply, x, how, where)
+    tracked = x.requires_grad or _torch.transforms_active()
+    return where.link.apply(_Apply.apply if tracked else _Apply.forward, x, how, where)
 
 
 class Watcher:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,9 +115,9 @@ def value_and_grad(
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
         axes = None if f.path else collective_axes()
-        with inside(replace(f, seed=seed)), collecting_axes(axes):
+        with inside(f.replace(seed=seed)), collecting_axes(axes):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            call = replace(call, create_graph=_is_nested(call), batch_argnums=batch)
+            call = call.replace(create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)
         if axes:
             check_agreement(fn, axes, [args[i] for i in numbers], outcome.grads)
@@ -136,7 +135,7 @@ def differentiate(call: GradientCall) -> Outcome:
             "there, and all gradients would be zero; call it outside that mode"
         )
     if call.runner is not None:
-        return call.runner(replace(call, runner=None))
+        return call.runner(call.replace(runner=None))
     if _torch.transforms_active():
         return _by_vjp(call)
     return _differentiable(call) if call.create_graph else _first_order(call)
@@ -156,7 +155,7 @@ def _first_order(call: GradientCall) -> Outcome:
     thread = UnitToken(leaves.device) if runtimes else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.enable_grad():
-        with inside(replace(f, counter=Counter(), in_loss=f.in_loss + 1)):
+        with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(values), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
@@ -209,7 +208,7 @@ def _differentiable(call: GradientCall) -> Outcome:
         x.view_as(x) if x.requires_grad else newborn(x.detach()) for x in leaves.tensors
     ]
     f = frame()
-    f = replace(f, counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
+    f = f.replace(counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
     with run_as(Running()), inside(f):
         out = call.fn(*leaves.args(values), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
@@ -264,7 +263,7 @@ def _by_vjp(call: GradientCall) -> Outcome:
         return total, [x for x in flat if isinstance(x, Tensor)]
 
     f = frame()
-    with inside(replace(f, counter=Counter(), in_loss=f.in_loss + 1)):
+    with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
         found: Sequence[Tensor] = ()
         if picked:
             total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]

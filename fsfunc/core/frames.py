@@ -75,7 +75,7 @@ class Interpretation:
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Calls ``f``, the transformed function, with this interpretation in force."""
         outer = frame()
-        with inside(replace(outer, handlers=(*outer.handlers, self))):
+        with inside(outer.replace(handlers=(*outer.handlers, self))):
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
@@ -168,8 +168,18 @@ class Counter:
         return self.count - 1
 
 
+class Replaced:
+    """A frozen dataclass that has ``replace``, faster than that of ``dataclasses``."""
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with some fields changed."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **changes)
+        return new
+
+
 @dataclass(frozen=True)
-class Frame:
+class Frame(Replaced):
     """The transforms in force, and the position in the step.
 
     Args:
@@ -231,12 +241,6 @@ class Frame:
     def staged(self) -> bool:
         """True in a loss of which only some unit calls run on this rank."""
         return bool(self.handlers) and self.handlers[0].decides
-
-    def replace(self, **changes: Any) -> Frame:
-        """The frame with some fields changed: a faster ``dataclasses.replace``."""
-        frame = object.__new__(Frame)
-        frame.__dict__.update(self.__dict__, **changes)
-        return frame
 
 
 _FRAME: ContextVar[Frame | None] = ContextVar("fsfunc_frame", default=None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.core.frames import Replaced
 from fsfunc.core.losses import divided
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
@@ -27,7 +28,7 @@ def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
 
 
 @dataclass(frozen=True)
-class GradientCall:
+class GradientCall(Replaced):
     """A call of ``value_and_grad``, as interpretations pass it along.
 
     Args:
@@ -70,7 +71,7 @@ class GradientCall:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Replaced):
     """The result of a gradient call on its way out, as sums: `settled` divides them.
 
     Args:
@@ -118,7 +119,7 @@ class Outcome:
 
     def with_grads(self, grads: tuple[Any, ...]) -> Outcome:
         """The outcome with other gradients, in the memory of the old ones or in new."""
-        return replace(self, grads=grads, own=grads if self.owns else None)
+        return self.replace(grads=grads, own=grads if self.owns else None)
 
     @property
     def owns(self) -> bool:
@@ -144,7 +145,7 @@ class Outcome:
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
             grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
-        return replace(self, grads=grads, due=(), own=None, shown=None)
+        return self.replace(grads=grads, due=(), own=None, shown=None)
 
     def settled(self, again: bool = True) -> Outcome:
         """The final outcome: ``due`` functions applied, and sums divided into means.
@@ -152,9 +153,9 @@ class Outcome:
         Args:
             again: whether this outcome is used again: then nothing is written in place.
         """
-        outcome = replace(self, own=None) if again else self
+        outcome = self.replace(own=None) if again else self
         for finish in outcome.due:
-            outcome = replace(outcome.with_grads(finish(outcome.grads)), due=())
+            outcome = outcome.with_grads(finish(outcome.grads)).replace(due=())
         shown, count, scale = outcome.shown, outcome.count, outcome.scale
         if outcome.weight is not None or not count == 1 == scale:
             # Sums over their weight, or over the number of microbatches.
@@ -163,7 +164,7 @@ class Outcome:
             aux = divided(outcome.aux, count)
             outcome = Outcome(outcome.total / by, None, grads, aux)
         if shown is not None:
-            outcome = replace(outcome, grads=shown(outcome.grads), shown=None)
+            outcome = outcome.replace(grads=shown(outcome.grads), shown=None)
         return outcome
 
 

@@ -192,13 +192,12 @@ class FirstCalls:
         self._known.update((rank, key) for key in keys)
 
 
-def signature(args: Any, keywords: Any) -> Any:
-    """A key of a call's arguments, by their structure, kinds, shapes and dtypes.
+def signature(leaves: Sequence[Any], treedef: tree.TreeDef) -> Any:
+    """A key of a call by the leaves of its arguments: structure, kinds and shapes.
 
     Its first item is the key for batches of any shape: structure, truth values, kinds
     of leaves that are no numbers, and tensors that are split or without values.
     """
-    leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
     kinds: list[Any] = list(map(_kind, filter(is_sharded, leaves)))
     marks = []
     for i, x in enumerate(leaves):

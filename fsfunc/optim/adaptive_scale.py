@@ -95,7 +95,7 @@ def observe_means(
     @functools.wraps(grad_fn)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
         seen, f = _Measure(measure, mean), frame()
-        with inside(replace(f, handlers=(*f.handlers, seen))):
+        with inside(f.replace(handlers=(*f.handlers, seen))):
             out = grad_fn(*args, **keywords)
         return out, seen.total(), seen.samples
 
@@ -123,7 +123,7 @@ class _Measure(GradientObserver):
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
             outcome = run(call)
-            return outcome if self.mean is None else replace(outcome, shown=self._ended)
+            return outcome if self.mean is None else outcome.replace(shown=self._ended)
 
         return seen
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class _InBackward(Optimizer):
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
         steps, f = BackwardSteps(self.inner, state.opt_state, state.params), frame()
-        with inside(replace(f, handlers=(*f.handlers, steps))):
+        with inside(f.replace(handlers=(*f.handlers, steps))):
             value, grads = run()
         return value, grads, steps.rest()
 
@@ -163,7 +162,7 @@ class BackwardSteps(GradientSteps):
                 if self.taken:
                     raise ValueError(_TWICE)
                 self.taken = True
-            return run(replace(call, fn=self._watched(call.fn, call.has_aux)))
+            return run(call.replace(fn=self._watched(call.fn, call.has_aux)))
 
         return stepped
 

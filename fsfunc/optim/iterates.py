@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,7 +174,7 @@ class _ScheduleFree:
             new_z, inner = commit()
             if self.weight_decay:
                 (new_z,) = fused(Matched.of(new_z, old), _decay, decays)()
-            with inside(replace(frame(), donated=Everything())):  # y is ours by now
+            with inside(frame().replace(donated=Everything())):  # y is ours by now
                 y = _mixed(y, _only(matched, new_z), 1.0, k)
             return y, counted._replace(z=new_z, base=inner)
 

@@ -275,7 +275,7 @@ class _Layerwise(Skipping):
 
         def scaled() -> tuple[Any, Tree]:
             f = frame()
-            with inside(replace(f, handlers=(*f.handlers, scaling))):
+            with inside(f.replace(handlers=(*f.handlers, scaling))):
                 return run()
 
         value, grads, inner = self.optimizer.gradients(scaled, state.inner)

@@ -243,7 +243,7 @@ class _Scaled(Skipping):
 
     def take(self, run: Run, state: LossScaleState) -> tuple[Any, Tree, Optimizer]:
         f = frame()
-        with inside(replace(f, handlers=(*f.handlers, _Scaling(state.scale)))):
+        with inside(f.replace(handlers=(*f.handlers, _Scaling(state.scale)))):
             value, grads, inner = self.optimizer.gradients(run, state.inner)
         return value, grads, Optimizer.of(replace(self, optimizer=inner))
 
@@ -261,6 +261,6 @@ class _Scaling(Interpretation):
         def scaled(call: GradientCall) -> Outcome:
             if frame().in_loss:  # a derivative that the loss itself takes
                 return run(call)
-            return run(replace(call, cotangent=call.cotangent * self.scale))
+            return run(call.replace(cotangent=call.cotangent * self.scale))
 
         return scaled

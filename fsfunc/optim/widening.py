@@ -109,7 +109,7 @@ class Widened:
         if adds and not graph:
             return self._written(grads, state, low, mine, wide)
         updates, inner = self.optimizer.update(grads, state.inner, wide)
-        with inside(replace(frame(), donated=None)):
+        with inside(frame().replace(donated=None)):
             new = low.only(apply_updates(wide, updates))
         change = _changes(mine, self.rounded(state, new))
         moved = low.merged(updates, low.where(updates, change))
@@ -120,7 +120,7 @@ class Widened:
         self, grads: Tree, state: Any, low: Narrow, mine: Tree, wide: Tree
     ) -> Commit:
         """The step in place, where nobody asks for a graph."""
-        with inside(replace(frame(), donated=self.donation(low.only(wide)))):
+        with inside(frame().replace(donated=self.donation(low.only(wide)))):
             commit = self.optimizer.prepare(grads, state.inner, wide)
 
         def finish() -> tuple[Tree, Any]:

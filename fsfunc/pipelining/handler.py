@@ -171,7 +171,7 @@ class Pipelining(Interpretation):
             number = f.counter.count - 1 if again else f.counter.next()
             how = functools.partial(self._differentiate, depth, number)
             with inside(f.replace(micro=micro)):
-                return run(replace(call, runner=how))
+                return run(call.replace(runner=how))
 
         return pipelined
 
@@ -186,7 +186,7 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        batches, count = folded(self._batches(replace(call, args=args), number))
+        batches, count = folded(self._batches(call.replace(args=args), number))
         where = self._where()
         samples = None
         if observers := [h for h in f.handlers if h.observes]:
@@ -306,7 +306,7 @@ class RecordedPipelining(Noted, Pipelining):
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):
-            return differentiate(replace(call, args=part.args, keywords=part.keywords))
+            return differentiate(call.replace(args=part.args, keywords=part.keywords))
 
     def _running(self, cut: Cut, **changes: Any) -> Frame:
         """The frame in which a loss runs that is cut so."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +75,7 @@ class SampleGradients:
         flats = [leaves.leaves[i].packed.flat for i in leaves.kept]
         known = [*values, *(space_of(x).on_device(x) for x in flats)]
         for observer in observers:
-            observer.begins(replace(call, cotangent=call.cotangent * share))
+            observer.begins(call.replace(cotangent=call.cotangent * share))
             observer.lies_along(where.axis, known)
 
     @contextmanager

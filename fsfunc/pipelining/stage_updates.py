@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -80,7 +80,7 @@ class Updating(Pipelining):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = cast(_Running, call.fn)
         f = frame().replace(donated=None)  # forwards use old versions
-        call = replace(call, fn=running.loss)
+        call = call.replace(fn=running.loss)
         batches = self._batches(call, number)
         where = self._where()
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]

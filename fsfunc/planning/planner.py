@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.attribution import told_where
-from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink, told_where
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger

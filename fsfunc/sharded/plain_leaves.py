@@ -89,60 +89,62 @@ def lay_as(new: Any, old: Any) -> Any:
     return new
 
 
-def returned_state(args: Sequence[Any], out: Any) -> Any:
-    """The state in what a step returned.
+def state_in(
+    spec: tree.TreeDef, before: tree.TreeDef | None
+) -> tuple[int, tree.TreeDef]:
+    """Where the leaves of the state begin in what a step returned, and its structure.
 
-    That is all of it; or of a tuple, the part of the structure of the state given, or
-    else the first.
+    That is all of it; or of a tuple, the part of the structure of the state given,
+    ``before``, or else the first.
     """
-    if type(out) is not tuple or not out:
-        return out
-    before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
-    for x in (out, *out):
-        if tree.flatten(x, is_leaf=is_sharded)[1] == before:
-            return x
-    return out[0]
+    parts = spec.children() if spec.type is tuple and spec != before else []
+    k = parts.index(before) if before in parts else 0
+    return sum([x.num_leaves for x in parts[:k]]), parts[k] if parts else spec
 
 
-def laid_returned(args: Sequence[Any], out: Any, own: Container[str] | None) -> Any:
+def laid_returned(
+    out: Any,
+    made: list[Any],
+    spec: tree.TreeDef,
+    before: tree.TreeDef | None,
+    given: Sequence[Any],
+    own: Container[str] | None,
+) -> Any:
     """Gives the plain leaves of a returned state the layouts at their paths.
 
     Where a replicated leaf became a value of the rank's own, it gets none. A leaf in
     memory that has another layout, as another leaf, is copied.
 
     Args:
-        args: the arguments of the call; ``out``: what it returned.
+        out: what the call returned; ``made``, ``spec``: its leaves and structure.
+        before, given: the structure and the leaves of the state that it was given.
         own: the paths of values that are the rank's own; None if that is unknown.
     """
-    state = returned_state(args, out)
-    leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-    given, before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
-    plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    paths = tree.paths(state, is_leaf=is_sharded) if plain and own else ()
+    start, state = state_in(spec, before)
+    every = range(start, start + state.num_leaves)
+    plain = [i for i in every if isinstance(made[i], Tensor)]
+    paths = tree.paths_of(state) if plain and own else ()
     wanted = {}
     for i in plain:
-        how = laid_as(given[i]) if treedef == before else None
-        how = how or laid_as(leaves[i])
+        how = laid_as(given[i - start]) if state == before else None
+        how = how or laid_as(made[i])
         if not isinstance(how, Own):
-            varies = own is None or bool(paths) and paths[i] in own
+            varies = own is None or bool(paths) and paths[i - start] in own
             how = None if varies else WHOLE
         wanted[i] = how
     copies = False
     for i, how in wanted.items():
-        if laid_as(leaves[i]) not in (None, how):
-            leaves[i], copies = leaves[i].clone(), True
-        lay_leaf(leaves[i], how)
-    if not copies:
-        return out
-    new = tree.unflatten(treedef, leaves)
-    return new if state is out else tuple(new if x is state else x for x in out)
+        if laid_as(made[i]) not in (None, how):
+            made[i], copies = made[i].clone(), True
+        lay_leaf(made[i], how)
+    return tree.unflatten(spec, made) if copies else out
 
 
 def holds_own(t: Any) -> str | None:
     """The path of a leaf that is each rank's own, or None."""
     leaves = tree.leaves(t, is_leaf=is_sharded)
     for i, x in enumerate(leaves):
-        if isinstance(laid_as(x), Own):
+        if isinstance(x, Tensor) and isinstance(laid_as(x), Own):
             return tree.paths(t, is_leaf=is_sharded)[i]
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.attribution import told_where
+from fsfunc.comm.backends.abstract import told_where
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.comparison import ALIKE, Section, whole_values
 from fsfunc.sharded.layout import Layout

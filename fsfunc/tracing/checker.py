@@ -27,12 +27,13 @@ from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import laid_as, returned_state
+from fsfunc.sharded.plain_leaves import laid_as
 from fsfunc.tracing.knowledge import Seen, memory
 from fsfunc.tracing.operators import shown
 from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
 from fsfunc.tracing.results import pairs, placed, pulled_with, together
+from fsfunc.tracing.runs import returned_state
 from fsfunc.tracing.steadiness import NumbersGiven, StandIns
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to

@@ -33,7 +33,6 @@ from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import returned_state
 from fsfunc.tracing import runs
 from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
@@ -118,7 +117,7 @@ def _record(
         # What is fake may be written: an optimizer then copies nothing.
         donated = Everything() if fake else None
         handlers = tuple(map(recorder.standing_for, f.handlers))
-        f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
+        f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
         with inside(f), watching(recorder):
             given = recorder.leaves(params, splits), *rest
             recorder.own.add(tree.leaves(rest))
@@ -234,7 +233,7 @@ class Recorder(Findings, Tracer, Watcher):
 
     def carries(self, args: Sequence[Any], out: Any) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
-        state = returned_state(args, out)
+        state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
         refuse_hidden(self, args, leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
@@ -315,7 +314,7 @@ class Recorder(Findings, Tracer, Watcher):
             taken = Taken(call.path, numbers, names, owner, said, kinds)
             self.taken.append(taken)
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
-            with inside(replace(call.frame, path=call.path, numbers=numbers)):
+            with inside(call.frame.replace(path=call.path, numbers=numbers)):
                 return tree.map(self._output, out, is_leaf=is_sharded)
 
         return recorded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.attribution import told_where
-from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink, told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.core.frames import Interpretation, inside
@@ -31,6 +30,7 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import plainly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.plain_leaves import state_in
 from fsfunc.tracing.steadiness import Outside
 
 
@@ -196,6 +196,14 @@ def with_data(x: Tensor) -> Tensor:
     return real.requires_grad_(x.requires_grad)
 
 
+def returned_state(args: Sequence[Any], out: Any) -> Any:
+    """The state in what a step returned: see `state_in`."""
+    leaves, spec = tree.flatten(out, is_leaf=is_sharded)
+    before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
+    start, state = state_in(spec, before)
+    return tree.unflatten(state, leaves[start : start + state.num_leaves])
+
+
 class Noted(Interpretation):
     """Replacement for a sharding transform while a step is recorded.
 
@@ -221,5 +229,6 @@ class NotedShard(Noted):
     """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        with inside(self.handler.entered(self, f, args, keywords)):
+        flat = tree.flatten((args, keywords), is_leaf=is_sharded)
+        with inside(self.handler.entered(self, f, args, keywords, flat)):
             return f(*args, **keywords)

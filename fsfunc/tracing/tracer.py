@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import asks_for_a_value, source_line, traceback_line
+from fsfunc.comm.attribution import source_line, traceback_line
+from fsfunc.comm.backends.abstract import asks_for_a_value
 from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call

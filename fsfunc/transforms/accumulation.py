@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class _Accumulate(Interpretation):
         """Calls ``f`` with a copy of this that knows the enclosing gradient calls."""
         outer = frame()
         one = _Accumulate(self.n, self.chosen, outer.in_loss, self.once)
-        with inside(replace(outer, handlers=(*outer.handlers, one))):
+        with inside(outer.replace(handlers=(*outer.handlers, one))):
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
@@ -116,10 +115,10 @@ class _Accumulate(Interpretation):
                 if rounds is not None:
                     rounds.begin("m", i)
                 tracer.turn("m", i)
-                with inside(replace(f, micro=(*f.micro, (i, self.n)))):
+                with inside(f.replace(micro=(*f.micro, (i, self.n)))):
                     part = cut.part(i)
                     if adds and sums.ours:
-                        part = replace(part, into=sums.grads)
+                        part = part.replace(into=sums.grads)
                     sums.add(cut.apart(run(part), own))
                     del part
                 i += 1
@@ -183,8 +182,8 @@ class _Sums:
         aux = added(a.aux, b.aux)
         total, count = a.total + b.total, a.count + b.count
         # Without its gradients: they would be held until the last microbatch.
-        sums = replace(a, grads=None, own=None)
-        self.first = replace(sums, total=total, weight=weight, aux=aux, count=count)
+        sums = a.replace(grads=None, own=None)
+        self.first = sums.replace(total=total, weight=weight, aux=aux, count=count)
 
     def _added(self, grads: Any) -> Any:
         ours, theirs = split_alike(self.grads, grads)
@@ -224,12 +223,12 @@ class _Sums:
     def repeat(self, before: int, times: int) -> None:
         """Counts the microbatches since ``before`` for ``times`` more."""
         count = self.counts()
-        self.first = replace(self.first, count=count + times * (count - before))
+        self.first = self.first.replace(count=count + times * (count - before))
 
     def outcome(self) -> Outcome:
         """The outcome that is the sum."""
         own = self.grads if self.ours else None
-        return replace(self.first, grads=self.grads, own=own)
+        return self.first.replace(grads=self.grads, own=own)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:

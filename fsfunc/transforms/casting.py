@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def precision(
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
-        with inside(replace(frame(), casts=casts)):
+        with inside(frame().replace(casts=casts)):
             return f(*args, **keywords)
 
     return run

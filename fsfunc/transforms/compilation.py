@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -124,7 +123,7 @@ def jit(
         around = frame()
         if around.compiler is not None and around.compiler.whole:
             return f(*args, **keywords)  # it is compiled with all of its step
-        with inside(replace(around, compiler=compiler)):
+        with inside(around.replace(compiler=compiler)):
             return f(*args, **keywords)
 
     return run

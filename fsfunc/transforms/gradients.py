@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import filterfalse
 from typing import Any
 
@@ -198,8 +197,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     for i, x in zip(at_sums, sums, strict=True):
         aux[i] = x
     found.average_whole(where)
-    return replace(
-        outcome.with_grads(found.trees()),
+    return outcome.with_grads(found.trees()).replace(
         total=means[0].to(outcome.total.dtype),
         weight=weight,
         aux=tree.unflatten(spec, aux),

@@ -48,7 +48,7 @@ class Arguments:
 
     def kind(self, args: Any, keywords: Any) -> Any:
         """By which calls share a call without a graph, as they share a type check."""
-        of_state, *_ = signature(args, keywords)
+        of_state, *_ = signature(self.leaves, self.treedef)
         state = distinct(self.leaves[: self.state.num_leaves]) if self.state else []
         layouts = [id(x) for x in self.layouts]
         return of_state, *map(_described, state), *layouts

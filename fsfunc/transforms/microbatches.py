@@ -7,7 +7,7 @@ names. All of its tensors with dims are cut, except for sharded leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class Microbatches:
         count = len(self._call.args)
         keywords = {key: made[key] for key in self._call.keywords}
         args = tuple(made[i] for i in range(count))
-        return replace(self._call, args=args, keywords=keywords)
+        return self._call.replace(args=args, keywords=keywords)
 
     def is_cut(self, i: int) -> bool:
         """True if the positional argument ``i`` is cut."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -172,7 +171,7 @@ class _Offload(Interpretation):
         before = None if tried or not args else _PlacesBefore(args[0])
         if before is not None and self.stores.params and not before.any:
             self._check(args[0])
-        with inside(replace(outer, handlers=handlers)):
+        with inside(outer.replace(handlers=handlers)):
             out = f(*args, **keywords)
         return out if before is None or not before.any else before.keep(out)
 

@@ -76,7 +76,7 @@ class Sharding(Interpretation):
         leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
         given = treedef.child(0).child(0) if args else None
         state = leaves[: given.num_leaves] if given else []
-        found = self.entered(self, f, args, keywords, state)
+        found = self.entered(self, f, args, keywords, (leaves, treedef), state)
         at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
@@ -89,7 +89,7 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             call = self.first_calls.begins((args[1:], keywords), found)
-            with inside(replace(found, runtimes=runtimes)):
+            with inside(found.replace(runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.gathers.close()
             if found.tracer is not None:
@@ -102,7 +102,8 @@ class Sharding(Interpretation):
             if repacked(made, coordinates):
                 out = tree.unflatten(outdef, made)
             if not all(map(is_sharded, made)):
-                out = laid_returned(args, out, self.first_calls.own_paths)
+                before = given, state, self.first_calls.own_paths
+                out = laid_returned(out, made, outdef, *before)
             self.first_calls.compare_state(f, found, given, out, call)
             if found.compiler is not None and found.compiler.whole:
                 found.compiler.compares(self.first_calls, f, found, outdef)
@@ -114,11 +115,13 @@ class Sharding(Interpretation):
         f: Callable[..., Any],
         args: Any,
         keywords: Any,
+        flat: tuple[list[Any], tree.TreeDef],
         state: Sequence[Any] = (),
     ) -> Frame:
         """Checks a call of ``f``; returns its frame, to which ``handler`` is added.
 
         Args:
+            flat: the leaves and the structure of ``(args, keywords)``.
             state: the leaves of the first argument, which must have layouts.
         """
         before = frame()
@@ -130,21 +133,21 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = self.here(self.mesh)
-        self._check(f, args, keywords, at, state)
+        self._check(f, args, keywords, at, flat, state)
         at = replace(at, mean=(*at.mean, *self.axes))
-        return replace(before, handlers=(*before.handlers, handler), at=at)
+        return before.replace(handlers=(*before.handlers, handler), at=at)
 
     def recorded(self, recorder: Any) -> Interpretation:
         return recorder.noted(self)
 
     def _check(
-        self, f: Any, args: Any, keywords: Any, at: Here, state: Sequence[Any] = ()
+        self, f: Any, args: Any, keywords: Any, at: Here, flat: Any, state: Any = ()
     ) -> None:
         """Checks a call with arguments of a new kind, before it runs."""
         tracer, key, apart = frame().tracer, None, self.mesh.backend == "vmap"
         if not apart:
             try:
-                key = signature(args, keywords)
+                key = signature(*flat)
             except RuntimeError:
                 for given in (*args, keywords):
                     refuse_spent(given)
@@ -165,7 +168,8 @@ class Sharding(Interpretation):
         if _torch.functorch_active():  # what is transformed must have a meaning itself
             args, keywords = tree.map(_plain, (args, keywords), is_leaf=is_sharded)
             with _torch.outside_transforms():
-                self._check(f, args, keywords, at)
+                flat = tree.flatten((args, keywords), is_leaf=is_sharded)
+                self._check(f, args, keywords, at, flat)
         else:
             refuse("array meta sparse", "a sharded function", args[:1], *arguments(1))
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
@@ -230,16 +234,16 @@ class Sharding(Interpretation):
         leaves, treedef = tree.flatten((call.args, call.keywords), is_leaf=is_sharded)
         if repacked(leaves, coordinates):
             args, keywords = tree.unflatten(treedef, leaves)
-            call = replace(call, args=args, keywords=keywords)
+            call = call.replace(args=args, keywords=keywords)
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
         runtime.add_to(call.into)
         places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
         # In place of the runtime of the call around.
         others = [(h, kept) for h, kept in f.runtimes if h is not self]
         runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
-        with inside(replace(f, runtimes=runtimes, varies=varies)):
+        with inside(f.replace(runtimes=runtimes, varies=varies)):
             kept = {**call.packed, **runtime.keeps}
-            outcome = run(replace(call, packed=kept, parts=runtime.parts, into=None))
+            outcome = run(call.replace(packed=kept, parts=runtime.parts, into=None))
         runtime.sums.finish()
         runtime.gathers.close()
         outer.later = runtime.passed
@@ -299,11 +303,11 @@ class Sharding(Interpretation):
             grads = found.trees()
         total = None if f.tracer is None else outcome.total
         own, summed = grads if runtime.sums_all else None, bool(runtime.sums.earlier)
-        outcome = replace(outcome, grads=grads, own=own, summed=summed)
+        outcome = outcome.replace(grads=grads, own=own, summed=summed)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
             by = tuple(chosen)
-            outcome = replace(outcome, shown=lambda grads: shown(grads, by, steps))
+            outcome = outcome.replace(shown=lambda grads: shown(grads, by, steps))
         outcome = averaged(outcome, found, here(self.mesh))
         if f.tracer is not None:
             of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)

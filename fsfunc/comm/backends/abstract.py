@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.attribution import told_where
+from fsfunc.comm.attribution import traceback_line
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
 from fsfunc.comm.operations import OPERATIONS, SUM, is_source
+from fsfunc.runtime.scopes import plainly
 
 _INSTEAD = (
     ", where all tensors are fake: leave out there what reads a value, or run it on a "
@@ -252,3 +254,33 @@ def run_vmapped(
         tree.unflatten(spec, [constants.get(i, o[r]) for i, o in enumerate(outs)])
         for r in range(mesh.size)
     ]
+
+
+def asks_for_a_value(error: BaseException) -> bool:
+    """True if ``error`` was raised by a fake tensor whose value was read."""
+    return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
+
+
+@contextmanager
+def told_where(what: str, instead: str) -> Iterator[None]:
+    """Inside, fake tensors that are asked for a value raise with the source line.
+
+    Compiled functions run as plain ones.
+
+    Args:
+        what: the function that asks, for the message.
+        instead: the end of the message: what to do.
+
+    Raises:
+        RuntimeError: in place of torch's own error.
+    """
+    try:
+        with plainly():
+            yield
+    except Exception as error:
+        if not asks_for_a_value(error):
+            raise
+        raise RuntimeError(
+            f"{what} asks for a tensor's value at {traceback_line(error)} (.item(), "
+            f"`if tensor`, a boolean mask){instead}"
+        ) from error

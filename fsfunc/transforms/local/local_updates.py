@@ -264,7 +264,7 @@ class _OnOneState(Interpretation):
         before, at = frame(), here(self.handler.mesh)
         around = self.handler.around(before, at)
         handlers = (*before.handlers, self)
-        with inside(replace(around, handlers=handlers)):
+        with inside(around.replace(handlers=handlers)):
             return f(*args, **keywords)
 
 

@@ -153,7 +153,7 @@ class WithFeedback:
 
         def fed() -> tuple[Any, Tree]:
             f = frame()
-            with inside(replace(f, handlers=(*f.handlers, feedback))):
+            with inside(f.replace(handlers=(*f.handlers, feedback))):
                 return run()
 
         value, grads, inner = self.optimizer.gradients(fed, state.inner)
