@@ -108,6 +108,23 @@ def noting(compile, made):
     return noted
 
 
+def updated(optimizer, compute=None, tolerance=1e-5):
+    """(around a step, options of `steps`, and how near a graph of it is)."""
+
+    def around(step, mesh, axes):
+        step = ff.precision(step, compute=compute) if compute else step
+        return ff.shard(ff.accumulate(step, 2), mesh, axes, zero=3)
+
+    params = layers(2, bias=False, make=floats if compute else integers)
+    how = {"optimizer": optimizer, "params": params, "loss": chain(linear)}
+    return around, how, tolerance
+
+
+def reduced(step, mesh, axes):
+    step = ff.shard(step, mesh, axes)
+    return ff.precision(step, torch.float32, reduce=torch.float32)
+
+
 OPTIMIZERS = {
     "sgd": ff.sgd(0.125, momentum=0.5),
     "lion": ff.lion(0.125),
@@ -115,23 +132,20 @@ OPTIMIZERS = {
     "muon": ff.muon(0.01),
     "master": ff.master_weights(ff.sgd(0.125)),
 }
+HALVES = layers(2, make=floats, dtype=torch.bfloat16)
+ALIKE = {
+    **{k: updated(o) for k, o in OPTIMIZERS.items()},
+    **{f"{k}, bf16": updated(o, torch.bfloat16) for k, o in OPTIMIZERS.items()},
+    "sums in float32": (reduced, {"optimizer": ff.sgd(0.5), "params": HALVES}, 0),
+}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-def test_updates_and_casts_are_those_of_the_step(name, compute):
-    def transform(wrap):
-        def made(step, mesh, axes):
-            step = ff.precision(step, compute=compute) if compute else step
-            return wrap(ff.shard(ff.accumulate(step, 2), mesh, axes, zero=3))
-
-        return made
-
-    params = layers(2, bias=False, make=floats if compute else integers)
-    how = dict(optimizer=OPTIMIZERS[name], params=params, loss=chain(linear))
-    found, _ = steps(transform(whole), simulated(2), **how)
-    expected, _ = steps(transform(lambda f: f), simulated(2), **how)
-    close(found, expected, 1e-5)
+@pytest.mark.parametrize("name", ALIKE)
+def test_updates_casts_and_sums_are_those_of_the_step(name):
+    around, how, tolerance = ALIKE[name]
+    found, _ = steps(lambda *given: whole(around(*given)), simulated(2), **how)
+    expected, _ = steps(around, simulated(2), **how)
+    close(found, expected, tolerance)
 
 
 def test_new_shapes_are_traced_at_once_and_then_python_runs_no_more():
@@ -171,16 +185,6 @@ def test_ranks_with_batches_of_other_shapes_have_weights_of_the_same_bits(zero):
         return found
 
     same(*ff.spmd(main, mesh)())
-
-
-def test_results_may_depend_on_the_shapes_of_a_batch():
-    def step(state, x):
-        return ff.tree.map(lambda p: p + x.sum(0), state), (x * 2, len(x), "text")
-
-    run, state = whole(step), torch.zeros(4)
-    for rows in (8, 8, 5, 5, 8):
-        x = floats(rows, 4, seed=rows)
-        same(run(state, x), step(state, x))
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
@@ -267,29 +271,6 @@ def test_rows_of_a_data_set_and_parts_of_kept_buffers_are_one_graph():
     close(list(found), list(ff.spmd(lambda: main(lambda f: f), mesh)()))
 
 
-def test_tensors_that_the_step_closes_over_are_read_in_each_call():
-    beside = torch.zeros(3)
-
-    def step(state, x):
-        grads = ff.value_and_grad(chain())(state, x)[1]
-        new = ff.tree.map(lambda p, g: p - 0.1 * g, state, grads)
-        return new, beside * 2 + torch.arange(3) + torch.tensor(0.5)
-
-    run, state = whole(step), layers(1, make=floats)
-    for k in range(4):
-        state, found = run(state, X)
-        same(found, torch.arange(3) + 0.5 + 2 * k)
-        beside.add_(1)
-
-
-def test_a_step_without_tensors_among_its_arguments_is_a_graph_too():
-    beside = torch.ones(2)
-    run = whole(lambda name: beside * 2)
-    for k in range(3):
-        same(run("a"), torch.full((2,), 2.0 * (k + 1)))
-        beside.add_(1)
-
-
 def test_donated_it_writes_what_nobody_else_holds():
     optimizer, mesh = ff.sgd(0.125), simulated(2)
     step = whole(ff.shard(train_step(chain(), optimizer), mesh, "data"))
@@ -373,16 +354,43 @@ def test_a_plan_and_a_derivative_of_it_are_those_of_the_step():
         same(torch.func.grad(square)(x), 2 * x)
 
 
-def test_arguments_that_differ_in_more_than_shapes_have_graphs_of_their_own():
-    def step(state, x):
-        return ff.tree.map(lambda p: p * 2, state), x.sum()
+BESIDE, BUFFER = torch.zeros(3), floats(4, 4)
+A, B = floats(3), floats(3, seed=1)
 
-    one, other = floats(3), floats(3, seed=1)
-    buffer, run = floats(4, 4), whole(step)
-    states = [{"a": one, "b": b, "c": one} for b in (one, other)]
-    for state, x in [(states[0], buffer[0]), (states[1], buffer[1].clone())] * 2:
-        same(run(state, x), step(state, x))
-    same(run(states[0], buffer[1]), step(states[0], buffer[1]))
+
+def closed_over(state, x):
+    grads = ff.value_and_grad(chain())(state, x)[1]
+    new = ff.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+    return new, BESIDE * 2 + torch.arange(3) + torch.tensor(0.5)
+
+
+def doubled(state, x):
+    return ff.tree.map(lambda p: p * 2, state), x.sum()
+
+
+def by_shape(state, x):
+    return ff.tree.map(lambda p: p + x.sum(0), state), (x * 2, len(x), "text")
+
+
+CALLS = {  # a function, and what it is given, call by call
+    "results by the shapes of a batch": (
+        by_shape, [(torch.zeros(4), floats(n, 4, seed=n)) for n in (8, 8, 5, 5, 8)]),
+    "tensors that it closes over": (closed_over, [(layers(1, make=floats), X)] * 4),
+    "no tensors among arguments": (lambda name: BESIDE * 2, [("a",)] * 3),
+    "leaves that are one, and views": (doubled, [
+        *[({"a": A, "b": A, "c": A}, BUFFER[0]),
+          ({"a": A, "b": B, "c": A}, BUFFER[1].clone())] * 2,
+        ({"a": A, "b": A, "c": A}, BUFFER[1])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_each_call_it_gives_what_the_function_gives(name):
+    fn, calls = CALLS[name]
+    run = whole(fn)
+    for args in calls:
+        same(run(*args), fn(*args))
+        BESIDE.add_(1)
 
 
 def test_a_sharded_state_in_another_dtype_has_a_graph_of_its_own():
@@ -415,22 +423,6 @@ def test_generators_go_on_as_after_the_step_itself():
             state, _ = run(state, X)
         found.append((state.params, torch.rand(2)))
     close(*found)
-
-
-def test_gradients_are_summed_in_the_dtype_of_the_reduction():
-    def transform(wrap):
-        def made(step, mesh, axes):
-            step = ff.shard(step, mesh, axes)
-            return wrap(ff.precision(step, torch.float32, reduce=torch.float32))
-
-        return made
-
-    params = layers(2, make=floats, dtype=torch.bfloat16)
-    found, _ = steps(transform(whole), simulated(2), ff.sgd(0.5), params=params)
-    expected, _ = steps(
-        transform(lambda f: f), simulated(2), ff.sgd(0.5), params=params
-    )
-    same(found, expected)
 
 
 @pytest.mark.slow
