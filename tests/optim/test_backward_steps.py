@@ -11,7 +11,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.runtime.memory import KINDS
 from tests import checks, models
-from tests.checks import refused, simulated
+from tests.checks import all_refused, simulated
 from tests.models import layer
 from tests.optim.optimizers import ours
 from tests.optim.steps import trained as stacked
@@ -351,20 +351,13 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refused(name):
-    refused(BAD[name][0], ValueError, BAD[name][1])
-
-
-# Known once gradients are given.
-@pytest.mark.parametrize(
-    "grad, error, says",
-    [
-        (swapped, ValueError, "other grad"),
-        (doubled, RuntimeError, "used this gradient up"),
-        (clipped, RuntimeError, "used this gradient up"),
-    ],
+test_refused = all_refused({k: (call, ValueError, w) for k, (call, w) in BAD.items()})
+UP = "used this gradient up"
+test_a_gradient_that_is_used_up_cannot_be_used_again = all_refused(
+    {  # known once gradients are given
+        "swapped": (lambda: stepped(SIB, grad=swapped), ValueError, "other grad"),
+        "doubled": (lambda: stepped(SIB, grad=doubled), RuntimeError, UP),
+        "clipped": (lambda: stepped(SIB, grad=clipped), RuntimeError, UP),
+    },
+    sent=True,
 )
-def test_a_gradient_that_is_used_up_cannot_be_used_again(grad, error, says):
-    with pytest.raises(error, match=says):
-        stepped(SIB, grad=grad)

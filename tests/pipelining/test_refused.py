@@ -3,7 +3,6 @@
 import functools
 from functools import partial
 
-import pytest
 import torch
 
 import fsfunc as ff
@@ -14,6 +13,7 @@ from fsfunc.pipelining.stage_plans import cut
 from fsfunc.pipelining.synchronous import gpipe
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.transfers import with_transfers
+from tests.checks import all_refused
 
 S = ff.schedules
 TEXT = [
@@ -165,17 +165,11 @@ def cut_as(stages, n):
     return lambda: cut(program(), stages, n)
 
 
-REFUSED = [
+test_what_cannot_be_is_refused = all_refused([
     *((call, ScheduleError, words) for call, words in SCHEDULES),
     *(
         (partial(ff.balance, costs, n), ValueError, words)
         for costs, n, words in BALANCES
     ),
     *((cut_as(stages, n), ValueError, words) for stages, n, words in CUTS),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
-def test_what_cannot_be_is_refused(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+])  # fmt: skip

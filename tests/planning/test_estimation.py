@@ -27,6 +27,7 @@ from fsfunc.planning.events import (
 )
 from fsfunc.planning.hardware import Hardware, Level, replace
 from fsfunc.planning.plans import Plan, RankPlan
+from tests.checks import all_refused
 
 CLOCK = Hardware(
     "clock",
@@ -300,27 +301,16 @@ def test_ranks_that_wait_for_each_other_are_named():
 MEETING = [started(0, 1, ("pipe",), (0, 1), "psum"), Waited(0)]
 OTHER = [started(0, 1, ("pipe",), (0, 1), "pmax")]
 ALONE = RankPlan(0, 1, {"pipe": 0}, [asked(0, 1, 0)], {}, (), ())
-REFUSED = {
-    "from rank 0 to rank 1: rank 1 has not asked": (
-        Deadlock, lambda: both([sent(0, 1, 0, 1)], [ran(1)]),
-    ),
-    'psum 0 over "pipe": rank 1 has not issued it': (
-        Deadlock, lambda: both(MEETING, [ran(1)]),
-    ),
-    "a psum of rank 1 but a pmax of rank": (
-        CollectiveMismatch, lambda: both(OTHER, MEETING),
-    ),
-    "rank 1 of .* was not planned: plan the step": (
-        ValueError, lambda: estimate(Plan(PIPE, (ALONE,), ("pipe",)), CLOCK),
-    ),
-    "rank 0 waits for number 3, which it has not": (ValueError, lambda: run(Waited(3))),
-    "tokens of one step": (ValueError, lambda: run(ran(1), tokens=0)),
-    "tokens of one .*": (ValueError, lambda: run(ran(1), tokens=float("nan"))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_plans_that_cannot_be_are_refused(message):
-    error, call = REFUSED[message]
-    with pytest.raises(error, match=message):
-        call()
+test_plans_that_cannot_be_are_refused = all_refused([
+    (lambda: both([sent(0, 1, 0, 1)], [ran(1)]), Deadlock,
+     "from rank 0 to rank 1: rank 1 has not asked"),
+    (lambda: both(MEETING, [ran(1)]), Deadlock,
+     'psum 0 over "pipe": rank 1 has not issued it'),
+    (lambda: both(OTHER, MEETING), CollectiveMismatch,
+     "a psum of rank 1 but a pmax of rank"),
+    (lambda: estimate(Plan(PIPE, (ALONE,), ("pipe",)), CLOCK), ValueError,
+     "rank 1 of .* was not planned: plan the step"),
+    (lambda: run(Waited(3)), ValueError, "rank 0 waits for number 3, which it has not"),
+    (lambda: run(ran(1), tokens=0), ValueError, "tokens of one step"),
+    (lambda: run(ran(1), tokens=float("nan")), ValueError, "tokens of one .*"),
+])  # fmt: skip

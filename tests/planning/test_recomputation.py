@@ -14,7 +14,7 @@ import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
 from fsfunc.runtime.memory import KINDS
 from fsfunc.transforms.rematerialization import remat_calls
-from tests.checks import same
+from tests.checks import all_refused, same
 
 numbers = st.integers(0, 9)
 
@@ -119,24 +119,23 @@ def test_the_fairscale_case(sizes, k):
     assert len(found.splits) < k
 
 
-@pytest.mark.parametrize(
-    ("args", "keywords", "says"),
-    [
-        (([1, 2], [1]), {"segments": 1}, "kept has 1 numbers for 2 calls"),
-        (([1, -2],), {"segments": 1}, r"activations\[1\] = -2"),
-        (([1, math.inf],), {"segments": 1}, r"activations\[1\] = inf"),
-        (([1, 2],), {"segments": 1, "seconds": [1]}, "seconds has 1 numbers"),
-        (([1, 2],), {}, "one of segments= and bound="),
-        (([1, 2],), {"segments": 1, "bound": 1}, "one of segments= and bound="),
-        (([1, 2],), {"segments": 0}, "segments=0: there is at least one"),
-        (([1, 2],), {"bound": 9, "longest": 0}, "longest=0"),
-        (([1, 2, 3],), {"segments": 1, "longest": 2}, "give 2 segments or more"),
-        (([5, 2],), {"bound": 1}, "the least there is, is 5, 4 too much"),
-    ],
-)
-def test_bad_input_is_refused(args, keywords, says):
-    with pytest.raises(ValueError, match=says):
-        recompute_points(*args, **keywords)
+def points(*args, **how):
+    return lambda: recompute_points(*args, **how)
+
+
+V = ValueError
+test_bad_input_is_refused = all_refused([
+    (points([1, 2], [1], segments=1), V, "kept has 1 numbers for 2 calls"),
+    (points([1, -2], segments=1), V, r"activations\[1\] = -2"),
+    (points([1, math.inf], segments=1), V, r"activations\[1\] = inf"),
+    (points([1, 2], segments=1, seconds=[1]), V, "seconds has 1 numbers"),
+    (points([1, 2]), V, "one of segments= and bound="),
+    (points([1, 2], segments=1, bound=1), V, "one of segments= and bound="),
+    (points([1, 2], segments=0), V, "segments=0: there is at least one"),
+    (points([1, 2], bound=9, longest=0), V, "longest=0"),
+    (points([1, 2, 3], segments=1, longest=2), V, "give 2 segments or more"),
+    (points([5, 2], bound=1), V, "the least there is, is 5, 4 too much"),
+])  # fmt: skip
 
 
 # Applied

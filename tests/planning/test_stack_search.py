@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from fsfunc.planning.hardware import CPU, H100
 from fsfunc.planning.search_results import front_of
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Choice, Stack
-from tests.checks import close, simulated, trained
+from tests.checks import all_refused, close, simulated, trained
 from tests.models import chain, floats, layer, layers, split, splits
 
 WIDTH, ROWS, LAYERS = 32, 8, 4
@@ -164,22 +164,21 @@ def test_layers_and_sequences_are_split_too():
     trains_as_one_device(best, train, init, batch, dim=1)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"layouts": {"*/upp": ff.Split(0, "model")}}, r"no leaf's path matches '\*/u"),
-        ({"layouts": {"*/up": ff.Split(0, "pipe")}}, "the axis of a pipeline"),
-        ({"layouts": {"*/up": "model"}}, "is given 'model': give ff.Split"),
-        ({"dims": {"data": 1}}, "names further axes"),
-        ({"dims": {"context": 4}}, '"context" cuts dim 4, which no batch has'),
-        ({"sizes": {"heads": 2}}, 'an axis "heads".*layouts= or dims= says'),
-        ({"sizes": {"context": 3}}, "the batch of 4 in dim 1 cannot be cut into 3 p"),
-        ({"sizes": {"model": 3}}, "cannot split .*: 64 is not a multiple"),
-    ],
-)
-def test_what_cannot_be_split_is_told(given, says):
-    with pytest.raises((ValueError, TypeError), match=says):
-        split_search(**{"sizes": 2, **given})
+def rows(call, table):
+    """Of keywords, each refused in these words."""
+    return [(partial(call, **k), (ValueError, TypeError), says) for k, says in table]
+
+
+test_what_cannot_be_split_is_told = all_refused(rows(partial(split_search, sizes=2), [
+    ({"layouts": {"*/upp": ff.Split(0, "model")}}, r"no leaf's path matches '\*/u"),
+    ({"layouts": {"*/up": ff.Split(0, "pipe")}}, "the axis of a pipeline"),
+    ({"layouts": {"*/up": "model"}}, "is given 'model': give ff.Split"),
+    ({"dims": {"data": 1}}, "names further axes"),
+    ({"dims": {"context": 4}}, '"context" cuts dim 4, which no batch has'),
+    ({"sizes": {"heads": 2}}, 'an axis "heads".*layouts= or dims= says'),
+    ({"sizes": {"context": 3}}, "the batch of 4 in dim 1 cannot be cut into 3 p"),
+    ({"sizes": {"model": 3}}, "cannot split .*: 64 is not a multiple"),
+]))  # fmt: skip
 
 
 @settings(max_examples=6)
@@ -255,9 +254,12 @@ def test_meshes_have_all_ranks(n):
     assert cuts == {(d, n // d) for d in range(1, n + 1) if n % d == 0}
 
 
-@pytest.mark.parametrize(
-    ("keywords", "says"),
-    [
+def reads(params, x):
+    return layer(params[0], x).mean() * (1 if x.sum() > 0 else 2)
+
+
+test_bad_input_is_refused = all_refused([
+    *rows(found, [
         ({"sizes": "2"}, "give a number of ranks"),
         ({"sizes": -1}, "at least one rank"),
         ({"sizes": {"model": 2}}, 'an axis "model": search cuts'),
@@ -274,22 +276,11 @@ def test_meshes_have_all_ranks(n):
         ({"offload": ("moments",)}, "offload has 'moments': each is a tuple"),
         ({"offload": (("gradients",),)}, "offload has.*of 'params', 'moments'"),
         ({"run": 1}, "there are 1 processes, and mesh_sizes has"),
-        (
-            {"run": 1, "sizes": 1, "batch": BATCH.to("meta")},
-            "batch has a tensor without values",
-        ),
+        ({"run": 1, "sizes": 1, "batch": BATCH.to("meta")},
+         "batch has a tensor without values"),
         ({"batch": (BATCH, BATCH[:2])}, r"agree; it has the shapes {'0': \(8, 32\)"),
         ({"batch": torch.tensor(1.0)}, r"has the shapes {'': \(\)}"),
-    ],
-)
-def test_bad_input_is_refused(keywords, says):
-    with pytest.raises(ValueError, match=says):
-        found(**keywords)
-
-
-def test_a_loss_that_reads_values_is_named():
-    def reads(params, x):
-        return layer(params[0], x).mean() * (1 if x.sum() > 0 else 2)
-
-    with pytest.raises(RuntimeError, match="test_stack_search.py"):
-        search(reads, OPTIMIZER, init, BATCH, 1, CPU)
+    ]),
+    (lambda: search(reads, OPTIMIZER, init, BATCH, 1, CPU), RuntimeError,
+     "test_stack_search.py"),
+])  # fmt: skip

@@ -1,12 +1,14 @@
 """`precision`: bfloat16 arithmetic over float32 parts, in any order of transforms."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import close, on_ranks, same, simulated
+from tests.checks import all_refused, close, on_ranks, same, simulated
 from tests.models import floats, integers
 
 D, MESH = 8, simulated()
@@ -196,18 +198,14 @@ def test_an_autocast_around_units_is_honoured_also_when_they_run_again() -> None
     assert set(seen) == {BF}
 
 
-@pytest.mark.parametrize(
-    "keywords",
+ODD = [{"compute": torch.int8}, {"reduce": torch.long}, {"output": torch.long},
+       {"overrides": {"norm": torch.long}}]  # fmt: skip
+test_a_dtype_that_is_not_floating_is_refused = all_refused(
     [
-        {"compute": torch.int8},
-        {"compute": BF, "reduce": torch.long},
-        {"compute": BF, "output": torch.long},
-        {"compute": BF, "overrides": {"norm": torch.long}},
-    ],
+        (partial(ff.precision, loss, **{"compute": BF, **how}), ValueError, "floating")
+        for how in ODD
+    ]
 )
-def test_a_dtype_that_is_not_floating_is_refused(keywords) -> None:
-    with pytest.raises(ValueError, match="floating"):
-        ff.precision(loss, **keywords)
 
 
 def test_what_units_return() -> None:
