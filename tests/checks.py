@@ -70,12 +70,14 @@ def with_ledger(
     params: Any,
     *batch: Any,
     mesh: ff.Mesh | None = None,
+    planned: bool = False,
     **how: Any,
 ) -> list[tuple[Any, Any]]:
     """What a transformed step of placed parameters gives on each rank: (whole, ledger).
 
     ``wrap(mesh)`` transforms the step; where there is an axis "data", each rank has its
-    part of the batch. By default there are two ranks. ``how`` is for ``ff.place``.
+    part of the batch. By default there are two ranks. ``how`` is for ``ff.place``. If
+    it is ``planned``, it sends what its plan says.
     """
     mesh = mesh or simulated()
 
@@ -84,8 +86,10 @@ def with_ledger(
         cut = batch and "data" in mesh.axes
         mine = ff.local_batch(batch, mesh, "data") if cut else batch
         placed = ff.place(step, params, *mine, **how)
+        plan = ff.plan(step, placed, *mine) if planned else None
         with ff.ledger() as log:
             found = step(placed, *mine)
+        assert plan is None or plan.ranks[0].ledger.table() == log.table()
         return ff.unshard(found), log
 
     return ff.spmd(main, mesh)()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import column_linear, layer_norm, rms_norm, row_linear, sync_batch_norm
-from tests.checks import all_refused, close, simulated
+from tests.checks import all_refused, close, simulated, with_ledger
 from tests.models import floats
 from tests.nn.models import wide
 
@@ -125,30 +125,16 @@ def test_a_split_leaf_tells_the_axis(norm, order, n) -> None:
         }
 
     axes = {"data": 2, "model": n} if order else {"model": n}
-    params, x, mesh = (
-        [block_of(20), block_of(30)],
-        wide(4, 4, seed=9),
-        simulated(**axes),
-    )
+    params, x = [block_of(20), block_of(30)], wide(4, 4, seed=9)
+    mesh = simulated(**axes)
     grad = step = ff.value_and_grad(loss)
     for key in order:
         step = ff.remat(step) if key == "r" else ff.shard(step, mesh, "data")
     layouts = {"*/[uwb]*": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
 
-    def main():
-        rows = ff.local_batch(x, mesh, "data") if order else x
-        placed = ff.place(step, params, rows, layouts=layouts)
-        plan = ff.plan(step, placed, rows)
-        with ff.ledger() as log:
-            found = step(placed, rows)
-        for axis in axes:
-            assert plan.bytes(axis) == log.bytes(axis)
-            assert plan.count(axis=axis) == log.count(axis=axis)
-        return ff.unshard(found)
-
-    expected = grad(params, x)
-    for found in ff.spmd(main, mesh)():
-        close(found, expected, 1e-11)
+    how = {"mesh": mesh, "layouts": layouts, "planned": True}
+    for found, _ in with_ledger(lambda mesh: step, params, x, **how):
+        close(found, grad(params, x), 1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import close, same, simulated
+from tests.checks import all_refused, close, same, simulated
 from tests.models import floats, split, splits
 from tests.optim import steps
 from tests.optim.steps import WIDTH, layer, other, trained
@@ -131,24 +131,20 @@ def outer(ws, batch):
     return whole(ws, batch[0]).square().mean()
 
 
+def by(scales, stack="alone", growth=2.0, **how):
+    make = lambda: ff.layerwise_loss_scale(SGD, scales, growth=growth)  # noqa: E731
+    return lambda: ran(stack, make(), **how)
+
+
 HALF = {"wrap": lambda step: ff.precision(step, torch.float16)}
-REFUSED = {
-    "there must be scales": ({}, "alone", {}),
-    "above 0": ({"layer": 0.0}, "alone", {}),
-    "minimum.* above 0": ({"minimum": -1.0}, "alone", {}),
-    "growth is 1.0: it must be above 1": ({"layer": 2.0}, "alone", {"growth": 1.0}),
-    "'wdie', and the units .* layer, other": (
-        {"layer": 2.0, "wdie": 2.0}, "alone", {}),
-    "units within it gather": ({"whole": 2.0}, "shard", {"fn": outer}),
-    "must be float32 or wider": ({"layer": 2.0}, "alone", HALF),
-    "torch.autocast": ({"layer": 2.0}, "shard", HALF),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_is_refused(says):
-    scales, stack, how = REFUSED[says]
-    options = {k: x for k, x in how.items() if k == "growth"}
-    how = {k: x for k, x in how.items() if k != "growth"}
-    with pytest.raises(ValueError, match=says):
-        ran(stack, ff.layerwise_loss_scale(SGD, scales, **options), **how)
+V, TWO = ValueError, {"layer": 2.0}
+test_what_cannot_be_is_refused = all_refused([
+    (by({}), V, "there must be scales"),
+    (by({"layer": 0.0}), V, "above 0"),
+    (by({"minimum": -1.0}), V, "minimum.* above 0"),
+    (by(TWO, growth=1.0), V, "growth is 1.0: it must be above 1"),
+    (by({"layer": 2.0, "wdie": 2.0}), V, "'wdie', and the units .* layer, other"),
+    (by({"whole": 2.0}, "shard", fn=outer), V, "units within it gather"),
+    (by(TWO, **HALF), V, "must be float32 or wider"),
+    (by(TWO, "shard", **HALF), V, "torch.autocast"),
+], sent=True)  # fmt: skip
