@@ -18,7 +18,7 @@ from fsfunc.optim.block_codes import CHUNK
 from fsfunc.optim.compiled_rules import compiled_writer
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, map_flat, zeros_like
-from fsfunc.optim.matching import Matched, Rule
+from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
 from fsfunc.optim.schedules import check_params_given
@@ -119,6 +119,7 @@ class Codec:
     """Storage of moments: here as they are, in a dtype of their own if given."""
 
     elementwise = compiles = True
+    state: Any = None  # in place of a rule's
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.dtype = dtype
@@ -130,6 +131,9 @@ class Codec:
     def begin(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
     ) -> Commit:
+        kind = self.state or rule.state
+        if type(state) is not kind:
+            raise unlike(rule.name.split(" ")[0], state, kind)
         count, moments = state[0], state[1 : 1 + rule.moments]
         matched = rule.matched(grads, params, moments)
         decays = rule.decays(matched)

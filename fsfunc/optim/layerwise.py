@@ -19,7 +19,7 @@ from fsfunc.optim.compiled_rules import compiled_direction
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
-from fsfunc.optim.matching import Matched, Rule
+from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import Row, row_norms, rows_of
 from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, described
 from fsfunc.optim.reductions import into_parts
@@ -219,6 +219,8 @@ def lamb(
         return Optimizer(adam.init, update)
 
     def prepare(grads: Tree, state: AdamState, params: Tree):
+        if type(state) is not AdamState:
+            raise unlike("lamb", state, AdamState)
         matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
             return added(update)(grads, state, params)

@@ -200,6 +200,15 @@ def update_of(
     return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
+def unlike(of: str, state: Any, kind: Any) -> ValueError:
+    """The error for a state that another optimizer has made."""
+    return ValueError(
+        f"{of} keeps {kind.__name__}, and is given {type(state).__name__}, which "
+        "another optimizer has made: make the state by this one's own init(params), as "
+        "ff.init_state does"
+    )
+
+
 _WHOLE = (
     ". One is whole, the other sharded: ff.init_state(step, params, optimizer, *batch) "
     "makes the optimizer's state from the laid out parameters, as "

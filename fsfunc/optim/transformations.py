@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
-from fsfunc.optim.matching import Matched, decayed
+from fsfunc.optim.matching import Matched, decayed, unlike
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
     Commit,
@@ -63,6 +63,8 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return tuple(t.init(params) for t in transforms)
 
     def begin(grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
+        if type(states) is not tuple:
+            raise unlike("chain", states, tuple)
         if len(states) != len(transforms):
             raise ValueError(
                 f"a chain of {len(transforms)} was given a state of {len(states)}: "

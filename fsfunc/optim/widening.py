@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fsfunc.optim.leaves import (
     paths_of,
     trainable,
 )
-from fsfunc.optim.matching import Matched
+from fsfunc.optim.matching import Matched, unlike
 from fsfunc.optim.optimizer import (
     Commit,
     Optimizer,
@@ -81,6 +81,9 @@ class Widened:
 
     optimizer: Optimizer
 
+    called = ""
+    state: ClassVar[Any] = None  # what they keep
+
     def functions(self) -> Optimizer:
         made = Optimizer.of(self, elementwise=self.optimizer.elementwise)
         return made._replace(take=None) if self.optimizer.take is None else made
@@ -101,6 +104,8 @@ class Widened:
 
     def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
         check_params_given(params, "an update of parameters of 16 bits")
+        if type(state) is not self.state:
+            raise unlike(self.called, state, self.state)
         low = Narrow(params)
         wide = self.wide(state, low)
         mine = low.only(params)
@@ -195,6 +200,8 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
 
 
 class _Masters(Widened):
+    called, state = "master_weights", MasterState
+
     def init(self, params: Tree) -> MasterState:
         low = Narrow(params)
         master = low.floats()
@@ -257,6 +264,8 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
 @dataclass(frozen=True, eq=False)
 class _Rounded(Widened):
     seed: int
+
+    called, state = "stochastic_rounding", RoundingState
 
     def init(self, params: Tree) -> RoundingState:
         leaves, treedef = tree.flatten(params, is_sharded)

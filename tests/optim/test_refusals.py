@@ -71,6 +71,22 @@ def vmapped(optimizer):
     return lambda: vmap(lambda p: optimizer.apply(p, state, p)[0])(torch.ones(3, 2))
 
 
+ADAM, MUON = ff.sharded_adam(), ff.muon()
+NARROW = ff.sharded_adam(moment_dtype=torch.float16)  # moments times a scale
+STRANGE = [
+    ("sharded_adam keeps AdamState, and is given ScaledAdamState", ADAM, NARROW),
+    ("sgd keeps SgdState, and is given AdamState", ff.sgd(0.1), ADAM),
+    ("sgd keeps SgdState, and is given LionState", ff.lars(0.1), ff.lion()),
+    ("lion keeps LionState, and is given SgdState", ff.lion(), ff.sgd(0.1, momentum=1)),
+    ("lamb keeps AdamState, and is given ScaledAdamState", ff.lamb(), NARROW),
+    ("muon keeps MuonState, and is given SgdState", MUON, ff.sgd(0.1, momentum=1)),
+    ("chain keeps tuple, and is given MasterState", HALVED, ff.master_weights(ADAM)),
+    (
+        "stochastic_rounding keeps RoundingState, and is given AverageState",
+        ff.stochastic_rounding(ff.sgd(0.1)),
+        ff.ema(ff.sgd(0.1)),
+    ),
+]
 VALUES = [
     ("learning_rate is -1.0", lambda: ff.sharded_adam(-1.0)),
     ("learning_rate is nan", lambda: ff.sharded_adam(math.nan)),
@@ -152,6 +168,8 @@ VALUES = [
     ("'b' is labelled 'b', which names no",
      lambda: ff.partition({"a": ff.sgd(0.1)}, BY_PATH).init(TWO)),
     (r"labels \['b'\], the optimizers have", applied(LABELLED, TWO, {"b": ()})),
+    *[(f"{says}, which another", applied(optimizer, W, other.init(W)))
+      for says, optimizer, other in STRANGE],
     ("the state keeps .*'momentum_buffer'", applied(
         ours("Adam"), P, ours("RMSprop").init(P))),
     ("cannot be differentiated or batched", vmapped(ours("RMSprop"))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,6 +213,13 @@ class MatrixExchange:
 PLAIN = Codec()
 
 
+class Descent(NamedTuple):
+    """The count of steps along directions, and their momentum, if any."""
+
+    count: Any
+    momentum: Any
+
+
 def check_matrices(params: Tree, name: str) -> None:
     """Raises where a leaf to train is no matrix, by its global shape.
 
@@ -246,7 +253,7 @@ def descent_rule(
 ) -> ElementRule:
     """The step along directions u: ``v = momentum v + u`` and ``p - l (v + decay p)``.
 
-    Its state is a pair of the count and v, None without momentum.
+    Its state is a `Descent`.
     """
 
     def numbers(count: Any) -> tuple[Any, ...]:
@@ -267,7 +274,7 @@ def descent_rule(
 
     return ElementRule(
         f"{name} with weight_decay",
-        lambda *state: state,
+        Descent,
         1 if momentum else 0,
         numbers,
         formula,

@@ -15,9 +15,10 @@ from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
-from fsfunc.optim.matching import Matched
+from fsfunc.optim.matching import Matched, unlike
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    Descent,
     MatrixExchange,
     check_matrices,
     descent_rule,
@@ -214,9 +215,11 @@ class _Muon:
         return MuonState(0, zeros_like(params))
 
     def begin(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Commit:
+        if type(state) is not MuonState:
+            raise unlike("muon", state, MuonState)
         like = grads if params is None else params
         matched = matched_matrices("muon", like, grads, state.momentum)
-        ways, before = self._ways(matched), (state.count, None)
+        ways, before = self._ways(matched), Descent(state.count, None)
         move = PLAIN.begin(self.rule, ways, before, params, adds)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         if adds and not matched.differentiated:

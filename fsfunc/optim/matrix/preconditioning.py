@@ -16,6 +16,7 @@ from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
+    Descent,
     MatrixExchange,
     check_matrices,
     descent_rule,
@@ -260,9 +261,9 @@ class _Shampoo:
     ) -> Commit:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
-        before = state.count, state.momentum
+        before = Descent(state.count, state.momentum)
         commit = PLAIN.begin(self.rule, ways, before, params, adds)
-        return then(commit, lambda after: ShampooState(after[0], kept, after[1]))
+        return then(commit, lambda x: ShampooState(x.count, kept, x.momentum))
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
