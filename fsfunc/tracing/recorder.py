@@ -238,8 +238,8 @@ class Recorder(Findings, Tracer, Watcher):
         refuse_hidden(self, args, leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
-        if any(isinstance(x, Tensor) and self.is_leaf(x) for x in tree.leaves(out)):
-            self.plain = False  # a part, of which the layout was lost
+        bare = [x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)]
+        self.plain &= not any(map(self.is_leaf, bare))  # parts that lost their layout
         if isinstance(state, Tensor):  # such as a loss
             self.own_paths.add("")
         else:
@@ -288,9 +288,8 @@ class Recorder(Findings, Tracer, Watcher):
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             placed = filter(is_sharded, leaves)
             self.takes(f"unit {call.name!r}", placed)
-            names, casts = [], call.frame.casts
+            names, kinds, casts = [], [], call.frame.casts
             each = None if casts is None else casts.each(call.name, treedef)
-            kinds: list[Any] = []
             self.plain = self.plain and not _torch.functorch_active()
             for i, leaf in enumerate(leaves):
                 path = self.path_of(leaf)
