@@ -24,7 +24,7 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
-from fsfunc.optim.leaves import Tree
+from fsfunc.optim.leaves import Tree, check_unfollowed
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
@@ -235,7 +235,8 @@ def adascale(
 
     Raises:
         ValueError: a step of one sample; an update by gradients that it has not seen; a
-            scale below 1 or a smoothing outside [0, 1).
+            scale below 1 or a smoothing outside [0, 1); an ``optimizer`` that keeps
+            parameters or averages of them.
         LawError: gradients that have no samples: see `observe_gradients`.
 
     Cost: one pass over the gradients before they are reduced, one after, and a psum of
@@ -275,6 +276,7 @@ class _AdaScale:
         variance, square, iterations = (torch.zeros((), dtype=wide) for _ in range(3))
         gain = torch.ones((), dtype=wide)
         inner = self.optimizer.init(params)
+        check_unfollowed("adascale", inner)
         return AdaScaleState(variance, square, gain, iterations, inner)
 
     def take(self, run: Run, state: AdaScaleState) -> tuple[Any, Tree, Optimizer]:

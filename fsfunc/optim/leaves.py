@@ -105,6 +105,25 @@ def origins(values: Any) -> Iterator[tuple[str, str, str]]:
             yield at, name, f"{within}/{name}" if name else within
 
 
+_FOLLOWING = "origins", "evaluated", "rounds"  # marks of such states
+
+
+def check_unfollowed(what: str, state: Any) -> None:
+    """Raise ValueError where a state follows parameters as its own updates move them.
+
+    What changes these updates afterwards would be undone (`master_weights`), or be of
+    other parameters (`ema`).
+    """
+    follows = lambda x: any(hasattr(type(x), mark) for mark in _FOLLOWING)  # noqa: E731
+    ends = lambda x: is_sharded(x) or follows(x)  # noqa: E731
+    for x in filter(follows, tree.leaves(state, ends)):
+        raise ValueError(
+            f"{what} changes the updates of an optimizer that keeps "
+            f"{type(x).__name__}, which is of parameters as its own updates make them: "
+            f"have that one last or around it, as in ff.master_weights({what}(...))"
+        )
+
+
 _SAME = object()
 
 

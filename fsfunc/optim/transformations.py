@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
+from fsfunc.optim.leaves import Mask, Tree, check_unfollowed, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed, unlike
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
@@ -34,7 +34,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     Each takes gradients in its own way, the first one outermost.
 
     Raises:
-        ValueError: nothing to chain.
+        ValueError: nothing to chain; by ``init``, one before the last that keeps
+            parameters or averages of them, as `master_weights` and `ema` do.
         TypeError: something that is no `Optimizer`.
 
     Cost: the sum of theirs; all collectives come before the first write.
@@ -60,7 +61,9 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
     *before, last = transforms
 
     def init(params: Tree) -> tuple[State, ...]:
-        return tuple(t.init(params) for t in transforms)
+        states = tuple(t.init(params) for t in transforms)
+        check_unfollowed("chain", states[:-1])
+        return states
 
     def begin(grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
         if type(states) is not tuple:

@@ -220,6 +220,8 @@ class RoundingState(NamedTuple):
     count: int
     inner: State
 
+    rounds = True
+
 
 @described
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:

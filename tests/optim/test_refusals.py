@@ -87,6 +87,15 @@ STRANGE = [
         ff.ema(ff.sgd(0.1)),
     ),
 ]
+HALF = ff.scale(0.5)
+FOLLOWED = [
+    ("MasterState", ff.chain(ff.master_weights(ADAM), HALF)),
+    ("MasterState", ff.adascale(ff.master_weights(ff.sgd(0.1)))),
+    ("AverageState", ff.chain(HALF, ff.chain(ff.ema(ADAM)), HALF)),
+    ("AverageState", ff.adascale(ff.masked(ff.swa(ADAM), lambda *_: True))),
+    ("ScheduleFreeState", ff.chain(ff.schedule_free(ff.sgd(0.1), 0.1), HALF)),
+    ("RoundingState", ff.chain(ff.stochastic_rounding(ADAM), HALF)),
+]
 VALUES = [
     ("learning_rate is -1.0", lambda: ff.sharded_adam(-1.0)),
     ("learning_rate is nan", lambda: ff.sharded_adam(math.nan)),
@@ -170,6 +179,8 @@ VALUES = [
     (r"labels \['b'\], the optimizers have", applied(LABELLED, TWO, {"b": ()})),
     *[(f"{says}, which another", applied(optimizer, W, other.init(W)))
       for says, optimizer, other in STRANGE],
+    *[(f"the updates .* keeps {name}, .* as in ff.master", lambda o=o: o.init(P))
+      for name, o in FOLLOWED],
     ("the state keeps .*'momentum_buffer'", applied(
         ours("Adam"), P, ours("RMSprop").init(P))),
     ("cannot be differentiated or batched", vmapped(ours("RMSprop"))),
