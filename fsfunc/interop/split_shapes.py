@@ -336,6 +336,7 @@ _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys("index_fill index_copy index_add index_select".split(), (1, 0)),
     **dict.fromkeys("gather scatter scatter_add scatter_reduce".split(), (1, 0)),
     "take_along_dim": (2, None), "gumbel_softmax": (4, -1), "normalize": (2, 1),
+    **{f"fft_{name}": (2, -1) for name in "fft ifft rfft irfft hfft ihfft".split()},
 }  # fmt: skip
 _RANDOM = {
     "rrelu", "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like",

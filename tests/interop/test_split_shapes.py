@@ -77,6 +77,8 @@ RIGHT |= {
         training=True).transpose(1, 2),
     "means of positions": lambda m, x, b, n: m.q(x) - m.k(x).mean(1, keepdim=True),
     "padded": lambda m, x, b, n: F.pad(m.q(x), (0, 0, 1, 0))[:, :-1],
+    "frequencies of positions": lambda m, x, b, n: torch.fft.irfft(torch.fft.rfft(
+        m.q(x), dim=1) * torch.fft.fft(m.k(x), None, 1)[:, : n // 2 + 1], dim=1),
     "dots": lambda m, x, b, n: torch.einsum("...nhd,...mhd->...nhd", *(f(x).view(b, n,
         -1, SIZE) for f in (m.q, m.k))).flatten(2),
 }  # fmt: skip
