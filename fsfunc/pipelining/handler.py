@@ -212,7 +212,7 @@ class Pipelining(Interpretation):
         summed = combined(results, [b.share for b in batches])
         total, weight, aux = _own(everywhere(summed, where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])
-        due = (functools.partial(sum_shared, where=where),)
+        due = (functools.partial(sum_shared, f, where, leaves),)
         scale = call.cotangent
         if samples is not None:
             samples.end(total, weight)

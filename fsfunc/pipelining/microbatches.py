@@ -14,6 +14,7 @@ from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import typed_like
 from fsfunc.comm.groups import RankGroup
+from fsfunc.core.frames import Frame
 from fsfunc.core.losses import (
     Weighted,
     added,
@@ -22,7 +23,9 @@ from fsfunc.core.losses import (
     divided,
     is_summed,
 )
-from fsfunc.core.outcomes import BatchArgnums, GradientCall
+from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
+from fsfunc.optim.leaves import held_dtype
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
@@ -178,11 +181,14 @@ def _in_two(x: float) -> tuple[float, float]:
     return near, rest
 
 
-def sum_shared(grads: Any, where: RankGroup) -> Any:
+def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:
     """``grads``, of leaves that several stages hold the sum over the stages.
 
     Each rank has the part of the gradient that its own stages make. A leaf that one
-    rank owns has all of it there; the others are summed.
+    rank owns has all of it there; the others are summed. All are in the dtype that
+    every rank knows: under a shard the ``gradients`` of the `precision` of the call's
+    frame ``f``, else that of the leaves ``of`` which they are. A `precision` around a
+    unit alone, of which other stages do not know, rounds.
 
     Cost: one psum for each dtype of such leaves; none where every leaf is owned.
     """
@@ -190,9 +196,15 @@ def sum_shared(grads: Any, where: RankGroup) -> Any:
         return grads
     buffers = split_buffers(grads)
     tensors = list(buffers.tensors)
+    given = f.casts.gradients if f.casts is not None and f.runtimes else None
+    found = zip(of.leaves, of.treedef.flatten_up_to(grads), strict=True)
+    params = [x for x, g in found if g is not None]
     chosen: dict[torch.dtype, list[int]] = {}
     for i, (positions, _) in enumerate(buffers.groups):
         x, leaf = tensors[i], buffers.leaves[positions[0]]
+        dtype = given or held_dtype(params[positions[0]])
+        if isinstance(x, Tensor) and is_sharded(leaf) and x.dtype != dtype:
+            tensors[i] = x = space_of(x).put(x, dtype)
         if isinstance(x, Tensor) and not _is_owned(leaf, where.axis):
             tensors[i] = x.to_dense()  # sparse here, perhaps not on other ranks
             chosen.setdefault(x.dtype, []).append(i)

@@ -41,7 +41,8 @@ def precision(
             14 bytes a float32 parameter over the ranks at zero=3, 16 without. Each is
             rounded once it is the mean over ranks; where a buffer's gradient is a sum
             of several (of units that share it, of microbatches of an ``accumulate``
-            around), these are added in it.
+            around), these are added in it. Of a ``pipeline`` all are given in that of
+            the ``precision`` around the gradient call.
         overrides: pattern to dtype, for what computes in another one, or (None) in the
             one it is given: ``{"**/norm/**": torch.float32}``. A pattern is compared
             with the name of a unit (``block``, or ``block/norm`` within one), for its

@@ -60,6 +60,37 @@ def test_ranks_of_a_pipeline_hold_them_in_one_dtype(order):
         close(tree.map(torch.Tensor.float, grads), wide[0], 1e-2)
 
 
+@pytest.mark.parametrize("zero, tied", [(0, False), (3, True)])
+@pytest.mark.parametrize("around", [None, BF16])
+def test_ranks_of_a_pipeline_agree_where_units_have_other_ones(zero, tied, around):
+    """What stages know of each other's units is less than `precision` around these."""
+    mesh = simulated(data=2, pipe=2)
+    narrow = ff.precision(layer, FP32, gradients=BF16)
+    units = [narrow, layer, layer, narrow, layer]
+
+    def loss(params, batch):
+        x, y = batch
+        for unit, p in zip(units, [*params, params[0]], strict=tied):
+            x = unit(p, x)
+        return (x - y).square().mean()
+
+    def main():
+        grad = ff.value_and_grad(loss)
+        if around is not None:
+            grad = ff.precision(grad, FP32, gradients=around)
+        grad = ff.pipeline(ff.shard(grad, mesh, "data", zero=zero), mesh, "pipe",
+            n_microbatches=2)  # fmt: skip
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        grads = grad(ff.place(grad, init(), batch), batch)[1]
+        leaves = tree.leaves(grads, is_leaf=ff.is_sharded)
+        return ff.unshard(grads), {x.local.dtype for x in leaves}
+
+    expected = ff.value_and_grad(loss)(init(), batch_of())[1]
+    for grads, kinds in ff.spmd(main, mesh)():
+        assert kinds == {around or FP32}
+        close(tree.map(torch.Tensor.float, grads), expected, 1e-2)
+
+
 @pytest.mark.parametrize(
     "size, zero, given", [(1, 3, FP16), (2, 0, BF16), (3, 1, FP16), (3, 3, BF16)]
 )
