@@ -95,10 +95,11 @@ def jit(
     function a second time.)
 
     Cost: compiling, seconds to a minute a unit function and set of shapes, at the first
-    call. What a backward keeps is the compiler's choice, which a plan makes too; it
-    counts chains of operators as the kernels that they become, with nothing between.
-    (Of other backends, and of units with split parameters, a plan holds what the plain
-    functions save.)
+    call; torch keeps kernels on disk, so that a later process, or another rank of one,
+    takes about an eighth of that. What a backward keeps is the compiler's choice, which
+    a plan makes too; it counts chains of operators as the kernels that they become,
+    with nothing between. (Of other backends, and of units with split parameters, a plan
+    holds what the plain functions save.)
 
     With ``whole_step`` all layers are compiled, equal ones too.
 
