@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import fsfunc as ff
+from fsfunc import tree
 from fsfunc.testing import assert_equal
 from fsfunc.testing.comparing import held
 
@@ -120,6 +122,7 @@ def trained(
     steps: int = 2,
     batches: Any = None,
     over: Any = None,
+    call: Callable[..., Any] | None = None,
     look: Callable[[Any], Any] | None = None,
     **laid: Any,
 ) -> list[Run]:
@@ -128,7 +131,8 @@ def trained(
     Args:
         batches: the arguments of each step, in place of ``batch`` in all.
         over: the axes over which they are cut; by default all but those that have the
-            work of one loss, "pipe" and "model".
+            work of one loss, "pipe" and "model". Or a function: the rank's part of one.
+        call: `planned_and_run`, whose results are then kept in place of ledgers.
         look: is given the state after each step.
         laid: options of ``ff.init_state``.
     """
@@ -137,19 +141,33 @@ def trained(
     if over is None:
         over = tuple(axis for axis in mesh.axes if axis not in ("pipe", "model"))
 
+    def part(given: Any) -> Any:
+        if callable(over):
+            return tuple(map(over, given))
+        return ff.local_batch(given, mesh, over) if over else given
+
     def main() -> Run:
-        mine = [ff.local_batch(b, mesh, over) if over else b for b in given]
+        mine = [tree.map(_copied, part(b)) for b in given]
         state = ff.init_state(step, init, optimizer, *mine[0], **laid)
         outs, logs, seen = [], [], []
         for args in mine:
             with ff.ledger() as log:
-                state, out = step(state, *args)
+                if call is None:
+                    state, out = step(state, *args)
+                else:
+                    log = call(step, state, *args)
+                    state, out = log.out
             outs.append(out)
             logs.append(log)
             seen += [look(state)] if look else []
         return Run(ff.unshard(state.params), outs, state, logs, seen)
 
     return list(ff.spmd(main, mesh)())
+
+
+def _copied(x: Any) -> Any:
+    """A part of a batch would hold all of it."""
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests import checks
 from tests.checks import close, simulated
 from tests.fairscale import wrappers
 from tests.fairscale.wrappers import CASES, FROM, MAX_NORM, STEPS, THAWED, Case, numbers
@@ -74,25 +75,19 @@ def trained(case: Case, n: int):
     if clips:
         optimizer = ff.chain(ff.clip_by_global_norm(MAX_NORM, p=case.p), optimizer)
 
-    def main():
-        step = stack(case, mesh, optimizer)
-        mine = lambda t: ff.local_batch(wrappers.batch(t), mesh, "data")  # noqa: E731
-        state = ff.init_state(step, wrappers.start(), optimizer, mine(0))
-        losses, norms = [], []
-        for t in range(STEPS):
-            state, (loss, norm) = step(state, mine(t))
-            losses.append(loss.item())
-            norms += [norm.item()] if clips else []
+    def moments(state):
         inner = state.opt_state[-1] if clips else state.opt_state
-        moments = inner.mu if case.optimizer == "adam" else inner.momentum
-        return losses, norms, ff.unshard(state.params), ff.unshard(moments)
+        return ff.unshard(inner.mu if case.optimizer == "adam" else inner.momentum)
 
-    losses, norms, params, moments = ff.spmd(main, mesh)()[0]
+    batches = [(wrappers.batch(t),) for t in range(STEPS)]
+    how = {"mesh": mesh, "batches": batches, "look": moments}
+    given = stack(case, mesh, optimizer), wrappers.start(), optimizer
+    run = checks.trained(*given, **how)[0]
     return {
-        "losses": losses,
-        "norms": norms,
-        "weights": numbers(leaves_of(params)),
-        "moments": numbers(leaves_of(moments)),
+        "losses": [loss.item() for loss, _ in run.outs],
+        "norms": [norm.item() for _, norm in run.outs] if clips else [],
+        "weights": numbers(leaves_of(run.params)),
+        "moments": numbers(leaves_of(run.seen[-1])),
     }
 
 

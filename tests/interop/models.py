@@ -7,6 +7,7 @@ from torch import nn
 
 import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
+from tests import checks
 from tests.checks import simulated
 from tests.models import train_step
 
@@ -123,24 +124,14 @@ def trained(module, batch, steps=2, lr=1e-2):
 
 
 def on_mesh(transform, axes, params, step, optimizer, batch, steps=2, record="fake"):
-    """(losses, whole parameters, ledger) of rank 0, after steps on simulated ranks.
+    """(losses, whole parameters, ledgers) of rank 0, after steps on simulated ranks.
 
     `transform(step, mesh)`; an axis named "data" has its part of the batch.
     """
     mesh = ff.make_mesh(axes, "simulated")
-
-    def main():
-        mine = ff.local_batch(batch, mesh, "data") if "data" in axes else batch
-        transformed = transform(step, mesh)
-        state = ff.init_state(transformed, params, optimizer, mine, record=record)
-        losses = []
-        with ff.ledger() as log:
-            for _ in range(steps):
-                state, loss = transformed(state, mine)
-                losses.append(loss)
-        return losses, ff.unshard(state.params), log
-
-    return ff.spmd(main, mesh)()[0]
+    how = {"mesh": mesh, "steps": steps, "record": record}
+    run = checks.trained(transform(step, mesh), params, optimizer, batch, **how)[0]
+    return run.outs, run.params, run.logs
 
 
 def splits_as_one_device(

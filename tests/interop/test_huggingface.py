@@ -77,17 +77,18 @@ def test_a_model_trains_as_by_itself(references, name, how):
     step = step_of(apply, buffers, optimizer)
     axes, transform = TRANSFORMS[how]
     record = "real" if "value" in name else "fake"  # experts are asked who is wanted
-    found, tensors, log = on_mesh(
+    found, tensors, logs = on_mesh(
         transform, axes, params, step, optimizer, batch, record=record
     )
+    count = lambda op: sum(log.count(op) for log in logs)  # noqa: E731
     close(found, losses)
     close(tensors, expected)
     n = sum(1 for u in apply.units if "drop" not in u)  # unit calls with parameters
     if how == "zero=3":  # the embeddings' backward, and the last unit, gather nothing
         embeddings = 2 if name == "gpt2" else 1
-        assert log.count("all_gather") == 2 * (2 * n - 1 - embeddings)
-        assert log.count("psum_scatter") == 2 * n
+        assert count("all_gather") == 2 * (2 * n - 1 - embeddings)
+        assert count("psum_scatter") == 2 * n
     elif how == "zero=3 remat accumulate":
-        assert log.count("psum_scatter") == 2 * n
+        assert count("psum_scatter") == 2 * n
     elif how == "pipeline":
-        assert log.count("all_gather") == log.count("psum_scatter") == 0
+        assert count("all_gather") == count("psum_scatter") == 0

@@ -7,7 +7,7 @@ import fsfunc as ff
 from fsfunc.nn import attention_blocks
 from fsfunc.nn.attention_blocks import Heads, attend_in_place, pull
 from fsfunc.nn.attention_masks import Visible
-from tests.checks import simulated
+from tests.checks import simulated, trained
 from tests.models import train_step
 from tests.nn.test_context_parallel import attention, cut, pulled, tensors
 from tests.planning.comparing import planned_and_run
@@ -153,14 +153,11 @@ def test_a_plan_knows_bytes_and_memory(form, order, window, masks) -> None:
     def init():
         return [{"qkv": torch.ones(8, 24), "o": torch.ones(8, 8)} for _ in "ab"]
 
-    def main():
-        step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
-        batch = torch.zeros(2, 16, 8), masks
-        state = ff.init_state(step, init, optimizer, batch)
-        return planned_and_run(step, state, batch)
-
-    for both in ff.spmd(main, mesh)():
-        both.check()
+    step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
+    batch = torch.zeros(2, 16, 8), masks
+    how = {"mesh": mesh, "over": (), "steps": 1, "call": planned_and_run}
+    for run in trained(step, init, optimizer, batch, **how):
+        run.logs[0].check()
 
 
 def test_rows_of_scores_are_bounded_whatever_the_length(monkeypatch) -> None:

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import all_to_all_attention, ring_attention, zigzag
+from tests import checks
 from tests.checks import close, simulated
 from tests.models import train_step
 from tests.nn.models import LAYOUTS, model, parameters, samples
 
 OPTIMIZER = ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.01))
 PAIRS = ["data model", "data context", "model context", "pipe context", "pipe model"]
+ONE = simulated(1)
 INNER = {"": lambda f: f, "remat": ff.remat, "cut": lambda f: ff.accumulate(f, 2)}
 
 
@@ -30,14 +32,15 @@ def part(batch, mesh):
     return batch
 
 
-def trained(step, batch, layouts=None):
-    state = ff.init_state(step, parameters(), OPTIMIZER, batch, layouts=layouts)
-    for _ in range(2):
-        state, loss = step(state, batch)
-    return ff.unshard((state.params, state.opt_state)), loss
+def trained(step, mesh=ONE, **how):
+    """Parameters and moments, whole, and the last loss, on each rank."""
+    how |= {"mesh": mesh, "over": lambda b: part(b, mesh)}
+    how["look"] = lambda state: ff.unshard(state.opt_state)
+    runs = checks.trained(step, parameters(), OPTIMIZER, samples(), **how)
+    return [((run.params, run.seen[-1]), run.outs[-1]) for run in runs]
 
 
-WHOLE = trained(train_step(model({}), OPTIMIZER), samples())
+(WHOLE,) = trained(train_step(model({}), OPTIMIZER))
 
 
 @settings(max_examples=2)
@@ -61,14 +64,10 @@ def test_a_step_over_all_axes_is_that_of_one_device(
     if "pipe" in axes and inner == "cut":
         inner = ""
 
-    def main():
-        step = INNER[inner](train_step(model(axes, dim, attend), OPTIMIZER))
-        if "pipe" in axes:
-            step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
-        step = ff.shard(step, mesh, data, zero=zero) if data else step
-        step = ff.donate(step) if donated else step
-        layouts = LAYOUTS if "model" in axes else None
-        return trained(step, part(samples(), mesh), layouts)
-
-    for found in ff.spmd(main, mesh)():
+    step = INNER[inner](train_step(model(axes, dim, attend), OPTIMIZER))
+    if "pipe" in axes:
+        step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
+    step = ff.shard(step, mesh, data, zero=zero) if data else step
+    step = ff.donate(step) if donated else step
+    for found in trained(step, mesh, layouts=LAYOUTS if "model" in axes else None):
         close(found, WHOLE, 1e-9)

@@ -9,6 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.planning.events import Ran
 from fsfunc.runtime.memory import KINDS
+from tests.checks import trained
 from tests.models import train_step
 from tests.planning.comparing import facts, planned_and_run
 
@@ -68,18 +69,9 @@ def batch_of():
 def runs(mesh, transform):
     """Two steps, each planned and run, on every rank."""
     optimizer = ff.sharded_adam(1e-3)
-    train = train_step(loss_fn, optimizer)
-
-    def main():
-        step, batch, found = transform(train), batch_of(), []
-        state = ff.init_state(step, init, optimizer, batch)
-        for _ in range(2):
-            found.append(planned_and_run(step, state, batch))
-            state, _ = found[-1].out
-            found[-1].out = None
-        return found
-
-    return ff.spmd(main, mesh)()
+    step = transform(train_step(loss_fn, optimizer))
+    how = {"mesh": mesh, "over": (), "call": planned_and_run}
+    return [run.logs for run in trained(step, init, optimizer, batch_of(), **how)]
 
 
 LINE = ff.make_mesh({"data": 2}, "simulated")
@@ -196,13 +188,10 @@ def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
     step = ff.shard(step, LINE, "data", zero=zero)
     step = ff.donate(step) if "donate" in around else step
 
-    def main():
-        ws, x = [torch.eye(8) for _ in names], torch.ones(rows, 8)
-        state = ff.init_state(step, ws, optimizer, x)
-        return planned_and_run(step, state, x)
-
-    for both in ff.spmd(main, LINE)():
-        both.check()
+    ws, x = [torch.eye(8) for _ in names], torch.ones(rows, 8)
+    how = {"mesh": LINE, "over": (), "steps": 1, "call": planned_and_run}
+    for run in trained(step, ws, optimizer, x, **how):
+        run.logs[0].check()
 
 
 # What it is for

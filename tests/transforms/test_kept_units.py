@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import all_refused, same, simulated
+from tests.checks import all_refused, same, simulated, trained
 from tests.models import WIDTH, chain, integers, layers, linear, train_step
 from tests.planning.comparing import facts, planned_and_run
 
@@ -64,26 +64,16 @@ STACKS = {
 def test_equals_one_device_and_sends_what_was_promised(name):
     stack, counts = STACKS[name]
     mesh = simulated(data=2, pipe=2) if "pipeline" in name else simulated(data=2)
-
-    def main():
-        step, mine = stack(STEP, mesh), ff.local_batch(BATCH, mesh, "data")
-        mine = mine.clone()
-        state = ff.init_state(step, lambda: PARAMS, OPTIMIZER, mine)
-        found = []
-        for _ in range(2):  # the second one gathers ahead
-            found.append(planned_and_run(step, state, mine))
-            state = found[-1].out[0]
-        return found, ff.unshard(found[0].out[0].params)
-
     one, _ = STEP(ff.TrainState(PARAMS, OPTIMIZER.init(PARAMS)), BATCH)
-    ranks = ff.spmd(main, mesh)()
-    for found, params in ranks:
-        same(params, one.params)
-        for both in found:
+    gathers, first = set(), lambda state: ff.unshard(state.params)
+    how = {"mesh": mesh, "call": planned_and_run, "look": first}
+    for run in trained(stack(STEP, mesh), lambda: PARAMS, OPTIMIZER, BATCH, **how):
+        same(run.seen[0], one.params)
+        for both in run.logs:  # the second one gathers ahead
             assert facts(both.plan.ranks[0].records) == facts(both.sent)
             if "pipeline" not in name:
                 both.check()
-    gathers = {sum(r.op == "all_gather" for r in f[-1].sent) for f, _ in ranks}
+        gathers.add(sum(r.op == "all_gather" for r in run.logs[-1].sent))
     assert gathers == counts
 
 
@@ -101,17 +91,13 @@ def test_a_kept_gather_of_two_levels():
     """Across nodes once, within them again for what is not kept whole."""
     mesh, gather = simulated(node=2, data=2), ff.HierarchicalGather("node", keep=True)
 
-    def main():
-        step = ff.shard(
-            STEP, mesh, ("data", "node"), gather=gather, reshard_after_forward=KEPT
-        )
-        mine = ff.local_batch(BATCH, mesh, ("data", "node")).clone()
-        state = ff.init_state(step, lambda: PARAMS, OPTIMIZER, mine)
-        both = planned_and_run(step, state, mine)
-        both.check()
-        return Counter(r.axis for r in both.sent if r.op == "all_gather")
-
-    assert ff.spmd(main, mesh)() == [{("node",): 5, ("data",): 5 + 1}] * 4
+    how = {"gather": gather, "reshard_after_forward": KEPT}
+    step = ff.shard(STEP, mesh, ("data", "node"), **how)
+    how = {"mesh": mesh, "steps": 1, "call": planned_and_run}
+    for run in trained(step, lambda: PARAMS, OPTIMIZER, BATCH, **how):
+        run.logs[0].check()
+        found = Counter(r.axis for r in run.logs[0].sent if r.op == "all_gather")
+        assert found == {("node",): 5, ("data",): 5 + 1}
 
 
 def laid_out(again):
