@@ -12,6 +12,7 @@ from torch import Tensor
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
+from fsfunc.optim.masking import left_out
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -87,7 +88,7 @@ def schedule_free(
 
     Raises:
         ValueError: b1 outside (0, 1); a negative number; an update without ``params``,
-            or with the state of another b1.
+            or with the state of another b1; a ``base`` that freezes a leaf.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: that of ``base``, and two passes over y and z, in place under `donate`; one
@@ -121,6 +122,12 @@ class _ScheduleFree:
     mask: Mask | None
 
     def init(self, params: Tree) -> ScheduleFreeState:
+        if (path := next(left_out(self.base, params), None)) is not None:
+            raise ValueError(
+                f"the base of schedule_free leaves {path!r} out, which decays and is "
+                "averaged here all the same: put masked, or the partition that freezes "
+                "it, around: ff.masked(ff.schedule_free(...), mask)"
+            )
         z = copied(params)
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,22 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
             )
     each = all(x.elementwise for x in optimizers.values())
     return Optimizer.of(_Partitioned(optimizers, labels), elementwise=each)
+
+
+def left_out(optimizer: Optimizer, params: Tree) -> Iterator[str]:
+    """The paths of leaves that a `masked` or a `partition` within freezes."""
+    known = dict(optimizer.configuration)
+    if (chosen := known.get(_CHOOSE.get(optimizer.called, ""))) is not None:
+        paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if trainable(leaf) and chosen(path, leaf) in (None, False):
+                yield path
+    is_one = lambda x: isinstance(x, Optimizer)  # noqa: E731
+    for inner in filter(is_one, tree.leaves(list(known.values()), is_one)):
+        yield from left_out(inner, params)
+
+
+_CHOOSE = {"masked": "mask", "partition": "labels"}
 
 
 @dataclass(frozen=True, eq=False)

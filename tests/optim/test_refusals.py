@@ -87,6 +87,10 @@ STRANGE = [
         ff.ema(ff.sgd(0.1)),
     ),
 ]
+BOTH = {"w": W, "b": W}
+ONLY = ff.masked(ff.sgd(1.0), lambda path, leaf: path == "w")
+PARTS = ff.partition({"a": ADAM}, lambda path, leaf: "a" if path == "w" else None)
+FREEZING = [ff.schedule_free(o, 0.1) for o in (ONLY, ff.chain(ff.scale(1.0), PARTS))]
 HALF = ff.scale(0.5)
 FOLLOWED = [
     ("MasterState", ff.chain(ff.master_weights(ADAM), HALF)),
@@ -179,6 +183,8 @@ VALUES = [
     (r"labels \['b'\], the optimizers have", applied(LABELLED, TWO, {"b": ()})),
     *[(f"{says}, which another", applied(optimizer, W, other.init(W)))
       for says, optimizer, other in STRANGE],
+    *[("base of schedule_free leaves 'b' out, .*ff.masked", lambda o=o: o.init(BOTH))
+      for o in FREEZING],
     *[(f"the updates .* keeps {name}, .* as in ff.master", lambda o=o: o.init(P))
       for name, o in FOLLOWED],
     ("the state keeps .*'momentum_buffer'", applied(
@@ -208,7 +214,6 @@ UNFIT = {
     "gradients do not fit.*'b'.*a list": {"w": W, "b": [W]},
     "'b'.*on cpu.*on meta": {"w": W, "b": W.to("meta")},
 }
-BOTH = {"w": W, "b": W}
 MISMATCHES = [
     *[(said, applied(ff.sharded_adam(), BOTH, None, g)) for said, g in UNFIT.items()],
     *[(said, updated(ff.sharded_adam(), g, BOTH)) for said, g in UNFIT.items()],
