@@ -2,7 +2,6 @@
 
 import functools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from fsfunc.pipelining.actions import forward_only
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held
-from tests.checks import close, same
+from tests.checks import all_refused, close, same
 from tests.checks import held as copies
 from tests.models import chain, floats, layer, layers
 
@@ -322,21 +321,23 @@ REFUSED = {  # what step_of takes, what is around the step, a state that is not 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_made_right_is_refused(name):
-    how, message = REFUSED[name]
-    how = dict(how)
-    around, given = how.pop("around", lambda f: f), how.pop("state", None)
-    params, x = model(3 if how.get("loss") is glued else 2, 4, 0)
-    optimizer = how.get("update", ff.sgd(RATE))
+def refusing(around=lambda f: f, state=None, **how):
+    """A step of `step_of`, from a state that is laid out or not."""
 
-    def main():
-        step = around(make())
-        state = given or ff.init_state(step, params, optimizer, x)
-        return step(state, x)
-
-    errors = ValueError, TypeError, RuntimeError, tree.TreeMismatch
-    with pytest.raises(errors, match=message), ff.ledger() as log:
+    def call():
+        params, x = model(3 if how.get("loss") is glued else 2, 4, 0)
         mesh, make = step_of(**how)
+
+        def main():
+            step, optimizer = around(make()), how.get("update", ff.sgd(RATE))
+            return step(state or ff.init_state(step, params, optimizer, x), x)
+
         ff.spmd(main, mesh)()
-    assert not log.records
+
+    return call
+
+
+ERRORS = ValueError, TypeError, RuntimeError, tree.TreeMismatch
+test_what_cannot_be_made_right_is_refused = all_refused(
+    {k: (refusing(**how), ERRORS, says) for k, (how, says) in REFUSED.items()}
+)

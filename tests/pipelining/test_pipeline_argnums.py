@@ -9,7 +9,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import close, nothing_sent, simulated, with_ledger
+from tests.checks import close, nothing_sent, refused, simulated, with_ledger
 from tests.models import chain, floats, layer, layers
 
 MESH = simulated(pipe=2)
@@ -165,9 +165,9 @@ def test_within_it_parameters_go_into_units(i, name):
 
 
 def test_nor_is_it_a_gradient_that_somebody_differentiates():
-    def around(w, x):
-        inner = lambda x: pipelined(ff.value_and_grad(loss))(w, x)[0]  # noqa: E731
+    def around(x):
+        inner = lambda x: pipelined(ff.value_and_grad(loss))(W, x)[0]  # noqa: E731
         return ff.value_and_grad(inner)(x)[1].sum()
 
-    with pytest.raises(RuntimeError, match="must own the gradient call.*inside the"):
-        ff.spmd(lambda: ff.value_and_grad(lambda x: around(W, x))(BATCH), GRID)()
+    call = ff.spmd(lambda: ff.value_and_grad(around)(BATCH), GRID)
+    refused(call, RuntimeError, "must own the gradient call.*inside the")

@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import close, held, on_ranks, same, simulated
+from tests.checks import close, held, on_ranks, refused, same, simulated
 from tests.models import chain, floats, layer, layers, train_step
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -125,13 +125,10 @@ def test_a_hook_that_differentiates_units_is_a_unit_with_them(in_a_unit):
 
 
 def test_torch_func_on_a_leaf_outside_units_is_refused():
-    def scaled(params, x):
-        return loss_fn(params["layers"], x) * params["s"]
-
+    scaled = torch.func.grad(lambda p, x: loss_fn(p["layers"], x) * p["s"])
     params = {"layers": params_of(), "s": torch.ones((), dtype=torch.float64)}
-    step = ff.shard(torch.func.grad(scaled), MESH, "data")
-    with pytest.raises(ValueError, match="gradient by 's'.*ff.value_and_grad of"):
-        ff.spmd(lambda: ff.place(step, params, X), MESH)()
+    call = lambda: on_ranks(ff.shard(scaled, MESH, "data"), params, X)  # noqa: E731
+    refused(call, ValueError, "gradient by 's'.*ff.value_and_grad of")
 
 
 @pytest.mark.parametrize(

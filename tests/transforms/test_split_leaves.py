@@ -355,30 +355,28 @@ def test_a_whole_parameter_must_enter_where_activations_vary(how):
         ff.spmd(main, mesh)()
 
 
-def test_ranks_along_a_split_begin_alike():
+def unlike_along_a_split():
     mesh, x = simulated(data=2, model=2), wide(4, DIM, seed=3)
-    layer = ff.unit(lambda p, x: ff.nn.column_linear(x, p["up"]))
+    layer = ff.unit(lambda p, x: ff.nn.column_linear(x, p["up"]).square().mean())
+    f = ff.shard(lambda p, x: layer(p, x), mesh, "data")
+    params = lambda: {"up": wide(4, DIM, seed=ff.axis_index("model"))}  # noqa: E731
+    ff.spmd(lambda: ff.place(f, params(), x, layouts={"up": UP}), mesh)()
+
+
+def whole_experts():
+    mesh, of = simulated(**Experts.axes), WHOLE_AND_BACK["whole in a loss"]
+    step = ff.shard(lambda w, x: of(Experts.loss, w, x), mesh, Experts.over)
 
     def main():
-        f = lambda p, x: layer(p, x).square().mean()  # noqa: E731
-        f = ff.shard(f, mesh, "data")
-        params = {"up": wide(4, DIM, seed=ff.axis_index("model"))}
-        return ff.place(f, params, x, layouts={"up": UP})
-
-    with pytest.raises(RanksDiffer, match="whole parameters differ"):
-        ff.spmd(main, mesh)()
-
-
-def test_whole_experts_in_a_loss_are_refused():
-    mesh = simulated(**Experts.axes)
-
-    def main():
-        def f(w, x):
-            return WHOLE_AND_BACK["whole in a loss"](Experts.loss, w, x)
-
-        step, x = ff.shard(f, mesh, Experts.over), Experts.part(Experts.batch)
-        placed = ff.place(step, Experts.params, x, layouts=Experts.layouts)
-        with pytest.raises(ValueError, match="whole or split evenly over other axes"):
-            step(placed, x)
+        x = Experts.part(Experts.batch)
+        step(ff.place(step, Experts.params, x, layouts=Experts.layouts), x)
 
     ff.spmd(main, mesh)()
+
+
+test_parts_that_do_not_meet_are_refused = all_refused({
+    "unlike along a split": (
+        unlike_along_a_split, RanksDiffer, "whole parameters differ"),
+    "whole experts in a loss": (
+        whole_experts, ValueError, "whole or split evenly over other axes"),
+}, sent=True)  # fmt: skip

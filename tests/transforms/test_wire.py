@@ -90,12 +90,6 @@ def test_what_travels_is_a_cast_before_or_after_it_of_fewer_bytes(codec, zero, s
         assert reduced == sent[1] * reductions
 
 
-def test_what_is_not_exact_has_no_derivative_by_torch_func():
-    step = sharded(torch.func.grad(loss), gather=Narrow())
-    with pytest.raises(LawError, match="Narrow changes what it sends"):
-        trained(step, PARAMS, torch.ones(2, 4))
-
-
 # Eight bits
 
 
@@ -199,10 +193,15 @@ def owed(optimizer, reduction=None):
 
 
 OWING = ff.error_feedback(ff.sgd(1.0))
+BY_FUNC = sharded(torch.func.grad(loss), gather=Narrow())
 
 
 test_bad_input_is_refused = all_refused(
     {
+        "a derivative by torch.func": (
+            lambda: trained(BY_FUNC, PARAMS, torch.ones(2, 4)), LawError,
+            "Narrow changes what it sends",
+        ),
         "a block": (lambda: ff.QuantizedGather(6), ValueError, "multiple of 4"),
         "zero=0": (
             lambda: sharded(loss, 0, reduction=ff.QuantizedReduction()),
