@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import close, simulated
+from tests.checks import close, on_ranks, simulated
 from tests.models import floats
 
 MESH = simulated(2)
@@ -69,11 +69,9 @@ def test_what_is_not_differentiated_is_no_variable_in_a_unit(zero, kind):
     step = lambda s, x: ff.value_and_grad(loss)(*s, x)[1]  # noqa: E731
     given, x = (torch.ones(()), torch.eye(3, dtype=kind)), floats(2, 3)
 
-    def main():
-        sharded = ff.shard(step, MESH, "data", zero=zero)
-        return ff.unshard(sharded(ff.place(sharded, given, x), x))
-
-    close(ranks(main)[0], step(given, x))
+    close(
+        on_ranks(ff.shard(step, MESH, "data", zero=zero), given, x)[0], step(given, x)
+    )
     assert not any(asked)
 
 
@@ -152,21 +150,13 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
     """Tied weights: the gradient is the sum of both, whoever differentiates."""
     wrap = {"remat": ff.remat, "accumulate": lambda f: ff.accumulate(f, 2)}
 
-    def main():
-        f = wrap.get(within, lambda f: f)(ff.value_and_grad(tied_loss))
-        f = ff.shard(f, MESH, "data", zero=zero)
-        of_rows = torch.func.grad(tied_loss, argnums=1)
-        of_rows = ff.shard(of_rows, MESH, "data", zero=zero)
-        mine = ff.local_batch(ROWS, MESH, "data")
-        placed = ff.place(f, TIED, mine)
-        return ff.unshard(f(placed, mine)), of_rows(placed, mine) / 2
-
-    expected = ff.value_and_grad(tied_loss)(TIED, ROWS)
-    found = ranks(main)
-    for got, _ in found:
-        close(got, expected, 1e-9)
-    rows = torch.func.grad(tied_loss, argnums=1)(TIED, ROWS)
-    close(torch.cat([each for _, each in found]), rows, 1e-9)
+    grad, of_rows = ff.value_and_grad(tied_loss), torch.func.grad(tied_loss, argnums=1)
+    shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
+    laid = shard(wrap.get(within, lambda f: f)(grad))
+    for found in on_ranks(laid, TIED, ROWS):
+        close(found, grad(TIED, ROWS), 1e-9)
+    rows = on_ranks(shard(of_rows), TIED, ROWS, laid=laid)
+    close(torch.cat(list(rows)) / 2, of_rows(TIED, ROWS), 1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

@@ -15,6 +15,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
+from tests import checks
 from tests.checks import all_refused, close, simulated
 from tests.models import chain, floats, train_step
 
@@ -168,15 +169,22 @@ def test_a_program_gives_what_it_gives_on_one_device(name):
 OPTIMIZER = ff.chain(ff.clip_by_global_norm(0.1), ff.sharded_adam(0.01))
 
 
-def trained(kind, step, x, **more):
-    state = ff.init_state(step, kind.params, OPTIMIZER, x, **more)
-    for _ in range(2):
-        state, loss = step(state, x)
-    return ff.unshard((state.params, state.opt_state)), loss
+def trained(kind, step, mesh, **how):
+    """Parameters, moments and the last loss, and the first step's ledger, by rank."""
+
+    def part(x):  # of samples, wherever they are
+        axes = tuple(sorted(mesh.axes.keys() - {"model", "pipe"}))
+        return x.chunk(mesh.axis_size(axes), x.ndim - 2)[ff.axis_index(axes)]
+
+    how |= {"mesh": mesh, "over": part}
+    how["look"] = lambda state: ff.unshard(state.opt_state)
+    runs = checks.trained(step, kind.params, OPTIMIZER, kind.batch, **how)
+    return [(((r.params, r.seen[-1]), r.outs[-1]), r.logs[0]) for r in runs]
 
 
+ONE = simulated(1)
 WHOLE = {
-    kind: trained(kind, train_step(kind.loss, OPTIMIZER), kind.batch) for kind in KINDS
+    kind: trained(kind, train_step(kind.loss, OPTIMIZER), ONE)[0][0] for kind in KINDS
 }
 
 
@@ -196,31 +204,21 @@ TRAININGS = [  # (model, axes, those of shard, its options)
 
 @pytest.mark.parametrize(("kind", "axes", "over", "how"), TRAININGS, ids=str)
 def test_training_is_that_of_one_device_as_planned(kind, axes, over, how):
-    mesh = simulated(**axes)
-    names = sorted(axes.keys() - {"model", "pipe"})
-
-    def main():
-        step = train_step(kind.loss, OPTIMIZER)
-        if "pipe" in axes:
-            step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
-        else:
-            step = ff.donate(ff.remat(step))
-        step = ff.shard(step, mesh, over, **how) if over else step
-        x = kind.batch.chunk(mesh.axis_size(tuple(names)), kind.batch.ndim - 2)
-        x = x[ff.axis_index(tuple(names))]
-        state = ff.init_state(step, kind.params, OPTIMIZER, x, layouts=kind.layouts)
-        planned = ff.plan(step, state, x) if mesh.rank == 0 else None
-        with ff.ledger() as log:
-            state, _ = step(state, x)
-        sent = {axis: log.bytes(axis, rank=mesh.rank) for axis in axes}
-        state, loss = step(state, x)
-        found = ff.unshard((state.params, state.opt_state)), loss
-        return found, planned and {k: planned.bytes(k) for k in axes} == sent
-
-    out = ff.spmd(main, mesh)()
-    for found, _ in out:
+    mesh, step = simulated(**axes), train_step(kind.loss, OPTIMIZER)
+    if "pipe" in axes:
+        step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
+    else:
+        step = ff.donate(ff.remat(step))
+    step = ff.shard(step, mesh, over, **how) if over else step
+    ranks = trained(kind, step, mesh, layouts=kind.layouts)
+    for found, _ in ranks:
         close(found, WHOLE[kind], 1e-10)
-    assert out[0][1]
+    dim, n = kind.batch.ndim - 2, mesh.size // axes.get("model", 1)
+    x = kind.batch.chunk(n // axes.get("pipe", 1), dim)[0]
+    given = step, lambda: kind.params, OPTIMIZER, x
+    planned = ff.plan(*given, mesh=mesh, layouts=kind.layouts)
+    log = ranks[0][1]
+    assert all(planned.bytes(axis) == log.bytes(axis) for axis in axes)
 
 
 def test_a_state_with_split_leaves_goes_on_on_other_meshes(tmp_path):
