@@ -101,6 +101,29 @@ def test_a_branch_of_an_optimizer_of_a_users_own_is_checked():
         run(step, 1)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("how", ["an attribute", "a captured tensor"])
+def test_what_an_attribute_chooses_is_checked_later(how, zero):
+    """As it stands by then; no argument tells of it."""
+    seen, late, factors = [], [], [torch.tensor(1 / 8)] * 2
+
+    def step(s, x):
+        rank = MESH.rank
+        if not ff.recording():
+            seen.append(rank)
+        if seen.count(rank) > 4:
+            late.append(rank)
+            factors[rank] = torch.tensor(rank / 8)
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+        by = factors[rank] if how == "a captured tensor" else 1 / 8
+        by = x.mean() if late and how == "an attribute" else by
+        return {"w": each(lambda w, g: w - g * by / 99, s["w"], g), "n": s["n"] + 1}
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        run(step, zero, calls=18)
+    assert 16 in map(seen.count, (0, 1))
+
+
 def both(s, *more):
     """Reads and computes with it as with any number; another answer may raise."""
     n = s["n"]
