@@ -99,8 +99,9 @@ class Sharded:
 
     @property
     def local(self) -> Tensor:
-        self.check()
-        return self._local
+        if self.spent:
+            self.check()  # which raises
+        return self._local if self._part is None else self._part
 
     def check(self) -> None:
         """Raises if the leaf is ``spent``."""
@@ -128,7 +129,8 @@ class Sharded:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of ``local``, which is not made."""
-        self.check()
+        if self.spent:
+            self.check()
         if self._range is not None:
             return (self._range[2] - self._range[1],)
         return tuple(self._part.shape)
@@ -308,7 +310,7 @@ class FlatShard:
 
     def leaves(self) -> list[Sharded]:
         """The leaves, whose parts, views of ``flat``, are made when first read."""
-        flat, spans, leaves = self.flat, self.spans.values(), []
+        flat, spans, leaves = self.flat, (self._spans or self.spans).values(), []
         at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
         for layout, (start, stop) in zip(self.members, spans, strict=True):
             leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
@@ -319,7 +321,7 @@ class FlatShard:
 
     def like(self, flat: Tensor) -> FlatShard:
         """The same leaves over another flat tensor of the same length."""
-        return FlatShard(self.members, flat, self.coordinates, _spans=self.spans)
+        return FlatShard(self.members, flat, self.coordinates, _spans=self._spans)
 
     def renewed(self) -> FlatShard:
         """A new FlatShard over the same storage, for an in-place update.
@@ -327,7 +329,7 @@ class FlatShard:
         A new object, so that all ranks gather again, also those that could not update
         in place.
         """
-        kept = self.whole, self._version, self.spans
+        kept = self.whole, self._version, self._spans
         return FlatShard(self.members, self.flat, self.coordinates, *kept)
 
     def shadow(

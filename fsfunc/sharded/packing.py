@@ -191,12 +191,9 @@ class PackedTree:
     def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
         self.treedef, self.leaves, self.groups = treedef, leaves, groups
         self._paths = paths
-
-    @property
-    def tensors(self) -> list[Any]:
-        return [
-            _part(self.leaves[positions[0]]) if packed is None else packed.flat
-            for positions, packed in self.groups
+        self.tensors: list[Any] = [
+            _part(leaves[positions[0]]) if packed is None else packed.flat
+            for positions, packed in groups
         ]
 
     @property

@@ -240,11 +240,14 @@ def flat(values: Any) -> list[Any]:
     elif not isinstance(values, (tuple, list)):
         return [values]
     for x in values:
-        if isinstance(x, (tuple, list, dict)):
+        if type(x) not in _SINGLE and isinstance(x, (tuple, list, dict)):
             found += flat(x)
         else:
             found.append(x)
     return found
+
+
+_SINGLE = {Tensor, _torch.FakeTensor, int, float, bool, str, type(None), torch.dtype}
 
 
 # FLOPs

@@ -319,7 +319,7 @@ class Recorder(Findings, Tracer, Watcher):
         return recorded
 
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
-        refuse_cut(name, [(self.path_of(x), local(x)) for x in leaves])
+        refuse_cut(name, ((self.path_of(x), local(x)) for x in leaves))
 
     def _output(self, x: Any) -> Any:
         """An output; a leaf that a unit returns as it is, is no leaf any more."""

@@ -101,30 +101,26 @@ class NumbersGiven(NamedTuple):
 _INNER = str(Path(_torch.__file__).parent)  # where what is fake is made
 
 
-def said(func: Any, args: Any, kwargs: dict[str, Any] | None) -> NumbersGiven | None:
+def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
     """The numbers among the arguments of a call of torch's, if there are any.
 
     For modes: of the function that called them.
+
+    Args:
+        values: the arguments, those in lists and tuples too.
     """
     name = getattr(func, "__name__", "?")
     inner = sys._getframe(2).f_code.co_filename.startswith(_INNER)
     if inner or name == "_set_grad_enabled":  # by a unit's first call alone, say
         return None
-    found = _numbers((*args, *kwargs.values())) if kwargs else _numbers(args)
+    found = [x for x in values if type(x) not in _TENSORS and isinstance(x, _NUMERIC)]
     if not found:
         return None
     inner = is_internal() or _torch.current_node() is not None
     return NumbersGiven(name, tuple(found), source_line(), inner, is_own_call())
 
 
-def _numbers(values: Sequence[Any]) -> list[Any]:
-    found = []
-    for x in values:
-        if isinstance(x, (int, float, complex)):
-            found.append(x)
-        elif isinstance(x, (tuple, list)):
-            found += _numbers(x)
-    return found
+_TENSORS, _NUMERIC = {Tensor, _torch.FakeTensor}, (int, float, complex)
 
 
 class Steadiness:

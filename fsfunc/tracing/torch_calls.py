@@ -78,7 +78,7 @@ class Reads(Outside):
             if func == _DATA and (path := self.recorder.path_of(args[0])) is not None:
                 self._data[id(out)] = path, out
         else:
-            if (words := said(func, args, kwargs)) is not None:
+            if (words := said(func, values)) is not None:
                 self.recorder.said.append(words)
             if name not in _READS_NOTHING:
                 self.recorder.read(values, library)
@@ -150,7 +150,7 @@ class Asked(Outside):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (words := said(func, args, kwargs)) is not None:
+        if (words := said(func, flat((args, kwargs)))) is not None:
             self.checker.said.append(words)
         if name := _SHAPES.get(func) or _EXPANDS.get(func):
             asker = sys._getframe(1)

@@ -58,7 +58,7 @@ def enter(
             views += call.parameters()
         return token, views
     tied = token is not None and not apart
-    found: Any = _Enter.apply(runtime, calls, shards, tied, token, *flats)
+    found: Any = _Enter.apply((runtime, calls, shards, tied), token, *flats)
     if apart:
         # Through a node of its own: for the gradient of one output of a node the engine
         # runs what leads to any of them.
@@ -120,7 +120,7 @@ def leave(
     if not recompute:
         runtime.after_forward(calls)
     going = map(outs.__getitem__, tracked)
-    token, *exits = _Exit.apply(runtime, calls, shards, token, *going)
+    token, *exits = _Exit.apply((runtime, calls, shards), token, *going)
     for i, y in zip(tracked, exits, strict=True):
         outs[i] = y
     return token
@@ -128,12 +128,12 @@ def leave(
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, runtime, calls, shards, tied, token, *flats):  # type: ignore
-        ctx.runtime, ctx.calls, ctx.shards, ctx.tied = runtime, calls, shards, tied
+    def forward(ctx, given, token, *flats):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards, ctx.tied = given
         ctx.set_materialize_grads(False)
         found = [None if token is None else token.clone()]
         frozen: list[Tensor] = []  # no derivative by these is computed, as without us
-        for call, tracked in zip(calls, ctx.needs_input_grad[5:], strict=True):
+        for call, tracked in zip(ctx.calls, ctx.needs_input_grad[2:], strict=True):
             found += (views := call.parameters())
             frozen += () if tracked or call.keeps else views
         ctx.mark_non_differentiable(*frozen)
@@ -152,7 +152,7 @@ class _Enter(torch.autograd.Function):
             for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
                 mine = grads[i : i + len(call.views)]
                 i += len(call.views)
-                tracked, g = ctx.needs_input_grad[5 + k], None
+                tracked, g = ctx.needs_input_grad[2 + k], None
                 if torch.is_grad_enabled():
                     kind = shard.flat.dtype
                     parts = by_offset(call.views, mine, kind)
@@ -162,13 +162,13 @@ class _Enter(torch.autograd.Function):
                 if g is not None:
                     g = _reduced(runtime, g, shard).to(shard.flat.dtype)
                 found.append(g)
-        return (None, None, None, None, token, *found)
+        return (None, token, *found)
 
 
 class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+    def forward(ctx, given, token, *outs):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = given
         ctx.freed = False
         ctx.set_materialize_grads(False)
         # Detached, not returned as they are: a later in-place change of an output is
@@ -185,7 +185,7 @@ class _Exit(torch.autograd.Function):
         ctx.freed = not _torch.keeps_graph()
         with label(ctx.calls[0].name, "backward"):
             ctx.runtime.before_backward(ctx.calls, ctx.shards)
-        return (None, None, None, token, *grads)
+        return (None, token, *grads)
 
 
 _FREED = (

@@ -205,7 +205,7 @@ class Gathers:
         elif self.rounds:  # indices and masks are sent as they are
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
-            like = shard.flat.detach() if source is None else source
+            like = shard.flat if source is None else source
             like = space_of(like).on_device(like) if self.offloads else like
             kind = dtype if source is None else source.dtype
             full = self.pool.get(where.size * like.numel(), kind, like)
@@ -234,7 +234,7 @@ class Gathers:
         """This rank's range on the device; from a store it goes into ``full``."""
         flat = shard.flat.detach()
         if not self.offloads or not (home := space_of(flat)).offloaded:
-            return flat.to(dtype)
+            return flat if flat.dtype == dtype else flat.to(dtype)
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
             count_as("gathered", [full])

@@ -235,3 +235,19 @@ def test_recording_leaves_no_trace():
         assert torch.equal(w, torch.ones(2)) and not w.requires_grad
 
     ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_step_that_returns_its_state_needs_no_type_check(bare):
+    """Unless it returns beside it a part that has lost its layout."""
+    optimizer, params = ff.sharded_adam(0.1), layers(1)
+
+    def step(p, x):
+        _, grads = ff.value_and_grad(stack)(p, x)
+        new = optimizer.apply(grads, optimizer.init(p), p)[0]
+        return new, tree.leaves(grads) if bare else 1.0
+
+    def main():
+        return record(ff.shard(step, MESH, "data"), params, (X,)).plain
+
+    assert ff.spmd(main, MESH)() == [not bare] * 2
