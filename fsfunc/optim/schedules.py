@@ -73,7 +73,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [linear(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    _check_steps(steps=steps)
+    check_ranges("linear", steps=steps)
     return lambda count: start + (end - start) * _at_most_1(count / steps)
 
 
@@ -92,7 +92,7 @@ def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> [round(cosine_decay(1.0, 4)(count), 3) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.854, 0.5, 0.0, 0.0]
     """
-    _check_steps(steps=steps)
+    check_ranges("cosine_decay", steps=steps)
 
     def schedule(count: Any) -> Any:
         turn = math.pi * _at_most_1(count / steps)
@@ -180,12 +180,6 @@ def _at_most_1(share: Any) -> Any:
     return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
 
 
-def _check_steps(**steps: int) -> None:
-    for name, value in steps.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
-
-
 def check_numbers(**values: Any) -> None:
     """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
     for name, value in values.items():
@@ -207,7 +201,7 @@ RANGES = {
     ),
     **dict.fromkeys("b1 b2 decay smoothing".split(), "at least 0 and below 1"),
     **dict.fromkeys("max_norm max_value p initial".split(), "above 0"),
-    **dict.fromkeys("interval every block d scale".split(), "at least 1"),
+    **dict.fromkeys("interval every block d scale steps".split(), "at least 1"),
     "growth": "above 1",
     "backoff": "above 0 and below 1",
     "beta2_decay": "at most 0",

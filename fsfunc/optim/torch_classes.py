@@ -212,38 +212,30 @@ def _check_carried(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) 
 
 def _check_kept(name: str, kept: Kept, p: Tensor, state: Mapping[str, Any]) -> None:
     """Raise ValueError where the state of a parameter is not as its caller says."""
-    moments, numbers = {}, {}
-    for k, x in state.items():
-        if isinstance(x, Tensor) and x.ndim and x.shape == p.shape:
-            moments[k] = x.dtype
-        elif isinstance(x, (bool, int, float)):
-            numbers[k] = None
-        elif isinstance(x, Tensor) and not x.ndim:
-            numbers[k] = x.dtype, _torch.device_of(x)
-        elif x is not None:
-            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
-            raise ValueError(
-                f"{name} keeps {k!r}, {what}, of a parameter of shape "
-                f"{tuple(p.shape)}: neither one number nor one for each element, so it "
-                "is not elementwise"
-            )
-    if wide := {k: d for k, d in moments.items() if d != p.dtype}:
+    said = dict.fromkeys(kept.moments, f"{p.dtype} for each element")
+    said |= dict.fromkeys(kept.numbers, "a number")
+    said |= {k: _number(*how) for k, how in kept.tensors.items()}
+    found = {k: _form(x, p) for k, x in state.items() if x is not None}
+    if found != said:
         raise ValueError(
-            f"{name} keeps {wide} whatever the parameters, and these are {p.dtype}: "
-            "make them of that dtype"
+            f"{name} keeps {found} in state[parameter], and from_torch({name}, "
+            f"elementwise=True, moments=..., numbers=...) was told {said}: name what "
+            "it keeps for each element as moments, what is one number as numbers. With "
+            "other things, or other dtypes, it cannot run on parts"
         )
-    said = {k: kept.tensors.get(k) for k in kept.numbers}
-    if moments.keys() != kept.moments.keys() or numbers != said:
-        words = {k: kept.moments.get(k, 0.0) for k in moments}
-        first = {
-            k: 0 if d is None else torch.zeros((), dtype=d[0], device=d[1])
-            for k, d in numbers.items()
-        }
-        raise ValueError(
-            f"{name} does not keep what its caller says: from_torch({name}, "
-            f"elementwise=True, moments={words}, numbers={first}) says what it keeps, "
-            "with what each is before the first step in place of 0"
-        )
+
+
+def _form(x: Any, p: Tensor) -> str:
+    """How a class keeps a value of a parameter, in words."""
+    if not isinstance(x, Tensor):
+        return "a number" if isinstance(x, (bool, int, float)) else type(x).__name__
+    if not x.ndim:
+        return _number(x.dtype, _torch.device_of(x))
+    return f"{x.dtype} for each element" if x.shape == p.shape else str(x.shape)
+
+
+def _number(dtype: torch.dtype, device: torch.device) -> str:
+    return f"a number in {dtype} on {device}"
 
 
 def _flat(x: Tensor) -> Tensor:
