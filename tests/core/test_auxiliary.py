@@ -6,7 +6,7 @@ import torch
 import fsfunc as ff
 from fsfunc.core.losses import Summed
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import all_refused, on_ranks, same, simulated
+from tests.checks import all_refused, on_ranks, same, simulated, with_ledger
 
 X = torch.arange(-6.0, 10.0).view(16, 1)
 W = torch.tensor(2.0)
@@ -78,14 +78,8 @@ def test_one_psum_more_for_each_dtype_and_none_without() -> None:
     def counted(aux):
         loss = lambda w, x: ((x * w).sum(), aux)  # noqa: E731
         step = sharded(ff.value_and_grad(loss, has_aux=True), 3)
-
-        def main():
-            w = ff.place(step, W, X)
-            with ff.ledger() as log:
-                step(w, X)
-            return [(r.op, r.phase, int(r.bytes)) for r in log.of(0)]
-
-        return ff.spmd(main, MESH)()[0]
+        log = with_ledger(lambda mesh: step, W, X, mesh=MESH)[0][1]
+        return [(r.op, r.phase, int(r.bytes)) for r in log.records]
 
     a, b = torch.ones(2), torch.ones(3)
     plain = counted({"a": a, "n": 1})

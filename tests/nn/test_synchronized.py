@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import sync_batch_norm
-from tests.checks import all_refused, close, nothing_sent, same, simulated
+from tests.checks import all_refused, close, nothing_sent, same, simulated, with_ledger
 from tests.models import floats
 from tests.nn.models import wide
 from tests.probes import LiveBytes
@@ -193,21 +193,13 @@ NORM = PARAMS[0]["norm"]
 
 @pytest.mark.parametrize("n, order, times", [(2, "s", 2), (4, "rs", 3), (2, "sr", 3)])
 def test_one_sum_forward_and_one_backward_and_one_for_a_recompute(n, order, times):
-    x, mesh = batch([2] * n, 2), simulated(n)
-
-    def main():
-        step = wrapped(order, "data", mesh)
-        rows = ff.local_batch(x, mesh, "data")
-        params = ff.place(step, PARAMS, rows)
-        with ff.ledger() as log:
-            (_, stats), _ = step(params, rows)
+    x, how = batch([2] * n, 2), {"mesh": simulated(n)}
+    wrap = lambda mesh: wrapped(order, "data", mesh)  # noqa: E731
+    sent, others = 2 * (n - 1) * (2 * C + 1) * 8 / n, ("loss", "sums")
+    for ((_, stats), _), log in with_ledger(wrap, PARAMS, x, **how):
         assert [s.tree.count.item() for s in stats] == [2 * n] * len(PARAMS)
-        others = "loss", "sums"
-        return [r.bytes for r in log.of() if r.op == "psum" and r.phase not in others]
-
-    numbers = 2 * C + 1
-    sent = 2 * (n - 1) * numbers * 8 / n
-    assert ff.spmd(main, mesh)()[0] == [sent] * (times * len(PARAMS))
+        sums = [r for r in log.records if r.op == "psum" and r.phase not in others]
+        assert [r.bytes for r in sums] == [sent] * (times * len(PARAMS))
 
 
 def test_evaluation_normalises_by_running_statistics_and_sends_nothing() -> None:

@@ -12,7 +12,7 @@ from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.nn import column_linear, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import assert_equals_one_device
-from tests.checks import all_refused, simulated
+from tests.checks import all_refused, simulated, with_ledger
 from tests.nn.models import (
     BATCH,
     COLUMN,
@@ -31,15 +31,11 @@ from tests.nn.models import (
 def test_a_block_sends_four_sums_of_an_activation(n, dim):
     """Megatron's count; reduce-scatters and gathers are each half of one."""
     step, counts = ff.value_and_grad(model({"model": n}, dim)), []
+    how = {"mesh": simulated(model=n), "layouts": LAYOUTS}
     for layers in (1, 2):
-
-        def main(layers=layers):
-            params = ff.place(step, parameters(layers), samples(), layouts=LAYOUTS)
-            with ff.ledger() as log:
-                step(params, samples())
-            return log.bytes("model")
-
-        counts.append(ff.spmd(main, simulated(model=n))()[0])
+        given = parameters(layers), samples()
+        log = with_ledger(lambda mesh: step, *given, **how)[0][1]
+        counts.append(log.bytes("model"))
     sums = 4 * 2 * (n - 1) * (BATCH * LENGTH * DIM * 8) // n
     # Of one weight's gradient, and of the bias that meets split activations.
     vectors = 0 if dim is None else 2 * 2 * (n - 1) * DIM * 8 // n

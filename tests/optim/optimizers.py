@@ -269,4 +269,3 @@ OTHERS = {  # which have tests of their own
     "powersgd": lambda: ff.powersgd(ff.sgd(0.1), 1, 0.1),
 }
 EVERY = {name: kind.ours for name, kind in KINDS.items()} | OTHERS
-STEPS_ALONE = {"adascale", "step_in_backward", "powersgd"}  # no gradients but its own

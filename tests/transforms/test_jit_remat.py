@@ -15,9 +15,8 @@ from torch._dynamo.backends.common import aot_autograd
 import fsfunc as ff
 from fsfunc._torch.partitions import partitioner
 from fsfunc.transforms.compilation import _Compiler
-from tests.checks import close, same
+from tests.checks import close, same, with_ledger
 from tests.core.test_compiled import (
-    MESH,
     PIPE,
     RAN,
     STEPS,
@@ -119,17 +118,10 @@ def test_a_unit_that_needs_no_parameters_again_is_gathered_again(eager):
     tokens = torch.arange(4)
 
     def sent(transform):
-        def main():
-            step = shard(transform(ff.value_and_grad(loss)))
-            given = [floats(4, 4, seed=i) for i in range(2)]
-            params = ff.place(step, given, tokens)
-            with ff.ledger() as log:
-                step(params, tokens)
-            plan = ff.plan(step, params, tokens)
-            assert plan.count("all_gather") == log.count("all_gather", axis="data")
-            return [(r.op, r.bytes, r.phase) for r in log.records]
-
-        return ff.spmd(main, MESH)()[0]
+        step = shard(transform(ff.value_and_grad(loss)))
+        given = [floats(4, 4, seed=i) for i in range(2)], tokens
+        log = with_ledger(lambda mesh: step, *given, planned=True)[0][1]
+        return [(r.op, r.bytes, r.phase) for r in log.records]
 
     loss = lambda ps, x: (look_up(ps[0], x) @ look_up(ps[1], x).t()).sum()  # noqa: E731
     expected = sent(ff.remat)
