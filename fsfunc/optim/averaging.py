@@ -88,25 +88,33 @@ def ema(
     (tensor([2., 2.]), tensor([1.5000, 1.5000]))
     """
 
-    def warn(average: Tree) -> None:
-        kinds = {
-            held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
-        }
-        stuck = [str(k) for k in kinds if 1 - decay < _HALF_STEP.get(k, 0.0)]
-        if stuck and dtype is None:
-            warnings.warn(
-                f"ema's averages are as narrow as the parameters: in {min(stuck)} one "
-                f"does not move by 1 - {decay} of a change. Give dtype=torch.float32, "
-                "or ff.master_weights(ff.ema(optimizer)), which averages those",
-                stacklevel=2,
-            )
-
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
-    return _averaged("ema", optimizer, weight, start, every, dtype, warn)
+    least = 1 - decay, f"1 - {decay}"
+    return _averaged("ema", optimizer, weight, start, every, dtype, least)
 
 
 # Of a number a change of less than this share of it is lost.
 _HALF_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def warn_narrow(
+    name: str, average: Tree, least: tuple[float, str], way: str = ""
+) -> None:
+    """Warns of averages whose dtype has too few bits for their moves.
+
+    Args:
+        least: the least share of a change by which one moves, and how to say it;
+            ``way``: what to give in place of `master_weights`.
+    """
+    dtypes = {held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
+    stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
+    if stuck:
+        warnings.warn(
+            f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
+            f"does not move by {least[1]} of a change. Give {way}"
+            f"ff.master_weights(ff.{name}(optimizer)), which averages those",
+            stacklevel=2,
+        )
 
 
 @described
@@ -126,7 +134,8 @@ def swa(
         optimizer: whatever trains the parameters.
         start: how many updates are left out.
         every: that one in so many counts.
-        dtype: of the average; that of each parameter without it.
+        dtype: of the average; that of each parameter without it, with a warning where
+            that has 16 bits.
 
     Returns:
         the optimizer; its state is an `AverageState`. Before the first update that
@@ -150,7 +159,8 @@ def swa(
     (tensor([3., 3.]), tensor([2.5000, 2.5000]), 2)
     """
     weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
-    return _averaged("swa", optimizer, weight, start, every, dtype)
+    least = 0.0, "1 / n, after n of them,"
+    return _averaged("swa", optimizer, weight, start, every, dtype, least)
 
 
 def _averaged(
@@ -160,13 +170,14 @@ def _averaged(
     start: int,
     every: int,
     dtype: torch.dtype | None,
-    look: Callable[[Tree], None] = lambda average: None,
+    least: tuple[float, str],
 ) -> Optimizer:
     check_takes_plainly(name, optimizer)
 
     def init(params: Tree) -> AverageState:
         average = copied(params, dtype)
-        look(average)
+        if dtype is None:
+            warn_narrow(name, average, least, "dtype=torch.float32, or ")
         return AverageState(0, 0, average, optimizer.init(params))
 
     def begin(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Commit:

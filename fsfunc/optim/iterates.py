@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.averaging import warn_narrow
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.masking import left_out
@@ -51,7 +52,7 @@ class ScheduleFreeState(NamedTuple):
         """x, the average."""
         b1 = self.b1
         matched = Matched.of(floating(params), self.z)
-        return matched.summed(lambda y, z: (y - (1 - b1) * z.to(y.dtype)) / b1)
+        return matched.summed(lambda y, z: (y - (1 - b1) * z) / b1)
 
 
 @described
@@ -84,7 +85,8 @@ def schedule_free(
 
     Returns:
         the optimizer; its state is a `ScheduleFreeState`. The parameters that it trains
-        are y; evaluate, and save for use, ``eval_params(opt_state, params)``.
+        are y; evaluate, and save for use, ``eval_params(opt_state, params)``. Of
+        parameters in 16 bits its ``init`` warns: put `master_weights` around it.
 
     Raises:
         ValueError: b1 outside (0, 1); a negative number; an update without ``params``,
@@ -129,6 +131,7 @@ class _ScheduleFree:
                 "it, around: ff.masked(ff.schedule_free(...), mask)"
             )
         z = copied(params)
+        warn_narrow("schedule_free", z, (0.0, "1 / n, after n updates,"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
     def weighed(self, state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:

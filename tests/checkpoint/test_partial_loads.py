@@ -273,7 +273,7 @@ def test_whole_tensors_and_what_is_refused(tmp_path):
 def test_parameters_are_not_read_without_what_a_step_makes_them_of(
     tmp_path, name, optimizer, origin
 ):
-    params = torch.ones(3).bfloat16()
+    params = torch.ones(3) if origin == "z" else torch.ones(3).bfloat16()
     params = {name: params, "n": 3} if name else params
     state = ff.TrainState(params, ff.chain(optimizer).init(params))
     ff.save(tmp_path / "a", state)

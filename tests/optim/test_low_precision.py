@@ -288,6 +288,10 @@ def test_what_has_no_gradient_keeps_its_codes(ranks):
     assert torch.cat(alive).float().mean() > 0.9  # none was forgotten
 
 
+def free():
+    return ff.schedule_free(ff.sgd(0.1), 0.1)
+
+
 NARROW = {  # the parameters' dtype, the optimizer, and what is said of its moments
     "float16": (FP16, adam, "below 6e-8"),
     "bfloat16": (BF16, adam, "decay by b2 = 0.999"),
@@ -300,6 +304,10 @@ NARROW = {  # the parameters' dtype, the optimizer, and what is said of its mome
     "an average": (BF16, lambda: ff.ema(ff.sgd(0.1)), "not move by 1 - 0.999"),
     "a shorter average": (BF16, lambda: ff.ema(ff.sgd(0.1), 0.9), None),
     "an average asked for": (BF16, lambda: ff.ema(ff.sgd(0.1), dtype=BF16), None),
+    "a mean": (FP16, lambda: ff.swa(ff.sgd(0.1)), "not move by 1 / n"),
+    "a mean in fp32": (FP16, lambda: ff.swa(ff.sgd(0.1), dtype=FP32), None),
+    "a mean of iterates": (BF16, free, "not move by 1 / n"),
+    "a mean of masters": (BF16, lambda: ff.master_weights(free()), None),
 }
 
 
