@@ -70,10 +70,10 @@ class Layout:
     compute: torch.dtype | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        parts = tuple(part for part in self.parts if not isinstance(part, Whole))
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        parts = tuple([part for part in self.parts if not isinstance(part, Whole)])
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         object.__setattr__(self, "parts", parts)
-        check(self.shape, parts, self.subject)
+        check(self.shape, parts, lambda: self.subject)
 
     @property
     def ndim(self) -> int:

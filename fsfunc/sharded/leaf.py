@@ -129,8 +129,7 @@ class Sharded:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of ``local``, which is not made."""
-        if self.spent:
-            self.check()
+        self.check()
         if self._range is not None:
             return (self._range[2] - self._range[1],)
         return tuple(self._part.shape)

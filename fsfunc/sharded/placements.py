@@ -7,7 +7,7 @@ a `layout.Layout`. Here are the classes, their checks, and their text in message
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -123,31 +123,34 @@ def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
     return math.prod(lengths)
 
 
-def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> None:
+def check(
+    shape: Sequence[int], parts: Sequence[Placement], subject: Callable[[], str]
+) -> None:
     """Raises if a placement does not fit the shape.
 
     Raises:
         ValueError: names the leaf, the axis and the way out.
     """
-    if any(n < 0 for n in shape):
-        raise ValueError(f"cannot lay out {subject}: a dim has a negative length")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"cannot lay out {subject()}: a dim has a negative length")
     seen: set[str] = set()
     for i, part in enumerate(parts):
-        over = f"cannot shard {subject} over {_over(part)}"
+        problem = None
         for axis, size in part.spread:
             if axis in seen:
-                raise ValueError(
-                    f'{over}: axis "{axis}" is already used by another part; '
-                    "a layout spreads a tensor over an axis once"
-                )
-            if size < 1:
-                raise ValueError(
-                    f'{over}: axis "{axis}" has no ranks; a size is at least 1'
-                )
+                problem = _TWICE.format(axis)
+            elif size < 1:
+                problem = f': axis "{axis}" has no ranks; a size is at least 1'
             seen.add(axis)
-        problem = _problem(part, shape, parts[:i], last=i == len(parts) - 1)
+        problem = problem or _problem(part, shape, parts[:i], i == len(parts) - 1)
         if problem:
-            raise ValueError(f"{over}{problem}")
+            raise ValueError(f"cannot shard {subject()} over {_over(part)}{problem}")
+
+
+_TWICE = (
+    ': axis "{}" is already used by another part; a layout spreads a tensor over an '
+    "axis once"
+)
 
 
 def _problem(

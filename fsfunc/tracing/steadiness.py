@@ -274,7 +274,9 @@ def check_data(out: Any) -> None:
     """
     leaves = tree.leaves(out, is_leaf=is_sharded)
     for i, x in enumerate(leaves):
-        if isinstance(x._local if is_sharded(x) else x, _torch.FakeTensor):
+        if is_sharded(x):  # its part of a buffer is not made for it
+            x = x._local if x.packed is None else x.packed.flat
+        if isinstance(x, _torch.FakeTensor):
             path = tree.paths(out, is_leaf=is_sharded)[i]
             raise Unsteady(
                 f"the step returns a tensor without data at {path!r}: it has kept one "

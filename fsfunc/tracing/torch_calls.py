@@ -23,12 +23,14 @@ from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import Outside, said
 from fsfunc.tracing.types import Kind, agrees
 
-_READS_NOTHING = {
-    "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
-    "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
-    "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
-    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
-    "split",
+_ASKS = {  # for what is no tensor
+    "is_floating_point", "dim", "size", "numel", "element_size", "stride",
+    "storage_offset", "is_contiguous", "untyped_storage", "is_complex", "__len__",
+    "_is_view", "is_inference",
+}  # fmt: skip
+_READS_NOTHING = _ASKS | {
+    "__get__", "detach", "requires_grad_", "zeros_like", "empty_like", "ones_like",
+    "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual", "split",
 }  # fmt: skip
 _DATA: Any = Tensor.data.__get__  # type: ignore
 _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
@@ -69,6 +71,7 @@ class Reads(Outside):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, library = getattr(func, "__name__", ""), is_own_call()
         asks = name == "__get__"  # a tensor, most often for its shape
+        asks = asks or name in _ASKS and len(args) == 1 and not kwargs
         out: Any = func(*args) if asks else None
         if asks and library and not isinstance(out, Tensor):
             return out  # one tensor is combined with nothing
