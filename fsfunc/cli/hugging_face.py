@@ -26,7 +26,6 @@ from fsfunc.transforms.sharding import shard
 
 MODEL = "model"  # an axis of this name splits layers, all others the data
 LONGEST = 4096
-_UNPACKED = "fsfunc_unpacked"
 
 
 class HuggingFaceStep:
@@ -120,8 +119,6 @@ class HuggingFaceStep:
                 )
             except Exception as error:  # of fields that contradict each other
                 raise Refused(f"{self.path} is no model: {error}") from error
-        if model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation(_unpacked())
         kinds = set(model._no_split_modules or ())
         split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
         try:
@@ -138,25 +135,6 @@ class HuggingFaceStep:
             return found.loss
 
         return loss_fn, sharded_adam(1e-4), params, apply.layouts
-
-
-def _unpacked() -> str:
-    """The name of torch's attention in transformers, of batches that are not packed.
-
-    Whether a row holds several sequences, and needs a mask that keeps these apart,
-    transformers reads off the positions' values. Without data it cannot, and masks
-    where a run does not.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def mask(*args: Any, **keywords: Any) -> Any:
-        return sdpa_mask(*args, **keywords | {"allow_is_causal_skip": True})
-
-    AttentionInterface.register(_UNPACKED, sdpa_attention_forward)
-    AttentionMaskInterface.register(_UNPACKED, mask)
-    return _UNPACKED
 
 
 def _options(passed: Sequence[str]) -> argparse.Namespace:

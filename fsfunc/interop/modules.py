@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsfunc import _torch
 from fsfunc.interop.layer_plans import LayerPlan, planned
 from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed, own_plan
@@ -137,7 +140,8 @@ def from_module(
         _check("params", params, shapes[0])
         _check("buffers", buffers, shapes[1])
         given = {**params, **{name: buffers[name] for name in frozen}}
-        out, changed = structure.call(given, buffers, args, keywords, mutable)
+        with _rows_of_one(args, keywords):
+            out, changed = structure.call(given, buffers, args, keywords, mutable)
         if not are_filled():
             opened(out, "the module")
         return (out, {**buffers, **changed}) if mutable else out
@@ -145,6 +149,27 @@ def from_module(
     apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore
     apply.layouts = dict(split.layouts)  # type: ignore
     return apply, params, buffers
+
+
+@contextmanager
+def _rows_of_one(args: Any, keywords: Any) -> Iterator[None]:
+    """Inside, without data, transformers takes a row for one sequence.
+
+    Of positions that its models count themselves each row is one; a real call reads
+    that off their values. Those that are given may begin anew within a row, and are
+    masked, which takes attention twice the time.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    finds = getattr(masks, "find_packed_sequence_indices", None)
+    counted = len(args) < 3 and keywords.get("position_ids") is None
+    if finds is None or not (counted and _torch.fake_active()):
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = finds
 
 
 def _split(module: Any, tensors: Any, units: Any, plan: Any, axis: Any) -> LayerPlan:

@@ -100,6 +100,30 @@ def test_a_window_that_is_shorter_than_the_batch_is_a_mask(config):
         assert causal == {not masked}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_module_of_ones_own_is_planned_without_a_mask(packed, config):
+    """As a real call has none, of positions that the model counts itself."""
+    transformers = pytest.importorskip("transformers")
+    fields = json.loads(config().read_text())
+    made = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    apply, params, buffers = ff.from_module(
+        transformers.AutoModelForCausalLM.from_config(made).eval()
+    )
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    more = {"position_ids": torch.arange(16).repeat(2, 1)} if packed else {}
+
+    def loss(params, tokens):
+        given = {"input_ids": tokens, "labels": tokens, "use_cache": False, **more}
+        return apply(params, buffers, **given).loss
+
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    step = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=3)
+    main = lambda: ff.plan(step, ff.place(step, params, tokens), tokens, device="cuda")  # noqa: E731
+    ran = ff.spmd(main, mesh)()[0][0].ran
+    causal = {r.op.causal for r in ran if "attention" in r.op.name}
+    assert causal == {not packed}
+
+
 REFUSED = {
     "search without hardware": ({}, ["--search"], "--search is of an estimate"),
     "no such model": ({"model_type": "pelican"}, [], "'pelican' is no model"),
