@@ -39,7 +39,8 @@ class Estimate:
         band: (what makes the time uncertain, by how much as a natural logarithm), the
             widest first.
         rule_of_thumb: seconds by 6ND over the hardware's usual utilisation, N being all
-            parameters; None where tokens or that utilisation are not known.
+            parameters, or those ``active``; None where tokens or that utilisation are
+            not known.
     """
 
     hardware: str
@@ -114,6 +115,7 @@ def estimate(
     *,
     tokens: float | None = None,
     attention: str | None = None,
+    active: float | None = None,
 ) -> Estimate:
     """Estimate the time of a planned step on ``hardware``, by its parts.
 
@@ -145,6 +147,8 @@ def estimate(
         tokens: of one step, of all ranks together.
         attention: the generation of its kernels, such as "fa2"; None: the likeliest of
             the hardware, and a wider band.
+        active: how many parameters a token meets, for the rule of thumb, of a mixture
+            of experts; None: all.
 
     Returns:
         an :class:`Estimate`.
@@ -153,7 +157,7 @@ def estimate(
         Deadlock: ranks that wait for each other; names them and what each waits for.
         CollectiveMismatch: ranks that meet in different collectives.
         ValueError: what the hardware does not say; messages to a rank that was not
-            planned; ``tokens`` not above 0.
+            planned; ``tokens`` or ``active`` not above 0.
 
     Cost: some microseconds an event of the plan; nothing runs.
 
@@ -175,8 +179,9 @@ def estimate(
             ": estimate(plan, hardware) takes what ff.plan(step, state, batch) returns "
             "and a description of a machine, such as ff.hardware.H100"
         )
-    if tokens is not None and not tokens > 0:
-        raise ValueError(f"tokens of one step are more than none, got {tokens!r}")
+    for what, n in {"tokens of one step": tokens, "active parameters": active}.items():
+        if n is not None and not n > 0:
+            raise ValueError(f"{what} are more than none, got {n!r}")
     played = play_through(plan, hardware, attention)
     late = hardware.straggling * math.log2(_nodes(plan, hardware))
     seconds = played.seconds * (1 + late)
@@ -199,7 +204,7 @@ def estimate(
         mfu=shares[2],
         devices=plan.mesh.size,
         band=_band(plan, hardware, attention, busiest, played),
-        rule_of_thumb=_rule_of_thumb(plan, hardware, tokens),
+        rule_of_thumb=_rule_of_thumb(plan, hardware, tokens, active),
     )
 
 
@@ -269,7 +274,7 @@ def _band(
 
 
 def _rule_of_thumb(
-    plan: Plan, hardware: Hardware, tokens: float | None
+    plan: Plan, hardware: Hardware, tokens: float | None, active: float | None
 ) -> float | None:
     """Seconds of 6ND FLOPs at the hardware's usual utilisation of its 16-bit peak."""
     if tokens is None or hardware.utilisation is None:
@@ -277,4 +282,4 @@ def _rule_of_thumb(
     leaves = (leaf for r in plan.ranks for leaf in r.leaves)
     sizes = {x.path: math.prod(x.shape) for x in leaves if x.kind == "parameters"}
     rate = hardware.peak["bfloat16"] * hardware.utilisation * plan.mesh.size
-    return 6 * sum(sizes.values()) * tokens / rate
+    return 6 * (active or sum(sizes.values())) * tokens / rate

@@ -295,6 +295,8 @@ def test_the_rule_of_thumb_is_6nd_and_stands_beside():
     found = estimate(of([ran], leaves=leaves), H100, tokens=2**20)
     rate = 8 * 989e12 * (H100.utilisation or 0)
     assert found.rule_of_thumb == pytest.approx(6 * 14e9 * 2**20 / rate)
+    some = estimate(of([ran], leaves=leaves), H100, tokens=2**20, active=2e9)
+    assert some.rule_of_thumb == pytest.approx(found.rule_of_thumb / 7)
     assert "by the rule of thumb (6ND)" in str(found)
     assert estimate(of([ran], leaves=leaves), H100).rule_of_thumb is None
     assert found.tokens_per_second == pytest.approx(2**20 / found.seconds)
