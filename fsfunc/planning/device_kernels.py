@@ -100,14 +100,30 @@ def _attention(*args: Any, dropout_p: float = 0.0, **keywords: Any) -> Any:
         args, dropout_p = (*args[:4], 0.0, *args[5:]), args[4]
     if not dropout_p:
         return NotImplemented
-    return F.scaled_dot_product_attention(*args, **keywords)
+    return _FUSED(*args, **keywords)
 
 
+def _of_heads(*args: Any, **keywords: Any) -> Any:
+    """Within this function of torch's no mode hears what it calls."""
+
+    def attention(*args: Any, **keywords: Any) -> Any:
+        found = _attention(*args, **keywords)
+        return _FUSED(*args, **keywords) if found is NotImplemented else found
+
+    F.scaled_dot_product_attention = attention
+    try:
+        return F.multi_head_attention_forward(*args, **keywords)
+    finally:
+        F.scaled_dot_product_attention = _FUSED
+
+
+_FUSED = F.scaled_dot_product_attention
 _KERNELS = {
     torch.rms_norm: _norm,
     F.rms_norm: _norm,
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _of_heads,
 }
 
 

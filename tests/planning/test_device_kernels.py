@@ -212,3 +212,15 @@ def test_second_derivatives_are_whole():
     args = {"n": torch.zeros(8), "w": torch.zeros(8, 8)}, torch.zeros(4, 8)
     both = [ff.plan(ff.value_and_grad(squares), *args, device=d) for d in DEVICES]
     assert both[0].flops == both[1].flops
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_torchs_layers_have_fused_attention_under_dropout_too(dropout):
+    """Which a CPU has not, and a Transformer's layer is trained with."""
+    made = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout, batch_first=True)
+    apply, params, buffers = ff.from_module(made)
+    grad = ff.value_and_grad(lambda params, x: apply(params, buffers, x).sum())
+    plan = ff.plan(grad, params, torch.zeros(2, 8, 64), device="cuda")
+    names = {event.op.name for event in plan[0].ran}
+    assert any("flash_attention" in name for name in names)
+    assert not any("softmax" in name or "bmm" in name for name in names)
