@@ -65,7 +65,7 @@ STACKS = {
 
 def parts(values):
     """What the rank holds, in memory of its own."""
-    return [x.double() for x in tree.leaves(values) if x is not None]
+    return mapped(torch.Tensor.double, values)
 
 
 def mapped(of, values):
