@@ -171,7 +171,8 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
 
     The copies lie in its state, as the parameters lie, and it alone updates them; the
     parameters are these, rounded to the nearest. Leaves of other dtypes it updates as
-    they are.
+    they are. What else is written into the parameters of 16 bits the next step undoes:
+    it belongs into the copies too.
 
     Returns:
         the optimizer; its state is a `MasterState`. Gradients are of the parameters'

@@ -214,10 +214,9 @@ def test_second_derivatives_are_whole():
     assert both[0].flops == both[1].flops
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_torchs_layers_have_fused_attention_under_dropout_too(dropout):
+def test_torchs_layers_have_fused_attention_under_dropout_too():
     """Which a CPU has not, and a Transformer's layer is trained with."""
-    made = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout, batch_first=True)
+    made = torch.nn.TransformerEncoderLayer(64, 4, 64, 0.1, batch_first=True)
     apply, params, buffers = ff.from_module(made)
     grad = ff.value_and_grad(lambda params, x: apply(params, buffers, x).sum())
     plan = ff.plan(grad, params, torch.zeros(2, 8, 64), device="cuda")

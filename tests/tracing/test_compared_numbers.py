@@ -101,8 +101,7 @@ def test_a_branch_of_an_optimizer_of_a_users_own_is_checked():
         run(step, 1)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("how", ["an attribute", "a captured tensor"])
+@pytest.mark.parametrize("how, zero", [("an attribute", 3), ("a captured tensor", 1)])
 def test_what_an_attribute_chooses_is_checked_later(how, zero):
     """As it stands by then; no argument tells of it."""
     seen, late, factors = [], [], [torch.tensor(1 / 8)] * 2

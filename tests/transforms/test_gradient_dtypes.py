@@ -60,8 +60,9 @@ def test_ranks_of_a_pipeline_hold_them_in_one_dtype(order):
         close(tree.map(torch.Tensor.float, grads), wide[0], 1e-2)
 
 
-@pytest.mark.parametrize("zero, tied", [(0, False), (3, True)])
-@pytest.mark.parametrize("around", [None, BF16])
+@pytest.mark.parametrize(
+    "zero, tied, around", [(0, False, None), (3, True, None), (1, True, BF16)]
+)
 def test_ranks_of_a_pipeline_agree_where_units_have_other_ones(zero, tied, around):
     """What stages know of each other's units is less than `precision` around these."""
     mesh = simulated(data=2, pipe=2)
