@@ -139,12 +139,8 @@ SCHEMES = {
 MICROBATCHES = 2
 
 
-def measure(
-    loss, params, *, order=("shard",), axis="data", dtypes=None, kept=(), **options
-):
-    """The ledger of a step that follows a step, and who was asked."""
-    grid = "replicate" in options or isinstance(axis, tuple)
-    mesh = GRID if grid else MESH
+def measure(loss, params, mesh, order, axis, dtypes=None, **options):
+    """The ledger of a step that follows a step."""
     frozen = {"base": torch.ones(3, 3)} if loss is with_frozen else {}
     tokens = torch.zeros(mesh.size * MICROBATCHES, dtype=torch.int64)
     names = tuple(mesh.axes)
@@ -173,7 +169,7 @@ def measure(
             step(placed, base, mine)
         return log
 
-    return ff.spmd(main, mesh)(), mesh
+    return ff.spmd(main, mesh)()
 
 
 def sums(log, rank, over):
@@ -186,15 +182,12 @@ def sums(log, rank, over):
     return found
 
 
-def check(loss, params, calls, **scheme):
-    logs, mesh = measure(loss, params, **scheme)
-    options = dict(scheme)
-    order = options.pop("order", ("shard",))
-    options.pop("dtypes", None)
-    options.pop("min_bytes", None)
-    if "kept" in options:
-        options.pop("reshard_after_forward")
-    axis, replicate = options.pop("axis", "data"), options.pop("replicate", None)
+def check(loss, params, calls, order=("shard",), axis="data", replicate=None, kept=(),
+          **how):  # fmt: skip
+    mesh = GRID if replicate or isinstance(axis, tuple) else MESH
+    logs = measure(loss, params, mesh, order, axis, replicate=replicate, **how)
+    said = {k: how[k] for k in how.keys() & {"zero", "reshard_after_forward"}}
+    said = {"kept": kept} if kept else said
     if replicate:
         over = {("node",): "replicate", ("data",): "shard", ("node", "data"): "all"}
     else:
@@ -207,10 +200,8 @@ def check(loss, params, calls, **scheme):
             replicas=mesh.axes["node"] if replicate else 1,
             remat="remat" in order,
             microbatches=MICROBATCHES if "accumulate" in order else 1,
-            reduce_each=order.index("shard") < order.index("accumulate")
-            if "accumulate" in order
-            else False,
-            **options,
+            reduce_each="accumulate" in order[order.index("shard") :],
+            **said,
         )
     }
     if not replicate:  # one axis carries both: its psums are added up
