@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.checks import all_refused
+from tests import checks
+from tests.checks import all_refused, simulated
 from tests.models import chain, floats, layers
 
 WIDTH = 4
@@ -27,27 +28,21 @@ STACKS = {
 def trained(zero, over=("data", "node"), stack=lambda f: f, axes=AXES, params=PARAMS,
             steps=2, **how):  # fmt: skip
     """Parameters after some steps; the last one's bytes by axis and kind."""
-    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sgd(0.1)
+    mesh, optimizer = simulated(**axes), ff.sgd(0.1)
     if how.pop("owing", False):
         optimizer = ff.error_feedback(optimizer)
+    step = stack(optimizer(ff.value_and_grad(loss)))
+    step = ff.shard(step, mesh, over, zero=zero, **how)
+    ops = "all_gather", "psum_scatter", "psum", "all_to_all"
 
-    def main():
-        step = stack(optimizer(ff.value_and_grad(loss)))
-        step = ff.shard(step, mesh, over, zero=zero, **how)
-        x = ff.local_batch(BATCH, mesh, tuple(axes))
-        state = ff.init_state(step, params, optimizer, x)
-        for _ in range(steps):
-            with ff.ledger() as log:
-                state, _ = step(state, x)
-        planned = ff.plan(step, state, x) if mesh.rank == 0 else log
-        spent = {}
-        for axis in (*axes, over):
-            for op in ("all_gather", "psum_scatter", "psum", "all_to_all"):
-                spent[axis, op] = log.bytes(axis, op=op)
-                assert planned.bytes(axis, op=op) == spent[axis, op]
-        return ff.unshard(state.params), spent
+    def spent(log):
+        return {(a, op): log.bytes(a, op=op) for a in (*axes, over) for op in ops}
 
-    return ff.spmd(main, mesh)()
+    runs = checks.trained(step, params, optimizer, BATCH, mesh=mesh, steps=steps)
+    rows = BATCH[: len(BATCH) // mesh.size]
+    planned = ff.plan(step, lambda: params, optimizer, rows, mesh=mesh)
+    assert spent(planned) == spent(runs[0].logs[-1])
+    return [(run.params, spent(run.logs[-1])) for run in runs]
 
 
 @settings(max_examples=5)
