@@ -86,7 +86,8 @@ def schedule_free(
     Returns:
         the optimizer; its state is a `ScheduleFreeState`. The parameters that it trains
         are y; evaluate, and save for use, ``eval_params(opt_state, params)``. What is
-        written into y besides is lost by and by, as z has none of it. Of parameters in 16 bits its ``init`` warns: put `master_weights` around it.
+        written into y besides is lost by and by, as z has none of it. Of parameters in
+        16 bits its ``init`` warns: put `master_weights` around it.
 
     Raises:
         ValueError: b1 outside (0, 1); a negative number; an update without ``params``,
