@@ -172,14 +172,16 @@ class Pairs:
     def _swap(
         self, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], hop: int = 0
     ) -> list[Work]:
-        """Sends and receives by index along the axis; empty tensors stay at home."""
+        """Sends and receives by index along the axis; empty tensors stay at home.
+
+        Sends first: of two ranks the later one writes its data within ``send``, under a
+        lock that gloo's thread spins for, should the other's data come meanwhile.
+        """
         under = tag(DATA, self.record.number, self.digest, hop)
         ranks, group = self.ranks, self.group
-        works = [
-            receive(y, ranks[r], group, under) for r, y in got.items() if y.numel()
-        ]
-        works += [send(x, ranks[r], group, under) for r, x in sent.items() if x.numel()]
-        return works
+        works = [send(x, ranks[r], group, under) for r, x in sent.items() if x.numel()]
+        got = {r: y for r, y in got.items() if y.numel()}
+        return [receive(y, ranks[r], group, under) for r, y in got.items()] + works
 
     def _room(self, x: Tensor, times: int = 1) -> Tensor:
         """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
