@@ -121,10 +121,17 @@ class TypeCheck(FirstCalls):
     def __init__(self) -> None:
         super().__init__()
         self.replicas = Replicas()
+        self._later: frozenset[int] = frozenset()  # ranks whose next call is checked
 
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
-        again = not self.knows(at.rank)
-        seen = check(call, args, keywords, at, axes, again=again)
+        later, self._later = at.rank in self._later, self._later - {at.rank}
+        again = not (later or self.knows(at.rank))
+        try:
+            seen = check(call, args, keywords, at, axes, again=again)
+        except Exception as error:
+            if not later or isinstance(error, LawError | NotATensor):
+                raise
+            return  # the step's own, which real calls do not raise
         self.note(seen.own_paths, seen.draws)
 
     def check_returned(self, out: Any) -> None:
@@ -154,6 +161,7 @@ class TypeCheck(FirstCalls):
         What chooses a branch, as an attribute or a clock, may stand otherwise by now.
         """
         self._known = {known for known in self._known if known[0] != rank}
+        self._later |= {rank}
 
     def compare_state(
         self, f: Any, found: Frame, given: Any, out: Any, call: int

@@ -123,6 +123,22 @@ def test_what_an_attribute_chooses_is_checked_later(how, zero):
     assert 16 in map(seen.count, (0, 1))
 
 
+def test_what_a_later_check_alone_raises_is_left():
+    """Real calls do not: a check runs the step without data, or on ranks alike."""
+    seen = []
+
+    def step(s, x):
+        seen.append(ff.recording())
+        if len(seen) > 32 and ff.recording():
+            raise ZeroDivisionError("in a check alone")
+        g = ff.value_and_grad(lambda w, x: unit(w, x).mean())(s["w"], x)[1]
+        return {"w": each(lambda w, g: w - g / 99, s["w"], g), "n": s["n"] + 1}
+
+    for state in run(step, 3, calls=18):
+        assert state["n"] == 18
+    assert any(seen[32:])
+
+
 def both(s, *more):
     """Reads and computes with it as with any number; another answer may raise."""
     n = s["n"]
