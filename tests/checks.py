@@ -48,17 +48,20 @@ def on_ranks(
     mesh: ff.Mesh | None = None,
     laid: Callable[..., Any] | None = None,
     calls: int = 1,
+    over: Any = None,
 ) -> Any:
     """What ``step(params, *batch)`` gives each rank, of its rows: whole, the last call.
 
     Args:
         laid: what parameters are placed for, if not for the step itself.
         calls: the second one goes by what the first one learnt.
+        over: the axes over which the batch is cut; by default all.
     """
     mesh = simulated() if mesh is None else mesh
+    over = tuple(mesh.axes) if over is None else over
 
     def main() -> Any:
-        mine = ff.local_batch(batch, mesh, tuple(mesh.axes))
+        mine = ff.local_batch(batch, mesh, over) if over else batch
         placed = ff.place(laid or step, params, *mine)
         for _ in range(calls - 1):
             step(placed, *mine)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc._torch import FakeTensor
-from tests.checks import close
+from tests.checks import close, on_ranks
 
 Point = namedtuple("Point", "a b")
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -19,15 +19,8 @@ W = torch.linspace(-1, 1, 9).view(3, 3)
 
 def sharded(f, params, *rest, zero=3, around=lambda f: f):
     """What rank 0 gets of f(params, *rest) under shard over two ranks, called twice."""
-
-    def main():
-        g = around(ff.shard(f, MESH, "data", zero=zero))
-        placed = ff.place(g, params, *rest)
-        g(placed, *rest)  # the next one sends for what this one learnt
-        value, grads = g(placed, *rest)
-        return value, ff.unshard(grads)
-
-    return ff.spmd(main, MESH)()[0]
+    g = around(ff.shard(f, MESH, "data", zero=zero))
+    return on_ranks(g, params, *rest, mesh=MESH, calls=2, over=())[0]
 
 
 def interpreted(f, params, *rest, but=""):
