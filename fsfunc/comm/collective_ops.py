@@ -56,10 +56,25 @@ class _Apply(torch.autograd.Function):
         return y, y.ndim - 1
 
 
+class _ApplyPlainly(torch.autograd.Function):
+    """The same where no transform of ``torch.func`` is active.
+
+    Of a Function with a ``setup_context`` torch inspects the signature in each call.
+    """
+
+    @staticmethod
+    def forward(ctx, x, how, where):  # type: ignore[override]
+        _Apply.setup_context(ctx, (x, how, where), None)
+        return _Apply.forward(x, how, where)
+
+    backward = _Apply.backward  # type: ignore[assignment]
+
+
 def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
     """``how`` applied to one tensor over ``where``, differentiably."""
-    tracked = x.requires_grad or _torch.transforms_active()
-    return where.link.apply(_Apply.apply if tracked else _Apply.forward, x, how, where)
+    plainly = _ApplyPlainly.apply if x.requires_grad else _Apply.forward
+    function = _Apply.apply if _torch.transforms_active() else plainly
+    return where.link.apply(function, x, how, where)
 
 
 class Watcher:

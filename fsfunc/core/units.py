@@ -12,7 +12,6 @@ import operator
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -230,32 +229,23 @@ def _lies_in(x: Any, leaf: Any) -> bool:
     return x.element_size() == 1 or start <= x.storage_offset() < start + reach
 
 
-@dataclass(frozen=True)
 class Call:
     """A unit call: the unit, the frame in which it was called, and its number there.
 
-    ``savers``: autograd nodes that save its arguments for a second run, and to which
-    its outputs do not lead.
+    Attributes:
+        path: the names of the units around it, and its own; ``name`` is ``block`` or,
+            inside another unit, ``loss_fn/block``.
+        numbers: its number within each unit around it, outermost first.
+        savers: autograd nodes that save its arguments for a second run, and to which
+            its outputs do not lead.
     """
 
-    unit: Unit
-    frame: Frame
-    number: int
-    savers: list[Any] = field(default_factory=list, compare=False, repr=False)
-
-    @functools.cached_property
-    def path(self) -> tuple[str, ...]:
-        return (*self.frame.path, self.unit.__name__)
-
-    @functools.cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The number of this call within each unit around it, outermost first."""
-        return (*self.frame.numbers, self.number)
-
-    @functools.cached_property
-    def name(self) -> str:
-        """``block`` or, inside another unit, ``loss_fn/block``."""
-        return "/".join(self.path)
+    def __init__(self, unit: Unit, frame: Frame, number: int):
+        self.unit, self.frame, self.number = unit, frame, number
+        self.path = (*frame.path, unit.__name__)
+        self.numbers = (*frame.numbers, number)
+        self.name = "/".join(self.path)
+        self.savers: list[Any] = []
 
     def run(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         """Runs the call through the interpretations of its frame."""

@@ -145,7 +145,7 @@ class StageRun(Stage):
         thread = UnitToken(device) if self.tied else None
         # A recompute holds the call, and we hold its outputs: no circle of the two.
         handlers = (_HERE, *call.frame.handlers[1:])
-        inner = replace(call, frame=call.frame.replace(handlers=handlers))
+        inner = Call(call.unit, call.frame.replace(handlers=handlers), call.number)
         with run_as(Running(thread)), standing(self.stance):
             out = inner.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
