@@ -213,6 +213,11 @@ class _SplitDim(TorchFunctionMode):
             dims = [x.ndim - 1 - i // 2 for i, n in enumerate(ends) if n]
         elif name == "batch_norm":
             dims = [i for i in range(x.ndim) if i != 1]
+        elif name.startswith("conv"):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            if groups == x.shape[_dim(x)]:  # each channel by itself
+                return
+            dims = range(x.ndim)
         elif name == "einsum":
             dims = [] if _is_kept(x, args) else [_dim(x)]
         elif name in _ALONG:
@@ -325,9 +330,7 @@ _MOVES = set(
     "any all argmax argmin median count_nonzero aminmax matmul rmatmul bmm mm baddbmm "
     "linear".split()
 )
-_RESHAPES = {
-    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
-}  # fmt: skip
+_RESHAPES = set("view reshape flatten unflatten view_as reshape_as ravel".split())
 # By name: at which place the dim is given, and which it is by default.
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys("sort argsort glu".split(), (1, -1)), "topk": (2, -1),

@@ -79,6 +79,9 @@ RIGHT |= {
     "padded": lambda m, x, b, n: F.pad(m.q(x), (0, 0, 1, 0))[:, :-1],
     "frequencies of positions": lambda m, x, b, n: torch.fft.irfft(torch.fft.rfft(
         m.q(x), dim=1) * torch.fft.fft(m.k(x), None, 1)[:, : n // 2 + 1], dim=1),
+    "a convolution of each": lambda m, x, b, n: (lambda y, w: F.conv1d(y, w, padding=1,
+        groups=y.shape[1]).transpose(1, 2))(m.q(x).transpose(1, 2),
+        m.k(x)[0, :3].t()[:, None]),
     "dots": lambda m, x, b, n: torch.einsum("...nhd,...mhd->...nhd", *(f(x).view(b, n,
         -1, SIZE) for f in (m.q, m.k))).flatten(2),
 }  # fmt: skip
@@ -116,6 +119,8 @@ MIXED |= {
         training=True),
     "neighbours": lambda m, x, b, n: F.max_pool1d(m.q(x), 3, 1, 1),
     "frequencies": lambda m, x, b, n: torch.fft.fft(m.q(x)).real,
+    "a convolution of all": lambda m, x, b, n: m.q(x) * F.conv1d(
+        m.q(x).transpose(1, 2), m.k(x)[0, :1, :, None]).transpose(1, 2),
     "the other way round": lambda m, x, b, n: torch.rot90(m.q(x), 2, (1, 2)),
     "channels in turn": lambda m, x, b, n: F.channel_shuffle(m.q(x).transpose(1, 2)[...,
         None], 2)[..., 0].transpose(1, 2),
