@@ -119,9 +119,7 @@ def _gives_views(func: Any) -> bool:
 
 def value_of(x: Tensor) -> Tensor | None:
     """``x`` with its data, on no graph; None if it is fake and has none."""
-    if isinstance(x, FakeTensor):
-        return x.constant
-    return x.detach()
+    return x.constant if isinstance(x, FakeTensor) else x.detach()
 
 
 def arguments_of(

@@ -72,9 +72,7 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     torch.Size([3, 2, 2])
     """
     check_function(fn, "unit")
-    if isinstance(fn, Unit) and fn.whole == whole:
-        return fn
-    return Unit(fn, whole)
+    return fn if isinstance(fn, Unit) and fn.whole == whole else Unit(fn, whole)
 
 
 class Unit:

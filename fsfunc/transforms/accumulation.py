@@ -22,7 +22,7 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike, split_buffers
-from fsfunc.transforms.microbatches import Microbatches
+from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 from fsfunc.transforms.sharded_calls import Sharding
 
 
@@ -57,6 +57,9 @@ def accumulate(
         ValueError: ``n`` does not divide dim 0 of the batch; batch leaves that differ
             in it; several arguments that may be the batch; a loss that returns other
             integers, beside its value, in each microbatch.
+
+    Warns:
+        UserWarning: 128 gradients or more are added in bfloat16, or 1024 in float16.
 
     >>> import torch, fsfunc as ff
     >>> grad = ff.accumulate(ff.value_and_grad(lambda w, x: (w * x).mean()), 2)
@@ -134,6 +137,8 @@ class _Accumulate(Interpretation):
             if rounds is not None:
                 rounds.end()
             tracer.turn("", 0)
+            for x in split_buffers(sums.grads).tensors if self.n > 99 else ():
+                warn_narrow(x, self.n)
             return cut.joined(sums.outcome(), own)
 
         return accumulated
@@ -200,10 +205,8 @@ class _Sums:
         if _torch.functorch_active() or any(x.requires_grad for x in (*xs, *ys)):
             sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
         else:
-            if any_offloaded():
-                sums = [_sum(x, y) for x, y in zip(xs, ys, strict=True)]
-            else:
-                sums = torch._foreach_add(xs, ys)  # pyright: ignore
+            offloaded = any_offloaded()
+            sums = [*map(_sum, xs, ys)] if offloaded else torch._foreach_add(xs, ys)
             count_as("gradients", sums)
             self.ours = True
         for i, x in zip(at, sums, strict=True):
@@ -234,6 +237,5 @@ class _Sums:
 def _sum(x: Tensor, y: Tensor) -> Tensor:
     """``x + y``, in the memory space of ``x``."""
     home = space_of(x)
-    if not home.offloaded:
-        return x + y
-    return torch.add(x, y.to(x.device), out=home.empty_like(x, scratch=True))
+    out = home.empty_like(x, scratch=True) if home.offloaded else None
+    return torch.add(x, y.to(x.device), out=out)

@@ -34,7 +34,8 @@ def precision(
     Args:
         f: a unit, a loss, or a train step.
         compute: the dtype of units' arithmetic, such as ``torch.bfloat16``.
-        reduce: the dtype of the reductions; by default that of the arithmetic.
+        reduce: the dtype of the reductions, and of the sums of microbatches that come
+            before them; by default that of the arithmetic.
         output: the dtype of floating tensors that units return; else as they come.
         gradients: under ``shard``, the dtype in which a rank holds the gradients of
             units' parameters, until a step reads them. With ``torch.bfloat16`` Adam has

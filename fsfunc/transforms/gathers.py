@@ -184,9 +184,7 @@ class Gathers:
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and space_of(shard.flat).offloaded):
                 return shard.flat.detach()
-        if shard.whole is None or not shard.shows(dtype):
-            return None
-        return shard.whole
+        return None if shard.whole is None or not shard.shows(dtype) else shard.whole
 
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Starts a gather; returns the buffer that it fills, and its handle."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import by_offset, divided_before
+from fsfunc.transforms.microbatches import warn_narrow
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 Grads = Sequence[Tensor | None]
@@ -148,9 +150,8 @@ class GradientSums:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
         if self.observed is not None:
             self.observed.show(call, shard, buffer)
-        due = 1  # a count: the backwards of microbatches may run in any order
-        for _, n in call.micro[self.depth :]:
-            due *= n
+        # A count: the backwards of microbatches may run in any order.
+        due = math.prod(n for _, n in call.micro[self.depth :])
         key = id(shard), call.key
         one = _Flow(shard, buffer, buffer.dtype, call.name, key, due, call.given)
         del buffer
@@ -164,6 +165,7 @@ class GradientSums:
         """Adds a gradient to that of other microbatches; True if more are due."""
         before = self.partial.pop(one.key, None)
         if before is not None:
+            warn_narrow(one.grad, one.due)
             one.grad.add_(before.grad.to(one.grad.device))
             one.count += before.count
         if one.count >= one.due and self.zero != 1:

@@ -6,6 +6,7 @@ names. All of its tensors with dims are cut, except for sharded leaves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +86,7 @@ class Microbatches:
                 f"{who} is to cut the batch of a gradient call along dim 0, of which "
                 f"the arguments {told} hold tensors: say which of them are the batch, "
                 "and which are parameters or buffers that stay whole, by "
-                f"batch_argnums=, of ff.value_and_grad or of {who}. (In f(params, "
-                "batch) the second argument is, where it is not differentiated.)"
+                f"batch_argnums=, of ff.value_and_grad or of {who}"
             )
         return found
 
@@ -137,6 +137,18 @@ class Microbatches:
                     leaves[j] = torch.cat(parts) if whole else None
                 grads[k] = tree.unflatten(a.treedef, leaves)
         return outcome.with_grads(tuple(grads))
+
+
+def warn_narrow(total: Any, n: int) -> None:
+    """Warns where what each of ``n`` microbatches adds to a sum may be lost in it."""
+    if isinstance(total, Tensor) and n * torch.finfo(total.dtype).eps >= 1:
+        warnings.warn(_NARROW.format(n, total.dtype), stacklevel=2)
+
+
+_NARROW = (
+    "gradients of {} microbatches are added in {}, too narrow for so many terms: keep "
+    "the parameters in float32, and ff.precision(step, compute, reduce=torch.float32)"
+)
 
 
 @dataclass

@@ -50,9 +50,7 @@ class Ownership:
         By memory, not by object: a detached leaf is a new object.
         """
         key = storage_of(x)
-        if key in self._said:
-            return self._said[key][0]
-        return key in self._replicated
+        return self._said[key][0] if key in self._said else key in self._replicated
 
     def declare(self, x: Tensor, replicated: bool) -> None:
         """Declares whether ``x`` is replicated, for this call."""

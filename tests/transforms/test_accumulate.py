@@ -1,5 +1,7 @@
 """`accumulate`: the plain loop over microbatches, wherever it stands."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import all_refused, same
+from tests.checks import all_refused, same, simulated
 from tests.models import integers
 from tests.probes import LiveBytes
 
@@ -183,3 +185,30 @@ def test_it_holds_three_gradients_at_most_and_one_microbatch():
 
     once, four = peak(1), peak(4)
     assert once > 64 and four <= once / 4 + 3, (once, four)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SUMS = {  # the parameters' dtype, that of reductions, and whether it is told
+    "as they come": (BF16, None, True),
+    "before they are reduced": (FP32, None, True),
+    "before they are reduced wide": (FP32, FP32, False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_too_narrow_for_so_many_terms_are_told(name):
+    dtype, reduce, told = SUMS[name]
+    unit, mesh = ff.unit(lambda w, x: w * x), simulated(1)
+
+    def main():
+        f = ff.value_and_grad(lambda w, x: unit(w, x).mean())
+        f = ff.accumulate(ff.precision(f, BF16, reduce), 128)
+        w, x = torch.ones((), dtype=dtype), torch.ones(128)
+        f = f if name == "as they come" else ff.shard(f, mesh, "data")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            f(ff.place(f, w, x), x)
+        return " ".join(str(s.message) for s in seen)
+
+    said = ff.spmd(main, mesh)()[0]
+    assert ("128 microbatches are added in torch.bfloat16" in said) == told
