@@ -147,7 +147,8 @@ def save(
     safetensors files, keyed by tree path, and ``fsfunc.json``; no pickle. It can be
     loaded on any mesh, with any `zero` and any transforms (`load`), and read by
     torch.distributed.checkpoint's ``HuggingFaceStorageReader`` and by safetensors. The
-    states of the default random generators are saved too.
+    states of torch's default random generators are saved too, and not those of Python's
+    and NumPy's.
 
     Args:
         path: where; nothing may be there.
