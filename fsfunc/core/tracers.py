@@ -120,7 +120,10 @@ class FirstCalls:
     Attributes:
         own_paths: the paths of a returned state at which each rank has its own value;
             None until a call has been checked.
+        ran: whether the function was run without data since its last real call.
     """
+
+    ran = False
 
     def __init__(self) -> None:
         self._known: set[Any] = set()

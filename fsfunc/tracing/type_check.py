@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
@@ -122,6 +122,7 @@ class TypeCheck(FirstCalls):
         super().__init__()
         self.replicas = Replicas()
         self._later: frozenset[int] = frozenset()  # ranks whose next call is checked
+        self.ran = True  # as a state was laid out
 
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         later, self._later = at.rank in self._later, self._later - {at.rank}
@@ -132,10 +133,14 @@ class TypeCheck(FirstCalls):
             if not later or isinstance(error, LawError | NotATensor):
                 raise
             return  # the step's own, which real calls do not raise
+        finally:
+            self.ran = True
         self.note(seen.own_paths, seen.draws)
 
     def check_returned(self, out: Any) -> None:
-        check_data(out)
+        if not _torch.fake_active():
+            self.ran = False
+            check_data(out)
 
     def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
         compare_whole(chosen, is_whole, where)

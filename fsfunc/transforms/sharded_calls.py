@@ -58,7 +58,6 @@ class Sharding(Interpretation):
         self.axes, self.zero = options.axes, options.zero
         self.min_bytes = options.min_bytes
         self.compared_whole: frozenset[Any] = frozenset()
-        self.new = True  # until a real call has returned
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_checks`
 
     @property
@@ -94,9 +93,8 @@ class Sharding(Interpretation):
             runtime.gathers.close()
             if found.tracer is not None:
                 found.tracer.returned(args, out)
-            if self.new:
-                self.new = _torch.fake_active()
-                self.first_calls.check_returned(() if self.new else out)
+            if self.first_calls.ran:
+                self.first_calls.check_returned(out)
             self.ran(at)
             made, outdef = tree.flatten(out, is_leaf=is_sharded)
             if repacked(made, coordinates):

@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.steadiness import Unsteady
 from tests.checks import close, simulated
 from tests.derivatives.judging import by_turns
 
@@ -137,6 +138,24 @@ def test_what_a_later_check_alone_raises_is_left():
     for state in run(step, 3, calls=18):
         assert state["n"] == 18
     assert any(seen[32:])
+
+
+def test_a_tensor_that_a_later_check_has_left_behind_is_named():
+    """Of what is kept from the fifth call on: the first call has seen none of it."""
+    kept, calls = ([], []), [0, 0]
+
+    def step(s, x):
+        rank = MESH.rank
+        calls[rank] += not ff.recording()
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+        if calls[rank] > 4:
+            kept[rank].append(g)
+            g = kept[rank][-2:][0]
+        return {"w": each(lambda w, g: w - g / 99, s["w"], g), "n": s["n"] + 1}
+
+    with pytest.raises(Unsteady, match="returns a tensor without data at 'w'"):
+        run(step, 0, calls=18)
+    assert max(calls) == 17
 
 
 def both(s, *more):
