@@ -95,7 +95,7 @@ def origins(values: Any) -> Iterator[tuple[str, str, str]]:
         (path of the state, path of the parameter, path of the leaf); a state names the
         field of such leaves as ``origins``.
     """
-    ends = lambda x: is_sharded(x) or hasattr(type(x), "origins")  # noqa: E731
+    ends = lambda x: is_sharded(x) or _marked(x, "origins")  # noqa: E731
     paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=ends)
     for at, node in zip(paths, leaves, strict=True):
         if is_sharded(node) or not ends(node):
@@ -105,7 +105,12 @@ def origins(values: Any) -> Iterator[tuple[str, str, str]]:
             yield at, name, f"{within}/{name}" if name else within
 
 
-_FOLLOWING = "origins", "evaluated", "rounds"  # marks of such states
+_MARKS = {"origins": str, "evaluated": Callable, "rounds": bool}  # and their kinds
+
+
+def _marked(x: Any, mark: str) -> bool:
+    """True if the class of a state has the mark, and not a field of that name."""
+    return isinstance(getattr(type(x), mark, None), _MARKS[mark])
 
 
 def check_unfollowed(what: str, state: Any) -> None:
@@ -114,7 +119,7 @@ def check_unfollowed(what: str, state: Any) -> None:
     What changes these updates afterwards would be undone (`master_weights`), or be of
     other parameters (`ema`).
     """
-    follows = lambda x: any(hasattr(type(x), mark) for mark in _FOLLOWING)  # noqa: E731
+    follows = lambda x: any(_marked(x, mark) for mark in _MARKS)  # noqa: E731
     ends = lambda x: is_sharded(x) or follows(x)  # noqa: E731
     for x in filter(follows, tree.leaves(state, ends)):
         raise ValueError(

@@ -66,7 +66,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return states
 
     def begin(grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
-        if type(states) is not tuple:
+        if type(states) not in (tuple, list):
             raise unlike("chain", states, tuple)
         if len(states) != len(transforms):
             raise ValueError(

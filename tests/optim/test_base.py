@@ -83,6 +83,23 @@ def test_called_on_a_gradient_function_it_is_a_train_step():
     assert metrics == {"loss": p.sum(), "aux": {"n": 1}}
 
 
+class Marked(NamedTuple):
+    """A state with fields that are named like marks of the library's."""
+
+    rounds: int
+    evaluated: bool
+    origins: torch.Tensor
+
+
+def test_a_field_named_like_a_mark_is_none():
+    mine = ff.Optimizer(lambda p: Marked(0, False, p), lambda g, s, p=None: (g, s))
+    optimizer, p = ff.chain(mine, ff.scale(0.5)), torch.ones(2)
+    state = ff.TrainState(p, optimizer.init(p))
+    assert_bits(state.replace(params=2 * p).opt_state, state.opt_state)
+    states = list(state.opt_state)  # as good as a tuple
+    assert_bits(optimizer.update(p, states)[0], p / 2)
+
+
 def test_a_chain_composes_in_order():
     p, g = torch.tensor([10.0]), torch.tensor([4.0])
     decay, half = ff.add_decayed_weights(0.1), ff.scale(-0.5)
