@@ -187,7 +187,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
             torch.promote_types, [v.dtype for v in values], torch.float32
         )
         means = list(apply_map(torch.stack([v.to(wide) for v in values]), MEAN, where))
-    weight = means.pop()
+    weight = means.pop().detach()  # reduced together with what is differentiated
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
         aux[i] = value.to(aux[i].dtype)

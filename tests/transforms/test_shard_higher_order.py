@@ -126,3 +126,23 @@ def curvature(loss, p, x):
 def test_what_is_of_inputs_alone_is_that_of_one_device(use, zero):
     for rank, found in enumerate(run(use, zero)):
         close(found, use(loss_fn, PARAMS, DATA.chunk(RANKS)[rank]), 1e-9)
+
+
+def weighted(p, x):
+    return ff.Weighted((square(p, x).sum(1) * x[:, 0]).sum(), x[:, 0].sum())
+
+
+def adapted(p, x):
+    """The loss after a step by its own gradient: MAML."""
+
+    def loss(p):
+        inner = ff.value_and_grad(weighted)(p, x)[1]
+        return weighted(tree.map(lambda v, g: v - 0.1 * g, p, inner), x)
+
+    return ff.value_and_grad(loss)(p)
+
+
+def test_an_inner_gradient_of_a_weighted_loss_is_that_of_one_device():
+    p, x = {"v": torch.ones(2)}, torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+    for found in on_ranks(ff.shard(adapted, MESH, "data"), p, x, mesh=MESH):
+        close(found, adapted(p, x))
