@@ -59,7 +59,8 @@ def accumulate(
             integers, beside its value, in each microbatch.
 
     Warns:
-        UserWarning: 128 gradients or more are added in bfloat16, or 1024 in float16.
+        UserWarning: 128 gradients, losses or weights are added in bfloat16, or 1024 in
+            float16.
 
     >>> import torch, fsfunc as ff
     >>> grad = ff.accumulate(ff.value_and_grad(lambda w, x: (w * x).mean()), 2)
@@ -137,7 +138,7 @@ class _Accumulate(Interpretation):
             if rounds is not None:
                 rounds.end()
             tracer.turn("", 0)
-            for x in split_buffers(sums.grads).tensors if self.n > 99 else ():
+            for x in sums.carried() if self.n > 99 else ():
                 warn_narrow(x, self.n)
             return cut.joined(sums.outcome(), own)
 

@@ -139,15 +139,16 @@ class Microbatches:
         return outcome.with_grads(tuple(grads))
 
 
-def warn_narrow(total: Any, n: int) -> None:
+def warn_narrow(total: Tensor, n: int) -> None:
     """Warns where what each of ``n`` microbatches adds to a sum may be lost in it."""
-    if isinstance(total, Tensor) and n * torch.finfo(total.dtype).eps >= 1:
+    if total.is_floating_point() and n * torch.finfo(total.dtype).eps >= 1:
         warnings.warn(_NARROW.format(n, total.dtype), stacklevel=2)
 
 
 _NARROW = (
-    "gradients of {} microbatches are added in {}, too narrow for so many terms: keep "
-    "the parameters in float32, and ff.precision(step, compute, reduce=torch.float32)"
+    "gradients or losses of {} microbatches are added in {}, too narrow for so many "
+    "terms: keep parameters and losses in float32, and give ff.precision(step, "
+    "compute, reduce=torch.float32)"
 )
 
 

@@ -188,21 +188,22 @@ def test_it_holds_three_gradients_at_most_and_one_microbatch():
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SUMS = {  # the parameters' dtype, that of reductions, and whether it is told
-    "as they come": (BF16, None, True),
-    "before they are reduced": (FP32, None, True),
-    "before they are reduced wide": (FP32, FP32, False),
+SUMS = {  # dtypes of parameters, reductions and the loss; and whether it is told
+    "as they come": (BF16, None, FP32, True),
+    "before they are reduced": (FP32, None, FP32, True),
+    "before they are reduced wide": (FP32, FP32, FP32, False),
+    "losses": (FP32, FP32, BF16, True),
 }
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_too_narrow_for_so_many_terms_are_told(name):
-    dtype, reduce, told = SUMS[name]
+    dtype, reduce, value, told = SUMS[name]
     unit, mesh = ff.unit(lambda w, x: w * x), simulated(1)
 
     def main():
-        f = ff.value_and_grad(lambda w, x: unit(w, x).mean())
-        f = ff.accumulate(ff.precision(f, BF16, reduce), 128)
+        loss = lambda w, x: unit(w, x).float().mean().to(value)  # noqa: E731
+        f = ff.accumulate(ff.precision(ff.value_and_grad(loss), BF16, reduce), 128)
         w, x = torch.ones((), dtype=dtype), torch.ones(128)
         f = f if name == "as they come" else ff.shard(f, mesh, "data")
         with warnings.catch_warnings(record=True) as seen:
