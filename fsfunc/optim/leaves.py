@@ -124,8 +124,8 @@ def check_unfollowed(what: str, state: Any) -> None:
     for x in filter(follows, tree.leaves(state, ends)):
         raise ValueError(
             f"{what} changes the updates of an optimizer that keeps "
-            f"{type(x).__name__}, which is of parameters as its own updates make them: "
-            f"have that one last or around it, as in ff.master_weights({what}(...))"
+            f"{type(x).__name__}, of the parameters that its own updates give: put "
+            f"that optimizer last, or around, as in ff.master_weights({what}(...))"
         )
 
 

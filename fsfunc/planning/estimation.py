@@ -181,7 +181,7 @@ def estimate(
         )
     for what, n in {"tokens of one step": tokens, "active parameters": active}.items():
         if n is not None and not n > 0:
-            raise ValueError(f"{what} are more than none, got {n!r}")
+            raise ValueError(f"{what} must be above 0, got {n!r}")
     played = play_through(plan, hardware, attention)
     late = hardware.straggling * math.log2(_nodes(plan, hardware))
     seconds = played.seconds * (1 + late)

@@ -75,9 +75,10 @@ def shard(
     (``if state.step % 10 == 0``) is answered both ways there. A branch that first runs
     in a later call, as an attribute or a clock chooses it, is not seen at once: that
     would cost a Python function for every operator of every call. Calls 17, 65, 257 and
-    so on of a state that was laid out are checked like the first, as all stands then;
-    and it shows where it makes replicated leaves differ. Give the step what chooses a
-    branch as an argument.
+    so on of a state that was laid out are checked too, with the branches that run by
+    then, which takes as long as Python does in about ten steps; and a branch shows
+    where it makes replicated leaves differ. Give the step what chooses it as an
+    argument.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
