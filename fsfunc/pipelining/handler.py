@@ -31,6 +31,7 @@ from fsfunc.pipelining.microbatches import (
     folded,
     forwarded,
     sum_shared,
+    summed,
 )
 from fsfunc.pipelining.runtime import Worker
 from fsfunc.pipelining.sample_gradients import SampleGradients
@@ -209,14 +210,13 @@ class Pipelining(Interpretation):
         results = self._run(worker)
         for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
             runtime.end_backward(f.micro[:depth])
-        summed = combined(results, [b.share for b in batches])
-        total, weight, aux = _own(everywhere(summed, where, self.owners[-1]))
-        grads = leaves.grads([x.grad for x in picked])
+        result = combined(results, [b.share for b in batches])
+        total, weight, aux = _own(everywhere(result, where, self.owners[-1]))
+        grads = leaves.grads([summed(x, self.n) for x in picked])
         due = (functools.partial(sum_shared, f, where, leaves),)
-        scale = call.cotangent
         if samples is not None:
             samples.end(total, weight)
-        return Outcome(total, weight, grads, aux, count, due, own=grads, scale=scale)
+        return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
 
     def _cut(self, call: GradientCall) -> list[Microbatch]:
         return cut_batch(call, self.n, self.batch_argnums)

@@ -30,7 +30,7 @@ from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.tracing.programs import Outputs, Spec
-from fsfunc.transforms.microbatches import Microbatches
+from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,13 @@ def _in_two(x: float) -> tuple[float, float]:
             "as two float64, and these do not hold it: return it in several numbers"
         )
     return near, rest
+
+
+def summed(x: Tensor, n: int) -> Tensor | None:
+    """The gradient of ``x``, a sum over ``n`` microbatches; warns if it is narrow."""
+    if x.grad is not None:
+        warn_narrow(x.grad, n)
+    return x.grad
 
 
 def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:

@@ -257,3 +257,13 @@ def test_a_schedule_of_forwards_evaluates():
     run = ff.pipeline(views, MESH, "pipe", n_microbatches=2, schedule=rows)
     expected = views(params, batch).detach()
     same(list(ff.spmd(lambda: run(params, batch), MESH)()), [expected] * 2)
+
+
+def test_sums_too_narrow_for_so_many_microbatches_are_told():
+    """Else 600 gradients of 1 in bfloat16 are 256."""
+    first, second = (ff.unit(lambda w, x: w * x) for _ in range(2))
+    loss = lambda ws, x: second(ws[1], first(ws[0], x)).float().mean()  # noqa: E731
+    f = ff.pipeline(ff.value_and_grad(loss), MESH, "pipe", n_microbatches=128)
+    ws, x = list(torch.ones(2, dtype=torch.bfloat16)), torch.ones(128)
+    with pytest.warns(UserWarning, match="128 microbatches are added in .*bfloat16"):
+        ff.spmd(lambda: f(ff.place(f, ws, x), x), MESH)()
