@@ -256,6 +256,6 @@ def _clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
             return last
         turn, (start, end) = curve.turns.spans[i], times[i]
         share = max(at - turn.start, 0) / (turn.end - turn.start)
-        return start + share * (end - start)
+        return min(start + share * (end - start), end)  # but for rounding
 
     return clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -150,8 +149,9 @@ class GradientSums:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
         if self.observed is not None:
             self.observed.show(call, shard, buffer)
-        # A count: the backwards of microbatches may run in any order.
-        due = math.prod(n for _, n in call.micro[self.depth :])
+        due = 1  # a count: the backwards of microbatches may run in any order
+        for _, n in call.micro[self.depth :]:
+            due *= n
         key = id(shard), call.key
         one = _Flow(shard, buffer, buffer.dtype, call.name, key, due, call.given)
         del buffer
