@@ -8,7 +8,8 @@ are still held: what it reserves is what has to fit.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fsfunc.planning.events import Event, Gave, Took
@@ -28,7 +29,7 @@ class _Block:
 
     size: int
     number: int
-    small: bool
+    pool: tuple[str, bool]
     before: _Block | None = None
     after: _Block | None = None
     free: bool = False
@@ -39,7 +40,8 @@ class Allocator:
 
     A request is rounded to 512 bytes and cut out of the smallest free block that holds
     it: up to 1 MiB out of segments of 2 MiB; up to 10 MiB of 20 MiB; larger ones out of
-    segments of their own size, rounded to 2 MiB. Free neighbours are merged.
+    segments of their own size, rounded to 2 MiB. Free neighbours are merged. What one
+    stream has taken goes to no other: each has a pool of its own.
 
     Args:
         capacity: bytes of the device; where a segment would not fit, all that are free
@@ -52,19 +54,24 @@ class Allocator:
     def __init__(self, capacity: float = float("inf")) -> None:
         self.capacity = capacity
         self.reserved = self.peak = self._count = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        # By stream, and whether it is of small segments.
+        self._free: dict[tuple[str, bool], list[tuple[int, int, _Block]]]
+        self._free = defaultdict(list)
 
-    def take(self, size: int) -> _Block:
+    def take(self, size: int, stream: str = "") -> _Block:
         """Takes a block for ``size`` bytes."""
         size = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
         small = size <= _SMALL
-        free = self._free[small]
+        free = self._free[stream, small]
         at = bisect_left(free, (size, 0))
-        block = free.pop(at)[2] if at < len(free) else self._segment(size, small)
+        if at < len(free):
+            block = free.pop(at)[2]
+        else:
+            block = self._segment(size, (stream, small))
         block.free = False
         left = block.size - size
         if left >= _BLOCK if small else left > _SMALL:
-            rest = self._block(left, small)
+            rest = self._block(left, block.pool)
             rest.before, rest.after = block, block.after
             if block.after is not None:
                 block.after.before = rest
@@ -86,8 +93,8 @@ class Allocator:
             block = first
         self._keep(block)
 
-    def _segment(self, size: int, small: bool) -> _Block:
-        if small:
+    def _segment(self, size: int, pool: tuple[str, bool]) -> _Block:
+        if pool[1]:
             size = _SMALL_SEGMENT
         elif size < _LARGE:
             size = _LARGE_SEGMENT
@@ -97,7 +104,7 @@ class Allocator:
             self._give_back()
         self.reserved += size
         self.peak = max(self.peak, self.reserved)
-        return self._block(size, small)
+        return self._block(size, pool)
 
     def _give_back(self) -> None:
         """Returns to the driver each segment that is one free block."""
@@ -107,16 +114,16 @@ class Allocator:
                 free.remove(item)
                 self.reserved -= item[2].size
 
-    def _block(self, size: int, small: bool) -> _Block:
+    def _block(self, size: int, pool: tuple[str, bool]) -> _Block:
         self._count += 1
-        return _Block(size, self._count, small)
+        return _Block(size, self._count, pool)
 
     def _keep(self, block: _Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.number, block))
+        insort(self._free[block.pool], (block.size, block.number, block))
 
     def _drop(self, block: _Block) -> None:
-        free = self._free[block.small]
+        free = self._free[block.pool]
         free.pop(bisect_left(free, (block.size, block.number)))
 
 
@@ -124,6 +131,7 @@ def reserved_bytes(
     events: Iterable[Event],
     kinds: Mapping[int, str] = {},
     capacity: float = float("inf"),
+    stream: Callable[[Took], str] = lambda took: "",
 ) -> int:
     """The most bytes that a caching allocator reserves for these events.
 
@@ -132,6 +140,7 @@ def reserved_bytes(
         kinds: what each storage is for; what is offloaded lies elsewhere.
         capacity: bytes of the device. A result above it does not fit, whatever is
             given back.
+        stream: names the stream that takes a storage; the library takes all on one.
 
     Cost: some microseconds a storage.
 
@@ -142,7 +151,7 @@ def reserved_bytes(
     for event in events:
         if isinstance(event, Took):
             if kinds.get(event.key) != OFFLOADED and event.bytes:
-                held[event.key] = allocator.take(event.bytes)
+                held[event.key] = allocator.take(event.bytes, stream(event))
         elif isinstance(event, Gave) and event.key in held:
             allocator.give(held.pop(event.key))
     return allocator.peak

@@ -150,6 +150,13 @@ def test_free_segments_go_back_before_memory_runs_out():
     assert reserved_bytes(events, capacity=80 * MIB) == 60 * MIB
 
 
+def test_each_stream_has_memory_of_its_own():
+    events = [took(0, 40 * MIB), Gave(0), took(1, 40 * MIB)]
+    by_stream = lambda took: str(took.key)  # noqa: E731
+    assert reserved_bytes(events, stream=by_stream) == 80 * MIB
+    assert reserved_bytes(events, capacity=60 * MIB, stream=by_stream) == 40 * MIB
+
+
 def test_offloaded_memory_is_elsewhere():
     assert reserved_bytes([took(0, 64 * MIB)], {0: OFFLOADED}) == 0
 
