@@ -183,7 +183,7 @@ def run_step(
 
 
 def _carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside its parameters and their state, as words."""
+    """The values of an optimizer beside its parameters and their state, as words."""
     group = optimizer.param_groups[0]
     held = {k: x for k, x in vars(optimizer).items() if k not in _OF_PARAMS}
     held |= {f"param_groups[0][{k!r}]": x for k, x in group.items() if k != "params"}
@@ -226,7 +226,7 @@ def _check_kept(name: str, kept: Kept, p: Tensor, state: Mapping[str, Any]) -> N
 
 
 def _form(x: Any, p: Tensor) -> str:
-    """How a class keeps a value of a parameter, in words."""
+    """The form in which a class keeps a value of a parameter, in words."""
     if not isinstance(x, Tensor):
         return "a number" if isinstance(x, (bool, int, float)) else type(x).__name__
     if not x.ndim:

@@ -92,7 +92,7 @@ def lay_as(new: Any, old: Any) -> Any:
 def state_in(
     spec: tree.TreeDef, before: tree.TreeDef | None
 ) -> tuple[int, tree.TreeDef]:
-    """Where the leaves of the state begin in what a step returned, and its structure.
+    """The place of the state in what a step returned: its first leaf, its structure.
 
     That is all of it; or of a tuple, the part of the structure of the state given,
     ``before``, or else the first.
