@@ -97,7 +97,9 @@ def state_in(
     That is all of it; or of a tuple, the part of the structure of the state given,
     ``before``, or else the first.
     """
-    parts = spec.children() if spec.type is tuple and spec != before else []
+    parts: list[Any] = []
+    if spec.type is tuple and spec != before:
+        parts = spec.children()
     k = parts.index(before) if before in parts else 0
     return sum([x.num_leaves for x in parts[:k]]), parts[k] if parts else spec
 
