@@ -161,9 +161,8 @@ def compiled(
 def release_memory() -> None:
     """Returns what compiling has held to the system: 3 MB for a layer of a GPT."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+    if (trim := getattr(ctypes.pythonapi, "malloc_trim", None)) is not None:
+        trim(0)  # glibc's
 
 
 def _behind(graph: torch.fx.GraphModule) -> None:

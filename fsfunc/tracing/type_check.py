@@ -24,7 +24,7 @@ from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.replicas import Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
-from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
+from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
 from fsfunc.tracing.typed_operators import SharedOp
 
@@ -126,11 +126,11 @@ class TypeCheck(FirstCalls):
 
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         later, self._later = at.rank in self._later, self._later - {at.rank}
-        again = not (later or self.knows(at.rank))
+        again = not self.knows(at.rank)
         try:
             seen = check(call, args, keywords, at, axes, again=again)
         except Exception as error:
-            if not later or isinstance(error, LawError | NotATensor):
+            if not later or isinstance(error, LawError | NotATensor | Unsteady):
                 raise
             return  # the step's own, which real calls do not raise
         finally:

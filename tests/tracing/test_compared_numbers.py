@@ -158,6 +158,23 @@ def test_a_tensor_that_a_later_check_has_left_behind_is_named():
     assert max(calls) == 17
 
 
+def test_a_count_that_begins_later_is_refused_by_a_later_check():
+    """Which runs the step without data, and would count once more than calls."""
+    seen, counted = [], [0, 0]
+
+    def step(s, x):
+        rank = MESH.rank
+        if not ff.recording():
+            seen.append(rank)
+        counted[rank] += seen.count(rank) > 9
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+        by = 1 / (8 + counted[rank])
+        return {"w": each(lambda w, g: w - g * by / 99, s["w"], g), "n": s["n"] + 1}
+
+    with pytest.raises(Unsteady, match="when it is run again"):
+        run(step, 3, calls=18)
+
+
 def both(s, *more):
     """Reads and computes with it as with any number; another answer may raise."""
     n = s["n"]
