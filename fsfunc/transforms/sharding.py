@@ -76,7 +76,7 @@ def shard(
     in a later call, as an attribute or a clock chooses it, is not seen at once: that
     would cost a Python function for every operator of every call. Calls 17, 65, 257 and
     so on of a state that was laid out are checked too, with the branches that run by
-    then, which takes as long as Python does in about ten steps; and a branch shows
+    then, which takes as long as Python in about fifteen steps; and a branch shows
     where it makes replicated leaves differ. Give the step what chooses it as an
     argument.
 
