@@ -24,6 +24,7 @@ _OF_ONE = {
     _aten.expand.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
     _aten.squeeze.dim, _aten.unbind.int, _aten.split.Tensor,
     _aten.split_with_sizes.default, _aten.view.dtype,
+    _aten._new_zeros_with_same_feature_meta.default,
 }  # fmt: skip
 # What autograd's forward mode asks of each tensor, and Python of its device.
 _ANSWERS: dict[Any, Callable[..., Any]] = {

@@ -106,3 +106,21 @@ ALONE = {
 def test_derivatives_on_one_device(how):
     params = layers(3, 16, make=floats)
     planned_and_run(ALONE[how], params, torch.ones(6, 16)).check(memory=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("zero", (1, 3))
+def test_a_direction_in_memory_of_its_own(zero):
+    """A tangent is laid out as its primal, which may begin within a larger tensor."""
+    unit = ff.unit(lambda w, x: torch.tanh(x @ w))
+
+    def product(ws, x):
+        slope = torch.func.grad(lambda ws: unit(ws[1], unit(ws[0], x)).square().mean())
+        return torch.func.jvp(slope, (ws,), (ff.tree.map(torch.ones_like, ws),))[1]
+
+    def main():
+        step = ff.shard(product, MESH, "data", zero=zero)
+        ws = ff.place(step, [floats(3, 3, seed=k) / 4 for k in range(2)], X)
+        return planned_and_run(step, ws, X)
+
+    ff.spmd(main, MESH)()[0].check(memory=0.1)
