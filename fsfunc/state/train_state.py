@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import claim
@@ -42,12 +43,25 @@ class TrainState:
 
     It is a pytree. Any other pytree is as good a state; this one knows how to apply
     gradients.
+
+    Raises:
+        ValueError: other parameters with the ``opt_state`` of a state that is still
+            there, where that holds what the next step makes parameters of
+            (`master_weights`, `schedule_free`). In `replace` name both if you mean it.
     """
 
     params: Any
     opt_state: Any = None
     step: int = 0
     extra: Any = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for other in _STATES.valuerefs():
+            if (state := other()) is None or state.opt_state is not self.opt_state:
+                continue
+            if state.params is not self.params:
+                _check_origins(state.params, self)
+        _STATES[id(self)] = self
 
     def apply_gradients(self, grads: Any, optimizer: Any, **changes: Any) -> TrainState:
         """The state after one update by ``optimizer`` (of the state's own make)."""
@@ -68,18 +82,13 @@ class TrainState:
         )
 
     def replace(self, **changes: Any) -> TrainState:
-        """The state with some fields changed.
-
-        Raises:
-            ValueError: ``params`` without ``opt_state``, of an optimizer whose state
-                holds what the next step makes parameters of (`master_weights`,
-                `schedule_free`).
-        """
-        if "params" in changes and "opt_state" not in changes:
-            for _, _, path in origins(self.opt_state):
-                raise ValueError(_ORIGINS.format(path))
+        """The state with some fields changed."""
+        if "opt_state" in changes:  # your word that it is of the parameters
+            changes["opt_state"] = tree.map(lambda x: x, changes["opt_state"])
         return replace(self, **changes)
 
+
+_STATES: WeakValueDictionary[int, TrainState] = WeakValueDictionary()  # all there are
 
 tree.register_node(
     TrainState,
@@ -107,9 +116,22 @@ def _check_fit(params: Any, grads: Any) -> None:
     )  # fmt: skip
 
 
+def _check_origins(before: Any, state: TrainState) -> None:
+    if not (found := list(origins(state.opt_state))):
+        return
+    was, now = (
+        dict(zip(tree.paths(x, is_sharded), tree.leaves(x, is_sharded), strict=True))
+        for x in (before, state.params)
+    )
+    for _, name, path in found:
+        if was.get(name) is not now.get(name):
+            raise ValueError(_ORIGINS.format(name, path))
+
+
 _ORIGINS = (
-    "replace(params=...) of a state whose optimizer makes parameters of {!r} in its "
-    "own state: the next step would undo it. Give opt_state= too: that of the new "
-    "parameters, optimizer.init(params), or the state's own with these changed alike; "
-    "or, of a state that is not stepped, opt_state=state.opt_state"
+    "{!r} is another parameter than that of a state with the same opt_state, which "
+    "makes it of {!r} in itself: the next step would undo it. Give state.replace("
+    "params=..., opt_state=...): that of the new parameters, optimizer.init(params), "
+    "or the state's own with these changed alike; or, of a state that is not stepped, "
+    "opt_state=state.opt_state"
 )

@@ -1,5 +1,6 @@
 """States: laid out, trained, put together again; a user's own as well as ours."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,8 +143,14 @@ def test_parameters_are_not_replaced_where_a_step_makes_them_anew(optimizer, ori
     dtype = torch.bfloat16 if origin == "master" else torch.float32
     params = {"w": torch.ones(3, dtype=dtype)}
     state = ff.TrainState(params, optimizer.init(params))
-    with pytest.raises(ValueError, match=f"{origin}/w' in its own.*Give opt_state="):
-        state.replace(params={"w": -params["w"]})
+    for other in (
+        lambda params: state.replace(params=params),
+        lambda params: replace(state, params=params, step=5),
+        lambda params: ff.TrainState(params, state.opt_state),
+    ):
+        assert other({**params}).step < 6  # the same tensors, in another dictionary
+        with pytest.raises(ValueError, match=f"{origin}/w' in itself.*Give state.rep"):
+            other({"w": -params["w"]})
     new = state.replace(params={"w": -params["w"]}, opt_state=state.opt_state)
     assert new.replace(step=3).params["w"][0] == -1
     wide = {"w": torch.ones(3)}
