@@ -18,7 +18,7 @@ from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.mesh import Axis
 from fsfunc.nn.attention_blocks import Heads
-from fsfunc.nn.attention_checks import Reach, Window, check_halves, check_heads, checked
+from fsfunc.nn.attention_checks import Reach, Window, check_heads, checked
 from fsfunc.nn.attention_masks import Masks
 from fsfunc.nn.ring import Ring, attention
 from fsfunc.nn.sequence_order import (
@@ -71,9 +71,9 @@ def ring_attention(
             positions these are: "zigzag", as :func:`fsfunc.nn.zigzag` cuts them, so
             that under ``causal`` each step is two blocks of n/2 x n/2 for every rank,
             and n is even; or "contiguous". Under ``causal`` alone or with ``documents``
-            contiguous parts are exchanged for such in zig-zag order first, and the
-            output back. Parts that are cut otherwise than is said give numbers that are
-            wrong.
+            contiguous parts of an even n are exchanged for such in zig-zag order first,
+            and the output back. Parts that are cut otherwise than is said give numbers
+            that are wrong.
         attn_mask: [batch, heads, n, S] or what broadcasts to it, of this rank's queries
             and the S = W m keys of all, in the order of the sequence: True where a
             query sees a key, or numbers that are added to the scores, which may be
@@ -92,7 +92,7 @@ def ring_attention(
         [batch, heads, n, value_dim], of the dtype of ``q``.
 
     Raises:
-        ValueError: shapes that do not fit, an odd n in halves, no such order.
+        ValueError: shapes that do not fit, an odd n in "zigzag", no such order.
         TypeError: dtypes that are not floating, or not one; documents or masks of other
             kinds; no order over an axis, where it counts; a scale that is a tensor.
 
@@ -141,8 +141,8 @@ def ring_attention(
     limited = left is not None or right is not None
     zigzagged = limited and order == "zigzag"
     turns = causal and left is None and attn_mask is None and order == "contiguous"
+    turns &= n % 2 == 0
     if turns:
-        check_halves(name, n, where)
         x = Heads(*(zigzag_parts(y, axis, 2) for y in x))
     ids, mask = masks
     if ids is not None:

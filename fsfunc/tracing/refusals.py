@@ -86,6 +86,14 @@ def scripts_told() -> Iterator[None]:
         ) from error
 
 
+MAPPED = (
+    "outside units a leaf of the step's first argument is this rank's part of it, a "
+    "row of elements, which vmap does not map as it maps the whole: map in a unit that "
+    "has it whole, ff.unit(lambda params, x: vmap(fn, (0, None))(params, x), "
+    "whole=True)"
+)
+
+
 def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
     """Raises where autograd does not see who reads a differentiated leaf.
 

@@ -21,7 +21,7 @@ from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.compared_numbers import asked_numbers
-from fsfunc.tracing.refusals import LawError, RowsApart
+from fsfunc.tracing.refusals import MAPPED, LawError, RowsApart
 from fsfunc.tracing.replicas import Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
@@ -130,6 +130,8 @@ class TypeCheck(FirstCalls):
         try:
             seen = check(call, args, keywords, at, axes, again=again)
         except Exception as error:
+            if "in the mapped dimension" in str(error):  # torch's own, of its vmap
+                error.add_note(MAPPED)
             if not later or isinstance(error, LawError | NotATensor | Unsteady):
                 raise
             return  # the step's own, which real calls do not raise

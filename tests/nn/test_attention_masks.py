@@ -112,7 +112,7 @@ def cases(draw):
     order = draw(st.sampled_from([None, "zigzag", "contiguous"]))
     batch, read, groups = (draw(st.integers(1, n)) for n in (2, 3, 3))
     read = read if form == "ring" else read * size  # each rank has some of the heads
-    n = m = (2 if order else 1) * draw(st.integers(1, 3)) * size
+    n = m = (2 if order == "zigzag" else 1) * draw(st.integers(1, 3)) * size
     limit = st.integers(0, n) | st.none()
     causal = window = documents = mask = None
     if order and draw(st.booleans()):
@@ -162,6 +162,7 @@ OTHER_KEYS = False, None, None, None, ((1, 2, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4))
 @example(("all_to_all", 4, "zigzag", *ALL), True, None, pulled, False)
 @example(("ring", 4, "contiguous", *ALL), True, None, pulled, False)
 @example(("ring", 2, "contiguous", *TURNED), True, None, pulled, False)
+@example(("ring", 2, "contiguous", *NO_KERNEL), True, None, pulled, False)
 @example(("ring", 2, "zigzag", *WITHIN), True, None, pulled, False)
 @example(("ring", 2, "zigzag", *THREE_EACH), True, None, pulled, False)
 @example(("ring", 3, "zigzag", *NO_KERNEL), True, 0.3, transformed, True)

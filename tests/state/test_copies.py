@@ -175,3 +175,7 @@ def test_vmap_over_sharded_leaves_names_the_leaf():
             on_ranks(outside, stacked, zero)
         for found, _ in on_ranks(inside, stacked, zero):
             close(found, outside(stacked, X), 1e-9)
+    unlike = {**stacked, "b": stacked["b"][:, :, :2]}  # parts have other sizes, too
+    with pytest.raises(ValueError, match="in the mapped dimension") as refused:
+        on_ranks(outside, unlike)
+    assert "ff.unit(lambda params" in refused.value.__notes__[0]
