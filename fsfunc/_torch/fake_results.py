@@ -290,10 +290,6 @@ def _looks(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bool:
     return True
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
-
-
 def _made(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     """The shapes of results that lie in memory of their own, or ``_ODD``.
 
@@ -304,7 +300,8 @@ def _made(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     kind = type(out) if isinstance(out, (tuple, list)) else None
     kind = getattr(kind, "_make", kind)  # a named tuple takes no sequence
     specs = []
-    seen = {storage_key(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
+    given = tree_leaves((args, kwargs))
+    seen = {storage_key(x) for x in given if isinstance(x, Tensor)}
     for x in (out,) if kind is None else out:
         if type(x) is not FakeTensor or x.fake_device != CPU or x.constant is not None:
             return _ODD

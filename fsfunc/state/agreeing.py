@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import tree
@@ -21,6 +22,7 @@ from fsfunc.comm.comparison import (
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
+from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
@@ -146,6 +148,8 @@ def compare_programs(
     lines += [*said(), *recorder.lines()]
     compare([unlike_steps(lines), values()], where)
     agreement.compared = True
+    if where.link.notes is not None:
+        where.link.after_others()
     shardings = [h for h in handlers if isinstance(h, Sharding)]
     if shardings:
         agreement.among = group(shardings[0].axes, at)
@@ -174,3 +178,40 @@ def _together(
 def kind_of(x: Any) -> Any:
     """The shape and dtype of a tensor, the type of any other leaf."""
     return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
+
+
+def opaque(kinds: Iterable[Any]) -> bool:
+    """True if one of the leaves of these kinds may change as a step runs."""
+    return not _FIXED.issuperset(k for k in kinds if type(k) is not tuple)
+
+
+_FIXED = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+
+
+def same_functions(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """True if functions of two ranks call one object, under transforms told alike."""
+    return all(map(_is_same, ours, theirs))
+
+
+def _is_same(f: Any, other: Any) -> bool:
+    ours, theirs = (getattr(x, "interpretations", ()) for x in (f, other))
+    alike = len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+    return alike and _beneath(f) is _beneath(other)
+
+
+def _alike(h: Any, other: Any) -> bool:
+    """True of one interpretation, and of two of the library's with equal arguments."""
+    if h is other:
+        return True
+    ours = type(h) is type(other) and type(h).__module__.startswith("fsfunc.")
+    return ours and () != h.configuration == other.configuration
+
+
+def _beneath(f: Any) -> Any:
+    """The function that transforms were applied to."""
+    while getattr(f, "__code__", None) is _TRANSFORMED:
+        f = f.__wrapped__
+    return f
+
+
+_TRANSFORMED = transformed(lambda: None, Interpretation()).__code__

@@ -269,6 +269,7 @@ def _laid_out(
     if not beside:
         apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
     told_of: dict[str, Any] = {"own": apart, "given": given}
+    told_of["of"] = step, first.optimizer, first.more
     if beside:
         both = _Whole(params, extra)
         layouts = {f"params/{p}": rule for p, rule in layouts.items()}

@@ -24,6 +24,8 @@ from fsfunc.state.agreeing import (
     compare_programs,
     compared,
     kind_of,
+    opaque,
+    same_functions,
     together,
     unlike_steps,
 )
@@ -121,12 +123,13 @@ def lay_out(
     like: Mapping[str, str] | None = None,
     own: Mapping[str, Own] | None = None,
     given: Callable[[], Lines] = list,
+    of: tuple[Any, ...] = (),
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
     Args:
         own: by path, leaves that are each rank's own; ``given``: what ranks compare
-            too, where there are others.
+            too, where there are others; ``of``: what ``fn`` calls, if not its own.
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
@@ -159,7 +162,7 @@ def lay_out(
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
-    recorder, applied = _recorded(fn, t, rest, record, splits)
+    recorder, applied = _recorded(fn, t, rest, record, splits, of or (fn,))
     _check_untied(found, recorder.trained)
     handlers, stores = (
         recorder.handlers or laying,
@@ -285,11 +288,16 @@ def _recorded(
     rest: Any,
     how: str,
     splits: dict[str, tuple[Split, ...]],
+    of: tuple[Any, ...],
 ) -> tuple[Recorder, list[Applied]]:
     """The record of ``fn``: simulated ranks, which run one program, share one.
 
     A rank takes another's record where it is at the same call, with the same shapes,
     and its own function names the transforms that the record is of.
+
+    Args:
+        of: what ``fn`` calls: of ranks that call one object, the last one's record is
+            the second run that shows whether the step repeats itself.
     """
 
     def record() -> tuple[Recorder, list[Applied]]:
@@ -310,12 +318,16 @@ def _recorded(
     if key not in notes or last and at.link.moves:
         found, applied = record()
         if key in notes:
-            found.steadiness.as_on_rank(notes[key][0].steadiness)
+            first, _, its = notes[key]
+            one = not (found.axes or first.axes or opaque(shapes))
+            one = one and same_functions(of, its)
+            found.steadiness.as_on_rank(first.steadiness, one)
         if set(found.handlers) != set(mine) or last:
             return found, applied
-        notes[key] = found, applied = replace(found, handlers=mine), applied
+        found = replace(found, handlers=mine)
+        notes[key] = found, applied, of
         return found, applied
-    found, applied = notes[key]
+    found, applied, _ = notes[key]
     for ours, theirs in zip(mine, found.handlers, strict=True):
         ours.learn(theirs)
     return replace(found, handlers=mine, steadiness=Steadiness()), applied

@@ -143,10 +143,17 @@ class Steadiness:
     ):
         self.said, self.again, self.lines = said, again, lines
 
-    def as_on_rank(self, other: Steadiness) -> None:
-        """Compares with the record of another rank, which is checked by now."""
-        if other.again is None and self.said == other.said:
-            self.again = None
+    def as_on_rank(self, other: Steadiness, one: bool) -> None:
+        """Compares with the record of another rank, which is still to check itself.
+
+        Args:
+            one: whether both ran one function: then neither needs another run.
+        """
+        if self.said != other.said:
+            self.check()  # before a count makes it look as if ranks were unlike
+        self.again = None
+        if one and self.said == other.said:
+            other.again = None
 
     def checked(self, said: Sequence[NumbersGiven]) -> None:
         """Compares with a run in which transforms do their work, and say more."""

@@ -86,12 +86,11 @@ def scaled(factors):
     return step
 
 
-MUL = "mul.* is given 0.3.* and 0.25"
 COUNTS = {
     "made at first": (made_at_the_first_run_alone, "Python state"),
     # At a line at which the record said nothing; and once more than it has called it.
-    "later": (scaled(lambda n: [1 / n] if n > 1 else []), MUL),
-    "at a known line": (scaled(lambda n: [0.5, 1 / n][:n]), MUL),
+    "later": (scaled(lambda n: [1 / n] if n > 1 else []), "0.5 .* and 0.3"),
+    "at a known line": (scaled(lambda n: [0.5, 1 / n][:n]), "0.5 .* and 0.3"),
 }
 
 
@@ -101,6 +100,45 @@ def test_a_count_in_a_closure_is_refused(name):
     f = ff.shard(partial(step, []), MESH, "data")
     with pytest.raises(Unsteady, match=said):
         ff.spmd(lambda: f(ff.place(f, W, X), X), MESH)()
+
+
+def falling(runs, counts, w, x):
+    """A step whose rate falls with the calls, where it counts them."""
+    optimizer = ff.sgd(0.1 / (1 + len(runs)))
+    runs.extend([1] * counts)
+    g = ff.value_and_grad(unit)(w, x)[1]
+    return optimizer.apply(g, optimizer.init(w), w)[0]
+
+
+def test_a_count_of_the_first_rank_alone_is_refused():
+    """The ranks' functions are two: what the one does says nothing of the other."""
+
+    def main():
+        f = ff.shard(partial(falling, [], MESH.rank == 0), MESH, "data")
+        return f(ff.place(f, W, X), X)
+
+    with pytest.raises(Unsteady, match="Python state"):
+        ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("made, times", [("before", 2), ("by each rank", 3)])
+def test_ranks_that_share_a_function_run_it_twice(made, times):
+    """The first and the last one, once each; and of unlike ones the first again."""
+    runs = []
+
+    def step(w, x):
+        runs.append(1)
+        g = ff.value_and_grad(unit)(w, x)[1]
+        return ff.tree_scale(g, 0.1)
+
+    def main():
+        mine = step if made == "before" else partial(step)
+        f = ff.shard(ff.remat(mine), mesh, "data")
+        ff.place(f, W, X)
+
+    mesh = simulated(4)
+    ff.spmd(main, mesh)()
+    assert len(runs) == times
 
 
 @KINDS

@@ -74,6 +74,12 @@ class SimulatedLink(Link):
         new = SendMeeting((where.ranks[source], where.rank))
         return self._come(new, "receive", like, where, what, like)
 
+    def after_others(self) -> None:
+        """Lets the others run first, each until it has to wait, or calls this too."""
+        self.baton.hand_over(self.rank)
+        if self.baton.error is not None:
+            raise Aborted
+
     def close(self, what: Any, error: BaseException) -> None:
         if self.baton.error is None:
             error.add_note(f"on simulated rank {self.rank}, in {what}")
