@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc import tree
 from fsfunc.optim.coded_moments import Codes, codec_of
 from fsfunc.optim.coded_steps import MEAN, SQUARE
 from fsfunc.optim.element_rules import ElementRule, elementwise
-from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
+from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import Optimizer, begun_by, described
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule, rate_at
-from fsfunc.sharded.leaf import is_sharded
 
 
 class AdamState(NamedTuple):
@@ -128,23 +125,12 @@ def sharded_adam(
     (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
     """
     rule = adam_rule(learning_rate, b1, b2, eps, weight_decay, mask)
-    return with_moments(rule, moment_dtype, b2)
+    return with_moments(rule, moment_dtype)
 
 
-def with_moments(
-    rule: ElementRule, moment_dtype: torch.dtype | None, b2: float
-) -> Optimizer:
+def with_moments(rule: ElementRule, moment_dtype: torch.dtype | None) -> Optimizer:
     """The optimizer of Adam's equation, with moments of a dtype."""
-    codec = codec_of(moment_dtype, CodedAdamState, ScaledAdamState)
-    made = elementwise(rule, codec)
-    if moment_dtype is not None:
-        return made
-
-    def init(params: Tree) -> AdamState:
-        _warn_of_narrow(params, b2)
-        return made.init(params)
-
-    return begun_by(init, made.begin, elementwise=True)
+    return elementwise(rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState))
 
 
 def adam_rule(
@@ -179,27 +165,8 @@ def adam_rule(
         rate = rate_at(learning_rate, count)
         return partial(fused_adam, count=count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
-    return ElementRule(
-        "sharded_adam", AdamState, 2, numbers, formula, kernel, weight_decay, mask
-    )
-
-
-def _warn_of_narrow(params: Tree, b2: float) -> None:
-    """Warns of moments in the parameters' 16 bits, which lose small squares."""
-    leaves = tree.leaves(params, is_sharded)
-    dtypes = {held_dtype(x) for x in leaves if trainable(x)}
-    faults = []
-    if torch.float16 in dtypes:
-        faults.append("in float16 a mean square below 6e-8 is 0")
-    if torch.bfloat16 in dtypes and 1 - b2 < 2**-8:  # half a step of its 8 bits
-        faults.append(f"in bfloat16 one does not decay by b2 = {b2}")
-    if faults:
-        warnings.warn(
-            f"Adam's moments are as narrow as the parameters: {', '.join(faults)}. "
-            "Give moment_dtype=torch.float32 (or torch.float16 or torch.uint8, which "
-            "have scales), or ff.master_weights(optimizer)",
-            stacklevel=2,
-        )
+    name, decaying = "sharded_adam", (weight_decay, mask)
+    return ElementRule(name, AdamState, 2, numbers, formula, kernel, *decaying, b2)
 
 
 def fused_adam(

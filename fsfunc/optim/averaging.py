@@ -89,7 +89,7 @@ def ema(
     """
 
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
-    least = 1 - decay, f"1 - {decay}"
+    least = 1 - decay, f"1 - {decay} of a change"
     return _averaged("ema", optimizer, weight, start, every, dtype, least)
 
 
@@ -111,7 +111,7 @@ def warn_narrow(
     if stuck:
         warnings.warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
-            f"does not move by {least[1]} of a change. Give {way}"
+            f"does not move by {least[1]}. Give {way}"
             f"ff.master_weights(ff.{name}(optimizer)), which averages those",
             stacklevel=2,
         )
@@ -159,7 +159,7 @@ def swa(
     (tensor([3., 3.]), tensor([2.5000, 2.5000]), 2)
     """
     weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
-    least = 0.0, "1 / n, after n of them,"
+    least = 0.0, "1 / n of a change, if n is large"
     return _averaged("swa", optimizer, weight, start, every, dtype, least)
 
 

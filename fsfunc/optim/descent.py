@@ -185,7 +185,8 @@ def lion(
         weight_decay: times the learning rate, what a leaf loses of itself.
         mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
         moment_dtype: of mu; that of each parameter without it; ``torch.uint8`` stands
-            for codes of 8 bits, as in `sharded_adam`.
+            for codes of 8 bits, as in `sharded_adam`. Here float16 has no scale: with
+            it, and where a parameter's dtype has too few bits, ``init`` warns.
 
     Returns:
         the optimizer; its state is a `LionState`, half of Adam's.
@@ -221,5 +222,6 @@ def lion(
 
         return step
 
-    rule = ElementRule("lion", LionState, 1, numbers, formula, None, weight_decay, mask)
+    decaying = weight_decay, mask
+    rule = ElementRule("lion", LionState, 1, numbers, formula, None, *decaying, b2)
     return elementwise(rule, codec_of(moment_dtype, CodedLionState))

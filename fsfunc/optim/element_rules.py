@@ -17,7 +17,14 @@ from torch import Tensor
 from fsfunc.optim.block_codes import CHUNK
 from fsfunc.optim.compiled_rules import compiled_writer
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, chosen, map_flat, zeros_like
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    chosen,
+    map_flat,
+    warn_narrow_moments,
+    zeros_like,
+)
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
@@ -46,6 +53,8 @@ class ElementRule:
         kernel: ``kernel(count)(params, grads, *moments, weight_decay=)`` writes the
             same step into lists of dense tensors of one dtype.
         weight_decay, mask: the decay of a leaf.
+        memory: of moments that gain (1 - memory) of what is new, their decay: ``init``
+            warns where they lie in too few bits for that.
     """
 
     name: str
@@ -56,6 +65,7 @@ class ElementRule:
     kernel: Callable[[Any], Kernel] | None = None
     weight_decay: float = 0.0
     mask: Mask | None = None
+    memory: float = 0.0
 
     def equation(self, count: Any) -> Equation:
         """The formula of one step."""
@@ -125,6 +135,8 @@ class Codec:
         self.dtype = dtype
 
     def init(self, rule: ElementRule, params: Tree) -> Any:
+        if rule.memory and self.state is None:  # moments without a scale
+            warn_narrow_moments(rule.name, rule.memory, params, self.dtype)
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.after(0, moments)
 

@@ -132,7 +132,7 @@ class _ScheduleFree:
                 "it, around: ff.masked(ff.schedule_free(...), mask)"
             )
         z = copied(params)
-        warn_narrow("schedule_free", z, (0.0, "1 / n, after n updates,"))
+        warn_narrow("schedule_free", z, (0.0, "1 / n of a change, if n is large"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
     def weighed(self, state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:

@@ -204,7 +204,7 @@ def lamb(
     tensor([2.6464, 3.6464])
     """
     rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
-    adam = with_moments(rule, moment_dtype, b2)
+    adam = with_moments(rule, moment_dtype)
     trust = Trust()
     pure = chain(adam, scale_by_trust_ratio())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -80,6 +81,31 @@ def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
         params,
         rest=None,
     )
+
+
+def warn_narrow_moments(
+    name: str, decay: float, params: Tree, asked: torch.dtype | None
+) -> None:
+    """Warns of moments in 16 bits without a scale which these are too few for.
+
+    Args:
+        decay: of the moments, which gain (1 - decay) of what is new.
+        asked: their dtype, if it is not that of each parameter.
+    """
+    leaves = tree.leaves(params, is_sharded)
+    dtypes = {asked or held_dtype(x) for x in leaves if trainable(x)}
+    faults = []
+    if torch.float16 in dtypes:
+        faults.append("in float16 one below 6e-8 is 0")
+    if torch.bfloat16 in dtypes and asked is None and 1 - decay < 2**-8:
+        faults.append(f"in bfloat16 one does not decay by b2 = {decay}")
+    if faults:
+        warnings.warn(
+            f"{name}'s moments have 16 bits and no scale: {', '.join(faults)}. Give "
+            "moment_dtype=torch.float32 (or torch.uint8, which has scales), or "
+            "ff.master_weights(optimizer)",
+            stacklevel=2,
+        )
 
 
 def floating(params: Tree) -> Tree:
