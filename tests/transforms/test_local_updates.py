@@ -338,6 +338,25 @@ def test_half_parameters_are_averaged_in_float32():
         same(found, torch.full((3,), 50000.0, dtype=torch.float16))
 
 
+def test_without_a_shard_what_a_step_makes_of_a_state_is_a_copy_of_the_ranks():
+    mesh = nodes(2)
+
+    def count(s, x):
+        return s.replace(extra={"n": s.extra["n"] + 1, "x": s.extra["x"] + x}), None
+
+    def main():
+        step, x = ff.local_sgd(count, mesh, "node", every=2), torch.tensor(mesh.rank)
+        start = {"n": torch.tensor(0), "x": torch.tensor(0.0)}
+        state = ff.TrainState(torch.zeros(3), extra=start)
+        for _ in range(3):
+            state, _ = step(state, x)
+        return copy_of(state, mesh).extra, ff.consensus(state).extra["x"]
+
+    for rank, found in enumerate(ff.spmd(main, mesh)()):
+        own = {"n": torch.tensor(3), "x": torch.tensor(3.0 * rank)}
+        same(found, (own, torch.tensor(1.5)))
+
+
 # What is refused
 
 MESH = nodes(2)

@@ -183,7 +183,8 @@ class LocalUpdates(Interpretation):
                 new, *metrics = self._checked(f(mine, *args[1:], **keywords))
         finally:  # a donated step within has used the state up, or spoiled it
             _tell(mine, args[0])
-        if isinstance(args[0], LocalState) and at.link.moves:
+        others = where.size < at.mesh.size  # along which a shard within has one value
+        if others and isinstance(args[0], LocalState) and at.link.moves:
             check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
         fields: dict[str, Any] = {}
         with internal(), torch.no_grad(), label("", self.called):
