@@ -90,7 +90,6 @@ from fsfunc._torch.internals import (
     compiler_stance,
     default_store,
     group_timeout,
-    held,
     hook_tables,
     is_compiled,
     is_compiled_function,

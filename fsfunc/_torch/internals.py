@@ -48,11 +48,6 @@ def kinds_of(tensors: list[Tensor]) -> set[tuple[torch.device, torch.dtype]]:
     return set(group([tensors], False)) if tensors else set()
 
 
-def held(storage: torch.UntypedStorage) -> int:
-    """The number of tensors that hold ``storage``, this handle counted as one more."""
-    return uses_of(storage._cdata)
-
-
 def tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The dicts of a module's own parameters and its own buffers, by attribute."""
     return module._parameters, module._buffers

@@ -85,41 +85,49 @@ class Writing:
     """
 
     def __init__(self, matched: Matched):
-        donation = frame().donated
-        self.matched = matched
-        self.donation = None if donation is None or _overlap(matched) else donation
+        self.matched, self.donation = matched, frame().donated
         self.old: list[Any] = []  # leaves that are written over, and in their places
         self.new: list[Any] = []
 
     def targets(self, kept: list[list[Any]]) -> list[Target]:
         """The trees to write, or copies of them."""
-        if self.donation is not None and not isinstance(self.donation, Everything):
-            self.donation.look()
         matched = self.matched
-        written = zip(kept, [matched.buffers[0], *matched.buffers[2:]], strict=True)
+        written = [matched.buffers[0], *matched.buffers[2:]]
+        mine = iter(self._mine([t for b in written for t in b.tensors]))
         return [
-            self.target([column[i] for i in matched.active], buffers)
-            for column, buffers in written
+            self._over(
+                [x[i] for i in matched.active], b, [next(mine) for _ in b.tensors]
+            )
+            for x, b in zip(kept, written, strict=True)
         ]
+
+    def _mine(self, tensors: list[Tensor]) -> list[bool]:
+        """For each tensor of the matched trees, whether it may be written."""
+        if (donation := self.donation) is not None:
+            donation.look()
+            if donation.are_alone(tensors):
+                return [True] * len(tensors)
+            if not _overlap(self.matched):
+                return donation.may_write(tensors)
+            self.donation = None
+        return [False] * len(tensors)
 
     def target(self, leaves: list[Any], buffers: Any) -> Target:
         """Leaves to write, or copies of them; a donation has looked at what is held."""
-        tensors = buffers.tensors
-        if self.donation is None:
-            tensors = [space_of(t).copied(t) for t in tensors]
-            return Target(buffers.rebuild(tensors), tensors)
-        if isinstance(self.donation, Everything):  # recorded leaves stay themselves
-            return Target(leaves, tensors)
-        return self._over(leaves, buffers, tensors, self.donation.may_write(tensors))
+        donation, tensors = self.donation, buffers.tensors
+        none = donation is None
+        mine = [False] * len(tensors) if none else donation.may_write(tensors)
+        return self._over(leaves, buffers, mine)
 
-    def _over(
-        self, old: list[Any], buffers: Any, tensors: list[Tensor], mine: list[bool]
-    ) -> Target:
+    def _over(self, old: list[Any], buffers: Any, mine: list[bool]) -> Target:
         """New leaves over the memory of the old, where that is ours, or over copies.
 
         Of a leaf that is written over the old one is spent: the new one is another
         object.
         """
+        tensors = buffers.tensors
+        if isinstance(self.donation, Everything):  # recorded leaves stay themselves
+            return Target(old, tensors)
         if isinstance(buffers, Loose) and all(mine):
             leaves = list(map(Tensor.detach, old))
             self.old += old

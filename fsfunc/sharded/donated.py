@@ -35,8 +35,7 @@ class Donation:
         tensors: the known tensors in the memory of the state.
         leaves: the arguments of the step; their tensors are known too.
         keys: the storage key of each of ``tensors``, where these are known.
-        twins: further known tensors, one for each of ``storages``.
-        storages: handles of all that ``tensors`` and ``twins`` lie in, or none.
+        storages: handles of what the first of ``tensors`` lie in, one each; or none.
         why: the error of a leaf that was overwritten.
     """
 
@@ -45,22 +44,15 @@ class Donation:
         tensors: Iterable[Tensor],
         leaves: Iterable[Any] = (),
         keys: Iterable[int] | None = None,
-        twins: Sequence[Tensor] = (),
         storages: Sequence[torch.UntypedStorage] = (),
         *,
         why: str = OVERWRITTEN,
     ):
         self.why = why
-        tensors = list(tensors)
         # Kept alive: of one that is freed meanwhile the count would still include it.
-        self.known = dict(zip(map(id, tensors), tensors, strict=True))
-        found = map(_torch.storage_key, tensors) if keys is None else keys
-        self.seen = dict(zip(map(id, tensors), found, strict=True))  # by id: its key
-        if twins:
-            self.known.update(zip(map(id, twins), twins, strict=True))
-            self.seen.update(zip(map(id, twins), map(_key, storages), strict=True))
-        self.uses = Counter(self.seen.values())
-        self.fake = _torch.FakeTensor in set(map(type, tensors))
+        self.known = list(tensors)
+        found = map(_torch.storage_key, self.known) if keys is None else keys
+        self.keys = list(found)
         self.storages = storages  # each has one handle, and gets no other
         self.lazy = list(leaves)  # counted when something is to be written
 
@@ -72,10 +64,9 @@ class Donation:
         if len(later) == len(leaves):
             return
         parts = [x._part if isinstance(x, Sharded) else x for x in leaves]
-        made = {id(x): x for x in parts if isinstance(x, Tensor)}
-        for at in made.keys() - self.known.keys():
-            self.known[at] = made[at]
-            self.uses[_torch.storage_key(made[at])] += 1
+        made = [x for x in parts if isinstance(x, Tensor)]
+        self.known += made
+        self.keys += map(_torch.storage_key, made)
 
     def look(self) -> None:
         """Adds the tensors that leaves have made by now."""
@@ -83,24 +74,22 @@ class Donation:
             leaves, self.lazy = self.lazy, []
             self.add(leaves)
 
+    def are_alone(self, tensors: Sequence[Tensor]) -> bool:
+        """True if each of ``tensors`` is known, and alone in its memory.
+
+        So nothing overlaps one of them. False also where that is not known.
+        """
+        if len(at := set(map(id, tensors))) < len(tensors):
+            return False
+        # By a tensor and its handle; by less where the tensor was moved.
+        uses = set(map(_torch.uses_of, map(_key, self.storages)))
+        return uses == {2} and at.issubset(map(id, self.known[: len(self.storages)]))
+
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
         """For each tensor, whether its storage has known uses alone."""
-        tensors = list(tensors)
-        # What is seen is among ``known``, so that no other tensor has its id.
-        at = list(map(id, tensors))
-        if self.fake or not self.storages or not self.seen.keys() >= set(at):
-            return list(map(self._is_ours, tensors))
-        keys = list(map(self.seen.__getitem__, at))
-        if max(map(_torch.uses_of, keys), default=0) <= 2:  # by one tensor, its handle
-            return [True] * len(keys)
-        return [_torch.uses_of(key) <= self.uses[key] + 1 for key in keys]
-
-    def _is_ours(self, x: Tensor) -> bool:
-        storage = x.untyped_storage()
-        uses = self.uses.get(storage._cdata)
-        if uses is None or isinstance(x, _torch.FakeTensor):  # a plan's: nobody's view
-            return uses is not None
-        return _torch.held(storage) <= uses + 1  # the handle that asks
+        # By id, as what is known twice uses its storage once.
+        uses = Counter(dict(zip(map(id, self.known), self.keys, strict=True)).values())
+        return [_is_ours(x, uses) for x in tensors]
 
     def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
         """Marks overwritten leaves as spent, and adds those in their place."""
@@ -108,11 +97,22 @@ class Donation:
         self.lazy += new
 
 
+def _is_ours(x: Tensor, known: Counter[int]) -> bool:
+    storage = x.untyped_storage()
+    uses = known.get(storage._cdata)
+    if uses is None or isinstance(x, _torch.FakeTensor):  # a plan's: nobody's view
+        return uses is not None
+    return _torch.uses_of(storage._cdata) <= uses + 1  # the handle that asks
+
+
 class Everything(Donation):
     """The donation of a step that is recorded on fake tensors: nothing is copied."""
 
     def __init__(self) -> None:
         super().__init__(())
+
+    def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
+        return [True for _ in tensors]
 
 
 def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:

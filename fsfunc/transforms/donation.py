@@ -174,13 +174,10 @@ class Memory:
 
     def donation(self, given: list[Any]) -> Donation:
         """The donation to a step that is given these leaves, or twins of them."""
-        why, of = _GONE_ALREADY if given is self.leaves else OVERWRITTEN, self.storages
-        if not (self.whole and self.once):
-            return Donation(self.tensors, given, self.keys, (), of, why=why)
-        if given is self.leaves:
-            return Donation((), (), (), self.tensors, of, why=why)
-        twins = [x for x in given if isinstance(x, Tensor)]
-        return Donation(self.tensors, (), self.keys, twins, of)
+        why = _GONE_ALREADY if given is self.leaves else OVERWRITTEN
+        later = () if self.whole and given is self.leaves else given
+        alone = self.storages if self.once else ()
+        return Donation(self.tensors, later, self.keys, alone, why=why)
 
     def late(self) -> bool:
         """True if leaves may be marked late: each is alone in its memory, of no graph.
@@ -230,8 +227,7 @@ def _are_whole(leaves: list[Any]) -> bool:
     kinds = set(map(type, leaves))
     if not all(kind in _DENSE or not issubclass(kind, _HELD) for kind in kinds):
         return False
-    layouts = {x.layout for x in leaves if type(x) in _DENSE}
-    return layouts <= {strided}
+    return {strided}.issuperset([x.layout for x in leaves if type(x) in _DENSE])
 
 
 def _wholes(shards: Iterable[FlatShard]) -> Iterator[Tensor]:

@@ -75,6 +75,20 @@ def test_what_the_caller_keeps_of_the_state_stays():
     assert torch.equal(seen, held)
 
 
+def test_what_a_step_puts_into_the_state_by_data_is_not_written():
+    """A leaf that the step moves to memory of the caller's is no more the state's."""
+    optimizer, mine = ff.sgd(0.5), torch.full((3,), 4.0)
+
+    def step(state, grads):
+        state.params["w"].data = mine
+        return state.apply_gradients(grads, optimizer)
+
+    start = {"w": torch.ones(3), "v": torch.ones(3)}
+    state = ff.TrainState(start, optimizer.init(start))
+    new = ff.donate(step)(state, {"w": torch.ones(3), "v": torch.ones(3)})
+    assert new.params["w"].tolist() == [3.5] * 3 and mine.tolist() == [4.0] * 3
+
+
 def test_a_plan_and_a_step_that_raises_give_them_back():
     """And what a step captured is not written."""
     optimizer, captured = ff.sgd(0.5), torch.ones(2)
