@@ -396,6 +396,7 @@ QUICK = [
         for op, rest, how in (
             (aten.zeros_like.default, (), {}),
             (aten.zeros_like.default, (), {"dtype": torch.float64}),
+            (aten.zeros_like.default, (), {"dtype": None}),
             (aten.empty_like.default, (), {"memory_format": torch.contiguous_format}),
             (aten.empty_like.default, (), {"device": torch.device("cpu")}),
             (aten.new_empty.default, ([3, 2],), {}),

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsfunc._torch.dispatch import GROUPED_PRODUCT, arguments_of
-from fsfunc._torch.fake_results import CPU, fake_result
+from fsfunc._torch.fake_results import CPU, fake_result, new_fakes
 from fsfunc._torch.fake_tensors import device_of
 
 
@@ -34,6 +34,9 @@ class HereFakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is _DEVICE_ASKED:  # of each operand
+            asked: Any = args[0]
+            return device_of(asked)
         mine = super().__torch_dispatch__
         slowly = lambda func, args, kwargs: mine(func, types, args, kwargs)  # noqa: E731
         return fake_result(self, slowly, func, args, kwargs or {})
@@ -48,6 +51,9 @@ class HereFakeMode(FakeTensorMode):
             if isinstance(x, FakeTensor):
                 check_device(x.fake_device)
         return out
+
+
+_DEVICE_ASKED: Any = torch.ops.prim.device.default
 
 
 def result_below(func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,6 +171,15 @@ def abstract_mode() -> FakeTensorMode:
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """``x`` without its data."""
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+
+
+def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    """A fake tensor of the shape and strides of ``x``, in a storage of its own."""
+    where = device_of_fake(x)
+    if where == CPU and type(mode) is HereFakeMode:
+        return new_fakes(mode, [(x.shape, x.stride(), x.dtype)])[0]
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
 
 
 def device_of_fake(x: Tensor) -> torch.device:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from fsfunc._torch.fake_tensors import device_of
 from fsfunc._torch.internals import storage_key
 
 CPU = torch.device("cpu")
@@ -28,15 +29,13 @@ _OF_ONE = {
 }  # fmt: skip
 # What autograd's forward mode asks of each tensor, and Python of its device.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.ops.prim.device.default: lambda x: getattr(x, "fake_device", x.device),
+    torch.ops.prim.device.default: device_of,
     _aten.is_same_size.default: lambda x, y: x.shape == y.shape,
     _aten._has_same_storage_numel.default: lambda x, y: _numel(x) == _numel(y),
     _aten.promote_types.default: lambda a, b: _promoted(a, b),
 }
-_LIKE_ONE = {
-    _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
-    _aten.new_zeros.default,
-}  # fmt: skip
+_COPIES = {_aten.zeros_like.default, _aten.empty_like.default}
+_LIKE_ONE = {*_COPIES, _aten.new_empty.default, _aten.new_zeros.default}
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
 }  # fmt: skip
@@ -75,11 +74,12 @@ def fake_result(
     if made is _FIRST:
         return args[0]
     kind, specs = made
-    new = _new(mode, specs)
+    new = new_fakes(mode, specs)
     return new[0] if kind is None else kind(new)
 
 
-def _new(mode: FakeTensorMode, specs: Iterable[Any]) -> list[FakeTensor]:
+def new_fakes(mode: FakeTensorMode, specs: Iterable[Any]) -> list[FakeTensor]:
+    """Fake tensors of the CPU: of each the shape, the strides and the dtype."""
     with torch._C._DisableTorchDispatch():
         return [
             _over(mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"))
@@ -118,7 +118,7 @@ def _for_each(
     args = [[x[i] for i in some] if type(x) in (tuple, list) else x for x in args]
     out = dict(zip(some, fake_result(mode, run, func, args, kwargs), strict=True))
     look = {i: (x.shape, x.stride(), x.dtype) for i, x in out.items()}
-    others = iter(_new(mode, [look[j] for i, j in enumerate(firsts) if i != j]))
+    others = iter(new_fakes(mode, [look[j] for i, j in enumerate(firsts) if i != j]))
     return [out[i] if i == j else next(others) for i, j in enumerate(firsts)]
 
 
@@ -139,6 +139,9 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
                 if isinstance(out, (list, tuple)):
                     return [_over(mode, part) for part in out]
                 return _over(mode, out)
+        if func in _COPIES and not kwargs.get("memory_format") and x.is_contiguous():
+            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or x.dtype}
+            func, args = _aten.empty_strided.default, (x.shape, x.stride())
     elif way == "answer":
         return _ANSWERS[func](*args)
     elif way == "none":

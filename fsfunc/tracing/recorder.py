@@ -179,7 +179,8 @@ class Recorder(Findings, Tracer, Watcher):
             if isinstance(x, Tensor):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
                 leaves[i] = Recorded(x.detach(), layout)
-                self.layouts[path] = replace(layout, parts=splits.get(path, ()))
+                parts = splits.get(path, ())
+                self.layouts[path] = replace(layout, parts=parts) if parts else layout
         return tree.unflatten(treedef, leaves)
 
     def end(self, asked: set[str]) -> None:

@@ -159,10 +159,7 @@ def _like(mode: Any, x: Tensor) -> Tensor:
     """
     if mode is None or isinstance(x, _torch.FakeTensor) or _is_odd(x):
         return _shadow(mode, x, {})
-    with mode:
-        where = fake_modes.device_of_fake(x)
-        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
-        space_of(x).mark(fake)
+    fake = space_of(x).mark(fake_modes.fake_like(mode, x))
     return fake.requires_grad_(x.requires_grad)
 
 
