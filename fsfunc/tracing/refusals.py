@@ -94,6 +94,14 @@ MAPPED = (
 )
 
 
+UNCHECKED = (
+    "a step, run without data to check it once more (as before calls 17, 65, 257, ...; "
+    "see help(ff.shard)), raised {}. Its calls may not raise that, and this one runs "
+    "unchecked: what the step does now that it did not do before is not known to be "
+    "right. Let it run where ff.recording() is True, as it did before its first call"
+)
+
+
 def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
     """Raises where autograd does not see who reads a differentiated leaf.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.compared_numbers import asked_numbers
-from fsfunc.tracing.refusals import MAPPED, LawError, RowsApart
+from fsfunc.tracing.refusals import MAPPED, UNCHECKED, LawError, RowsApart
 from fsfunc.tracing.replicas import Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
@@ -134,7 +135,8 @@ class TypeCheck(FirstCalls):
                 error.add_note(MAPPED)
             if not later or isinstance(error, LawError | NotATensor | Unsteady):
                 raise
-            return  # the step's own, which real calls do not raise
+            warnings.warn(UNCHECKED.format(repr(error)), stacklevel=2)
+            return
         finally:
             self.ran = True
         self.note(seen.own_paths, seen.draws)
