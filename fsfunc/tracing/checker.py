@@ -270,8 +270,9 @@ class Checker(Tracer, Watcher, Operators):
         for g in self.known.tensors(found):
             made_of = own
             if averages and self.known.kind(g) is not Kind.V:
-                stacked = _torch.mapped_dim(g) if several else None
-                of_one = replace(one, stacked=stacked)
+                of_one = one
+                if several:
+                    of_one = replace(one, stacked=_torch.mapped_dim(g))
                 made_of = own._replace(gradients=own.gradients | {of_one})
             self.known.change(g, made_of=made_of)
 

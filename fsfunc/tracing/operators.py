@@ -21,7 +21,7 @@ class OperatorMode(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
-            return _torch.device_of(args[0])  # asked all the time
+            return args[0].fake_device  # asked all the time
         return self.operator(func, args, kwargs or {})
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -239,6 +239,8 @@ def flat(values: Any) -> list[Any]:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return [values]
+    if _SINGLE.issuperset(map(type, values)):
+        return list(values)
     for x in values:
         if type(x) not in _SINGLE and isinstance(x, (tuple, list, dict)):
             found += flat(x)

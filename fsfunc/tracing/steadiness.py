@@ -109,12 +109,12 @@ def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
     Args:
         values: the arguments, those in lists and tuples too.
     """
+    found = [x for x in values if type(x) not in _TENSORS and isinstance(x, _NUMERIC)]
+    if not found:
+        return None
     name = getattr(func, "__name__", "?")
     inner = sys._getframe(2).f_code.co_filename.startswith(_INNER)
     if inner or name == "_set_grad_enabled":  # by a unit's first call alone, say
-        return None
-    found = [x for x in values if type(x) not in _TENSORS and isinstance(x, _NUMERIC)]
-    if not found:
         return None
     inner = is_internal() or _torch.current_node() is not None
     return NumbersGiven(name, tuple(found), source_line(), inner, is_own_call())

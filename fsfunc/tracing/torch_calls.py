@@ -152,8 +152,11 @@ class Asked(Outside):
         self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if (words := said(func, flat((args, kwargs)))) is not None:
+        kwargs, asks = kwargs or {}, getattr(func, "__name__", "") == "__get__"
+        if asks and func not in _SHAPES:
+            return func(*args)
+        values = () if asks else flat((args, kwargs) if kwargs else args)
+        if (words := said(func, values)) is not None:
             self.checker.said.append(words)
         if name := _SHAPES.get(func) or _EXPANDS.get(func):
             asker = sys._getframe(1)

@@ -32,6 +32,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.tracing.operators import OperatorClass
 
 Kind = Enum("Kind", "K I A V S P R")
+Kind.__hash__ = object.__hash__  # that of an Enum is a function of Python
 
 PARTS = frozenset({Kind.S, Kind.P, Kind.R})
 _ORDER = {Kind.K: 0, Kind.I: 1, Kind.A: 2, Kind.V: 3}
