@@ -64,7 +64,7 @@ def fused(
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, by_leaf)
             for (_, dtype, decay), columns in groups.items():
-                if cast and not _ready(columns, dtype):
+                if cast and not _ready(columns, None if matched.kind else dtype):
                     for row in zip(*columns, strict=True):
                         _write_row(run, row, dtype, decay)
                 else:
@@ -227,10 +227,14 @@ def count_write(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
-def _ready(columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
-    """True if a kernel can read and write all columns as they are."""
+def _ready(columns: list[list[Tensor]], dtype: torch.dtype | None) -> bool:
+    """True if a kernel can read and write all columns as they are.
+
+    ``dtype``: the one that it takes; None where all columns are known to have it.
+    """
     return not any_offloaded() and all(
-        {dtype}.issuperset(map(_dtype, c)) and all(map(Tensor.is_contiguous, c))
+        (dtype is None or {dtype}.issuperset(map(_dtype, c)))
+        and all(map(Tensor.is_contiguous, c))
         for c in columns
     )
 

@@ -141,10 +141,11 @@ class Memory:
     """
 
     def __init__(self, leaves: list[Any]):
-        self.leaves, self.whole = leaves, _are_whole(leaves)
+        dense = [x for x in leaves if type(x) in _DENSE]
+        self.leaves, self.whole = leaves, _are_whole(leaves, dense)
         self.storages: list[UntypedStorage] = []
         if self.whole:
-            self.tensors = self.written = [x for x in leaves if type(x) in _DENSE]
+            self.tensors = self.written = dense
             self.storages = list(map(Tensor.untyped_storage, self.written))
             self.keys = [storage._cdata for storage in self.storages]
             self.once = len(set(self.keys)) == len(self.keys)
@@ -222,12 +223,12 @@ def _renewed(out: Any, given: list[Any]) -> Any:
     return out
 
 
-def _are_whole(leaves: list[Any]) -> bool:
+def _are_whole(leaves: list[Any], dense: list[Tensor]) -> bool:
     """True if there are plain dense tensors alone, and what is no tensor."""
     kinds = set(map(type, leaves))
     if not all(kind in _DENSE or not issubclass(kind, _HELD) for kind in kinds):
         return False
-    return {strided}.issuperset([x.layout for x in leaves if type(x) in _DENSE])
+    return {strided}.issuperset([x.layout for x in dense])
 
 
 def _wholes(shards: Iterable[FlatShard]) -> Iterator[Tensor]:
