@@ -88,6 +88,7 @@ def make_mesh(
     backend: str | None = None,
     *,
     timeout: float | timedelta | None = None,
+    shared_memory: bool = True,
 ) -> Mesh:
     """A mesh of named axes over ranks.
 
@@ -105,6 +106,9 @@ def make_mesh(
             says where each rank is. After half of that time (5 minutes at most, or
             ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr. On other
             backends it has no effect.
+        shared_memory: whether tensors on the CPU go between processes of one host
+            through memory that they share (on Linux), which takes a third of the time
+            of gloo's sockets; where the system refuses it, False is the way out.
 
     A mesh is closed after an error: to continue, every rank calls
     ``torch.distributed.destroy_process_group()`` and makes another one. A forked
@@ -134,7 +138,7 @@ def make_mesh(
     from fsfunc.comm.backends.processes import connect
 
     geometry = Mesh(axes, backend)
-    link = connect(axes, geometry.size, limit)
+    link = connect(axes, geometry.size, limit, shared_memory)
     mesh = Mesh(axes, backend, link)
     names = tuple(mesh.axes)
     for count in range(1, len(names) + 1):

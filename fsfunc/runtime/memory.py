@@ -88,6 +88,7 @@ class BufferPool:
     """
 
     poison = False
+    allocate: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
     fresh = 0  # depth of `fresh_buffers` blocks: reuse is off while positive
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class BufferPool:
     def _grown(self, size: int, large: int) -> torch.UntypedStorage:
         """A new storage, in place of the first ``large`` ones that are free."""
         small = [s for s in self.storages[:large] if _torch.uses_of(s[1]) > 1]
-        storage = torch.UntypedStorage(size)
+        storage = self.allocate(size)
         self.storages[:large] = [*small, (size, storage._cdata, storage)]
         return storage
 
@@ -156,4 +157,6 @@ _POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()
 
 def pool_of(mesh: Any, rank: int) -> BufferPool:
     """The pool of one rank of a mesh, which lives as long as the mesh."""
+    if mesh.link is not None:  # that of this process
+        return mesh.link.pool
     return _POOLS.setdefault(mesh, {}).setdefault(rank, BufferPool())

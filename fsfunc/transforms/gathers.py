@@ -141,7 +141,9 @@ class Gathers:
         pool: BufferPool,
         again: bool,
     ):
-        self.groups, self.pool, self.zero = groups, pool, options.zero
+        self.groups, self.zero = groups, options.zero
+        # Those that are kept with the state are written again by the next gather.
+        self.pool = pool if self.zero == 3 else BufferPool()
         self.how = how = options.gather
         self.again = again
         self.recent: Calls = []

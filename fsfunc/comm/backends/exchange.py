@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc.comm.attribution import source_line
+from fsfunc.comm.backends.channels import Channel, Work
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -29,6 +30,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
+from fsfunc.comm.backends.neighbours import Disconnected
 from fsfunc.comm.watch.watchdog import FlightRecord
 
 # torch 2.13 renamed it; 2.11 only knows the old name.
@@ -39,18 +41,6 @@ DATA, HEADER, TRANSFER, ANSWER = range(4)
 _NUMBERS = 2**12  # more than can be in flight at once; what is later comes later
 _SIZE = 512  # bytes of a header: a digest of eight, and a text
 _TITLE = "ranks call different collectives"
-
-Work = tuple[int | None, Any]  # the other rank, if it is one, and what torch gave
-
-
-def send(x: Tensor, rank: int, group: Any, under: int) -> Work:
-    """Puts ``x`` on its way to a rank, ``under`` a tag."""
-    return rank, dist.isend(x, rank, group, under)
-
-
-def receive(x: Tensor, rank: int, group: Any, under: int) -> Work:
-    """Has what a rank sends ``under`` a tag written into ``x``."""
-    return rank, dist.irecv(x, rank, group, under)
 
 
 def tag(kind: int, number: int, digest: bytes = b"\0\0", hop: int = 0) -> int:
@@ -115,7 +105,7 @@ class Headers:
         record: FlightRecord,
         digest: bytes,
         others: list[int],
-        group: Any,
+        channel: Channel,
         ways: tuple[int, int] = (0, 0),
     ):
         self.record, where = record, record.where
@@ -126,9 +116,9 @@ class Headers:
         self.works: list[Work] = []
         for r in others:
             row = self.rows[where.ranks[r]] = torch.zeros_like(mine)
-            self.works.append(receive(row, where.ranks[r], group, back))
+            self.works.append(channel.receive(row, where.ranks[r], back))
         for r in others:
-            self.works.append(send(mine, where.ranks[r], group, out))
+            self.works.append(channel.send(mine, where.ranks[r], out))
 
     def seen(self) -> dict[int, str]:
         """The texts of the headers that have come, even where others' do not."""
@@ -216,7 +206,8 @@ def settle(
             work.wait()
     except RuntimeError as error:
         trace = error.__traceback__
-        if trace is not None and trace.tb_next is not None:
+        told = isinstance(error, Disconnected)
+        if not told and trace is not None and trace.tb_next is not None:
             raise  # a signal's handler did, as that of a data loader does
         watchdog = record.where.link.watchdog
         raise watchdog.failed(record, other, error, seen()) from error

@@ -62,7 +62,8 @@ class Link:
         """Issues ``op`` on contiguous ``x`` along dim 0, over two ranks or more.
 
         The work's result is ``out`` where that is given: contiguous, of its shape.
-        With ``any_order`` in ``how``, other ranks may wait for it in another order.
+        With ``any_order`` in ``how``, other ranks may wait for it in another order;
+        with ``spent``, nobody writes ``x`` or the result, not even after the wait.
         ``what`` is the name of a buffer: the same one on every rank.
         """
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """Point-to-point transfers between processes, independent of their collectives.
 
-Gloo matches by tag: that of a transfer has its number for the pair and direction, its
-shape and its dtype. To know without waiting that a send is over, the receiver answers
-each one with a byte, which the sender tests for.
+A transfer's tag has its number for the pair and direction, its shape and its dtype. To
+know without waiting that a send by gloo is over, the receiver answers each one with a
+byte, which the sender tests for; between processes of one host all sends are answered.
 
 NCCL has no tags, and matches what two ranks issue by order: so each direction has a
 group of its own. NCCL itself tells whether a send is over.
@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc.comm.backends.channels import Channel, Work
 from fsfunc.comm.backends.exchange import (
     ANSWER,
     TRANSFER,
     Exchange,
     Headers,
-    Work,
-    receive,
-    send,
     tag,
 )
 from fsfunc.comm.backends.link import Handle, Signature, digest, signature
+from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.process_groups import Groups
 from fsfunc.comm.watch.watchdog import FlightRecord, FlightRecorder
 
@@ -44,6 +43,7 @@ class Transfers:
 
     def __init__(self, groups: Groups, checks: bool, flight: FlightRecorder) -> None:
         self.groups, self.checks, self.flight = groups, checks, flight
+        self.near: Neighbours | None = None
         self.down = Groups(groups.timeout)  # for sends to lower indices
         self.numbers: Counter[tuple[Any, ...]] = Counter()
         self.open: list[_Sending] = []  # not answered yet
@@ -60,54 +60,63 @@ class Transfers:
             if len(ranks) > 1:
                 self.down.make(ranks)
 
-    def _way(self, where: Any, source: int, to: int) -> tuple[Any, int]:
-        """The c10d group, and the number, of the next transfer between two indices."""
+    def _way(self, where: Any, source: int, to: int) -> tuple[Channel, int]:
+        """The channel, and the number, of the next transfer between two indices."""
         group = self.groups.get(where.ranks)
         if to < source:
             group = self.down.get(where.ranks) or group
         key = (where.ranks, source, to)
         self.numbers[key] += 1
-        return group, self.numbers[key]
+        limit = where.link.timeout
+        return Channel(group, where.ranks, self.near, limit), self.numbers[key]
 
     def _headers(
-        self, record: FlightRecord, other: int, group: Any, ways: tuple[int, int]
+        self,
+        record: FlightRecord,
+        other: int,
+        channel: Channel,
+        ways: tuple[int, int],
     ) -> Headers | None:
         """This rank's header on its way to the index ``other``, where they compare."""
         compared = record.where.compared and not self.checks
-        if dist.get_backend(group) != "gloo" or compared:
+        if dist.get_backend(channel.group) != "gloo" or compared:
             return None
-        return Headers(record, _digest(record.said), [other], group, ways)
+        return Headers(record, _digest(record.said), [other], channel, ways)
 
     def send(self, x: Tensor, where: Any, to: int, what: str) -> Handle:
         """Sends ``x`` to index ``to`` of ``where``; empty tensors stay at home."""
-        group, number = self._way(where, where.index, to)
+        channel, number = self._way(where, where.index, to)
         said = signature("send", {}, where.axis, x, what)
         record = self.flight.begin(said, where, number)
-        headers = self._headers(record, to, group, (1, 2))
-        target, gloo = where.ranks[to], dist.get_backend(group) == "gloo"
+        headers = self._headers(record, to, channel, (1, 2))
+        target, group = where.ranks[to], channel.group
         works: list[Work] = []
         received: Callable[[], bool] = lambda: True  # noqa: E731
-        if x.numel() and gloo:
+        answers = False
+        if x.numel() and dist.get_backend(group) == "gloo":
             digest = _digest(said)
             self.open = [sent for sent in self.open if not _answered(sent)]
-            received = _Answer(target, group, tag(ANSWER, number, digest))
-            works = [send(x, target, group, tag(TRANSFER, number, digest))]
+            if answers := target not in channel.by_rank:
+                received = _Answer(target, group, tag(ANSWER, number, digest))
+            under = tag(TRANSFER, number, digest)
+            works = [channel.send(x, target, under, answered=True)]
         elif x.numel():
-            works = [send(x, target, group, 0)]
+            works = [channel.send(x, target, 0)]
+        if works and not answers:
             received = works[0][1].is_completed
         sent = _Sending(works, lambda: torch.empty(0), x, record, headers)
         sent.received = received
-        if works and gloo:
+        if answers:
             self.open.append(sent)
         return sent
 
     def receive(self, into: Tensor, where: Any, source: int, what: str) -> Handle:
         """Receives into ``into`` from index ``source`` of ``where``."""
-        group, number = self._way(where, source, where.index)
+        channel, number = self._way(where, source, where.index)
         said = signature("receive", {}, where.axis, into, what)
         record = self.flight.begin(said, where, number)
-        headers = self._headers(record, source, group, (2, 1))
-        origin, digest = where.ranks[source], _digest(said)
+        headers = self._headers(record, source, channel, (2, 1))
+        origin, digest, group = where.ranks[source], _digest(said), channel.group
 
         def answered() -> Tensor:
             # The sender posted the receive before it sent, so this waits only shortly.
@@ -120,10 +129,10 @@ class Transfers:
         works: list[Work] = []
         finish: Callable[[], Tensor] = lambda: into  # noqa: E731
         if into.numel() and dist.get_backend(group) == "gloo":
-            works = [receive(into, origin, group, tag(TRANSFER, number, digest))]
-            finish = answered
+            works = [channel.receive(into, origin, tag(TRANSFER, number, digest))]
+            finish = finish if origin in channel.by_rank else answered
         elif into.numel():
-            works = [receive(into, origin, group, 0)]
+            works = [channel.receive(into, origin, 0)]
         return Exchange(works, finish, into, record, headers)
 
 

@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc.comm.backends.channels import Channel, Loan, Work
 from fsfunc.comm.backends.exchange import (
     ALL_GATHER,
     DATA,
     Exchange,
     Headers,
-    Work,
-    receive,
-    send,
     settle,
     tag,
 )
@@ -146,19 +144,25 @@ class Pairs:
     Args:
         record: its record, which gives the tag.
         compared: whether the ranks have compared their programs, and need no header.
+        spent: whether nobody writes what is sent again, not even after the wait.
     """
 
     def __init__(
-        self, record: FlightRecord, group: Any, pool: BufferPool, compared: bool
+        self,
+        record: FlightRecord,
+        channel: Channel,
+        pool: BufferPool,
+        compared: bool,
+        spent: bool,
     ):
         where = record.where
         self.n, self.me, self.ranks = where.size, where.index, where.ranks
-        self.record, self.group, self.pool = record, group, pool
-        self.digest = digest(record.said)
+        self.record, self.channel, self.pool = record, channel, pool
+        self.digest, self.spent = digest(record.said), spent
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            self.headers = Headers(record, self.digest, self.others, group)
+            self.headers = Headers(record, self.digest, self.others, channel)
 
     def _exchange(
         self, works: Sequence[Work], finish: Callable[[], Tensor], held: Any
@@ -169,24 +173,65 @@ class Pairs:
         """By index, the others' parts (or the same one for each)."""
         return {r: parts[r % len(parts)] for r in self.others}
 
-    def _swap(
-        self, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], hop: int = 0
-    ) -> list[Work]:
-        """Sends and receives by index along the axis; empty tensors stay at home.
+    def _tag(self, hop: int = 0) -> int:
+        return tag(DATA, self.record.number, self.digest, hop)
 
-        Sends first: of two ranks the later one writes its data within ``send``, under a
-        lock that gloo's thread spins for, should the other's data come meanwhile.
+    def _send(
+        self, sent: Mapping[int, Tensor], hop: int = 0, answered: bool = False
+    ) -> list[Work]:
+        """Sends tensors by index along the axis; empty ones stay at home.
+
+        Before receives are posted: by gloo the later one of two ranks writes its data
+        within the send, under a lock that gloo's thread spins for, should the other's
+        data come meanwhile.
         """
-        under = tag(DATA, self.record.number, self.digest, hop)
-        ranks, group = self.ranks, self.group
-        works = [send(x, ranks[r], group, under) for r, x in sent.items() if x.numel()]
+        found = {self.ranks[r]: x for r, x in sent.items() if x.numel()}
+        spent = self.spent and not hop
+        return self.channel.send_all(found, self._tag(hop), spent, answered)
+
+    def _swap(
+        self,
+        sent: Mapping[int, Tensor],
+        got: Mapping[int, Tensor],
+        hop: int = 0,
+        answered: bool = False,
+    ) -> list[Work]:
+        """Sends and receives by index along the axis; empty tensors stay at home."""
+        works, under = self._send(sent, hop, answered), self._tag(hop)
         got = {r: y for r, y in got.items() if y.numel()}
-        return [receive(y, ranks[r], group, under) for r, y in got.items()] + works
+        receive, ranks = self.channel.receive, self.ranks
+        return [receive(y, ranks[r], under) for r, y in got.items()] + works
 
     def _room(self, x: Tensor, times: int = 1) -> Tensor:
         """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
         shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
         return self.pool.get(times * x.numel(), x.dtype, x).view(shape)
+
+    def _borrow(
+        self, sent: Mapping[int, Tensor], like: Tensor
+    ) -> tuple[list[Work], dict[int, Loan]]:
+        """Sends parts by index, and has those of the others come, shaped ``like``."""
+        works, got = self._send(sent), {}
+        for r in self.others if like.numel() else ():
+            got[r] = self.channel.borrow(like, self.ranks[r], self._tag(), self.pool)
+        return [loan.work for loan in got.values()] + works, got
+
+    def _reduce(
+        self, by: Fold, mine: Tensor, got: Mapping[int, Loan], out: Tensor | None
+    ) -> Tensor:
+        """The reduction of the ranks' parts in rank order, as on simulated ranks.
+
+        It is made in the first part that was received by gloo: that memory is warm.
+        """
+        if not got:
+            return self._room(mine) if out is None else out
+        me, first = self.me, got[1 if self.me == 0 else 0]
+        parts = [mine if r == me else got[r].read() for r in range(self.n)]
+        total = first.room if out is None else out
+        total = by.of(parts, self._room(mine) if total is None else total)
+        for loan in got.values():
+            loan.end()
+        return total
 
     def start(self, op: str, x: Tensor, out: Tensor | None, **how: Any) -> Handle:
         """Begins a collective of a rank's ``x``."""
@@ -198,16 +243,15 @@ class Pairs:
     def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
         full = self._room(x, self.n) if out is None else out
         parts = full.tensor_split(self.n)
-        works = self._swap(self._each(x), self._each(*parts))
-        parts[self.me].copy_(x)
+        mine = parts[self.me].copy_(x)
+        works = self._swap(self._each(mine), self._each(*parts))
         return self._exchange(works, lambda: full, x)
 
     def psum_scatter(self, x: Tensor, out: Tensor | None) -> Handle:
         parts = x.tensor_split(self.n)
         mine = parts[self.me]
-        got = {r: self._room(mine) for r in self.others}
-        works = self._swap(self._each(*parts), got)
-        return self._exchange(works, lambda: _reduce(SUM, mine, got, self.me, out), x)
+        works, got = self._borrow(self._each(*parts), mine)
+        return self._exchange(works, lambda: self._reduce(SUM, mine, got, out), x)
 
     def all_reduce(
         self, by: Fold, x: Tensor, out: Tensor | None, hops: int = 1
@@ -215,20 +259,18 @@ class Pairs:
         """In one hop: for two ranks, the bytes of a ring."""
         if hops == 2:
             return self._reduce_in_two(by, x, out)
-        got = {r: self._room(x) for r in self.others}
-        works = self._swap(self._each(x), got)
-        return self._exchange(works, lambda: _reduce(by, x, got, self.me, out), x)
+        works, got = self._borrow(self._each(x), x)
+        return self._exchange(works, lambda: self._reduce(by, x, got, out), x)
 
     def _reduce_in_two(self, by: Fold, x: Tensor, out: Tensor | None) -> Handle:
         """A scatter, and in its wait a gather: all ranks must come to that wait."""
         n, me = self.n, self.me
         total = self._room(x) if out is None else out
         cuts, sums = x.view(-1).tensor_split(n), total.view(-1).tensor_split(n)
-        got = {r: self._room(cuts[me]) for r in self.others}
-        works = self._swap(self._each(*cuts), got)
+        works, got = self._borrow(self._each(*cuts), cuts[me])
 
         def finish() -> Tensor:
-            _reduce(by, cuts[me], got, me, sums[me])
+            self._reduce(by, cuts[me], got, sums[me])
             works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
             settle(works, self.record)
             return total
@@ -251,23 +293,11 @@ class Pairs:
         self, x: Tensor, out: Tensor | None, pairs: Sequence[tuple[int, int]]
     ) -> Handle:
         y, sent, got = _permuted(x, self.me, out, pairs)
-        return self._exchange(self._swap(sent, got), lambda: y, x)
+        return self._exchange(self._swap(sent, got, 0, True), lambda: y, x)
 
     def pbroadcast(self, x: Tensor, out: Tensor | None, source: int) -> Handle:
         y = torch.empty_like(x) if out is None else out
         if self.me != source:
             return self._exchange(self._swap({}, {source: y}), lambda: y, x)
-        works = self._swap(self._each(x), {})
+        works = self._send(self._each(x), answered=True)
         return self._exchange(works, lambda: y.copy_(x), x)
-
-
-def _reduce(
-    by: Fold, mine: Tensor, got: Mapping[int, Tensor], me: int, out: Any
-) -> Tensor:
-    """The reduction of the ranks' parts in rank order, as on simulated ranks.
-
-    It is made in the first received part: that memory is warm.
-    """
-    parts = [mine if r == me else got[r] for r in range(len(got) + 1)]
-    total = (parts[1] if me == 0 else parts[0]) if out is None else out
-    return by.of(parts, total)

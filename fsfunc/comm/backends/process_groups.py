@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fsfunc import _torch
+from fsfunc.comm.backends.neighbours import Disconnected
 
 _LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
@@ -234,6 +235,6 @@ def hang_up(group: Any, others: Sequence[int]) -> None:
 
 
 def is_torn(error: RuntimeError) -> bool:
-    """True if it says that a connection of gloo's is closed."""
+    """True if it says that a connection is closed."""
     text = str(error)
-    return "gloo" in text or "pair closure" in text
+    return isinstance(error, Disconnected) or "gloo" in text or "pair closure" in text

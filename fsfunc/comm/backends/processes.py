@@ -1,5 +1,8 @@
 """Real processes over torch.distributed: NCCL where there are GPUs, gloo elsewhere.
 
+On the CPU, processes of one host exchange messages through memory that they share (see
+``neighbours``), and processes of two hosts by gloo.
+
 What ranks compare. A collective outside transformed functions (called by hand, by
 ``unshard``, by ``global_norm`` of a state), and those of the first call of a function
 that was neither placed nor given to ``init_state``, are sent with a header of 512 bytes
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, source_line
+from fsfunc.comm.backends.channels import Channel
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.link import (
     CollectiveMismatch,
@@ -43,9 +47,11 @@ from fsfunc.comm.backends.link import (
     digest,
     signature,
 )
+from fsfunc.comm.backends.neighbours import HUNG_UP, Neighbours
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
+from fsfunc.comm.backends.same_host import Door
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.watchdog import FlightRecord, patience_of, the_watchdog
@@ -61,7 +67,9 @@ class ProcessLink(Link):
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
-        self.pool = BufferPool()
+        self.pool = BufferPool()  # for what transforms send
+        self.results = BufferPool()
+        self.near: Neighbours | None = None  # the processes of this host
         self.fake = dist.get_backend() == "fake"  # torch's backend that sends nothing
         self.paired = not self.fake  # tensors on the CPU
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -79,6 +87,13 @@ class ProcessLink(Link):
         self.flight, self.board = self.watchdog.flight, self.watchdog.mailbox
         self.dropped: list[Exchange] = []  # before they were over
         self.transfers = Transfers(self.groups, self.checks, self.flight)
+
+    def meets(self, near: Neighbours | None) -> None:
+        """Takes the processes of this host, for as long as torch has its group."""
+        self.near = self.transfers.near = near
+        if near is not None:
+            self.pool = near.pool
+            near.close_with(dist.group.WORLD)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
@@ -152,12 +167,14 @@ class ProcessLink(Link):
 
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""
+        if self.near is not None:
+            self.near.hang_up(where.ranks, HUNG_UP)
         with contextlib.suppress(RuntimeError):  # the group is gone already
             if (group := self.groups.get(where.ranks)) is not None:
                 hang_up(group, [r for r in where.ranks if r != self.rank])
 
     def trim(self) -> None:
-        self.pool.trim(0)
+        self.results.trim(0)
 
     def start(
         self,
@@ -168,6 +185,7 @@ class ProcessLink(Link):
         out: Tensor | None = None,
         what: str = "",
         any_order: bool = False,
+        spent: bool = False,
         **how: Any,
     ) -> Handle:
         x, group = x.detach(), self.groups.get(where.ranks)
@@ -186,7 +204,7 @@ class ProcessLink(Link):
         if not number:
             self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
-        return self._told(self._issue, record, x, out, group, compared, **how)
+        return self._told(self._issue, record, x, out, group, compared, spent, **how)
 
     def _issue(
         self,
@@ -195,11 +213,14 @@ class ProcessLink(Link):
         out: Tensor | None,
         group: Any,
         compared: bool,
+        spent: bool,
         **how: Any,
     ) -> Handle:
         op, where = record.said[0], record.where
         if x.device.type == "cpu" and self.paired:
-            return Pairs(record, group, self.pool, compared).start(op, x, out, **how)
+            channel = Channel(group, where.ranks, self.near, self.timeout)
+            pairs = Pairs(record, channel, self.results, compared, spent)
+            return pairs.start(op, x, out, **how)
         if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
@@ -209,13 +230,17 @@ class ProcessLink(Link):
 
 
 def connect(
-    axes: Mapping[str, int], size: int, timeout: timedelta | None = None
+    axes: Mapping[str, int],
+    size: int,
+    timeout: timedelta | None = None,
+    shared_memory: bool = True,
 ) -> ProcessLink:
     """The link of this process to the others of a mesh of ``size`` ranks.
 
     Args:
         timeout: that of all groups of the mesh; None: that of the process group, which
             the user may have started.
+        shared_memory: whether processes of one host exchange messages through it.
 
     Raises:
         ValueError: the number of processes is not that of the mesh.
@@ -241,19 +266,27 @@ def connect(
         if not faulthandler.is_enabled():
             faulthandler.enable()  # prints the line if a signal ends the process
     link = ProcessLink(timeout)
-    _compare_meshes(axes, link)
+    _compare_meshes(axes, link, shared_memory)
     _check_size(axes, size, dist.get_world_size())
     return link
 
 
-def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
-    """Raises on every rank if their meshes differ, or one makes none."""
+def _compare_meshes(
+    axes: Mapping[str, int], link: ProcessLink, shared_memory: bool
+) -> None:
+    """Raises on every rank if their meshes differ, or one makes none.
+
+    The processes of one host find each other by the same messages.
+    """
     world, n = dist.group.WORLD, dist.get_world_size()
     if link.fake or n == 1:
         return
     asked = ", FSFUNC_CHECK=1" if link.checks else ""
+    asked += "" if shared_memory else ", shared_memory=False"
     text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{asked}"
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    door = Door(shared_memory and dist.get_backend() == "gloo")
+    text += f"\n{door.address}"
     mine, ranks = packed(text, said).to(link.device), tuple(range(n))
     where = RankGroup(tuple(axes), ranks, link.rank, link.rank, link)
     record = link.flight.begin(
@@ -261,11 +294,15 @@ def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
     )
     record.waits()
     try:
-        compare_gathered(mine, world, ranks, "ranks make unlike meshes")
+        texts = compare_gathered(mine, world, ranks, "ranks make unlike meshes")
+        addresses = {r: text.partition("\n")[2] for r, text in texts.items()}
+        link.meets(door.meet(link.rank, addresses, link.timeout))
     except CollectiveMismatch:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise link.watchdog.failed(record, None, error) from error
+    finally:
+        door.close()
     record.ended = time.monotonic()
 
 

@@ -59,6 +59,7 @@ class SimulatedLink(Link):
         out: Tensor | None = None,
         what: str = "",
         any_order: bool = True,
+        spent: bool = False,
         **how: Any,
     ) -> Handle:
         if self.checks:  # as over processes

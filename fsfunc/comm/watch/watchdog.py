@@ -294,7 +294,7 @@ def _reason(error: BaseException, other: int | None) -> tuple[str, str]:
     text, whom = str(error), "another rank" if other is None else f"rank {other}"
     if "imed out" in text:
         return f"{whom} did not come in time", SILENT
-    if "pair closure" in text:
+    if "pair closure" in text or "another rank has ended" in text:
         return "another rank has ended", ""
     return f"{whom} closed its connection", GONE
 

@@ -113,7 +113,7 @@ class Gather(_Shown):
 
         If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
-        return where.start("all_gather", sent, out=out, what=what)
+        return where.start("all_gather", sent, out=out, what=what, spent=True)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
         """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
@@ -160,7 +160,8 @@ class Reduction(_Shown):
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Starts the sum; each rank receives its range, or the ``whole``."""
-        return where.start("psum" if whole else "psum_scatter", sent, what=what)
+        op = "psum" if whole else "psum_scatter"
+        return where.start(op, sent, what=what, spent=True)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         """The summed gradient: ``count`` elements in ``dtype``.

@@ -1,0 +1,115 @@
+"""The messages of a group: through shared memory on one host, by gloo between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsfunc.comm.backends.neighbours import Borrowed, Neighbours, Received, Sent
+from fsfunc.runtime.memory import BufferPool
+
+Work = tuple[int | None, Any]  # the other rank, if it is one, and what to wait for
+
+
+class Channel:
+    """The messages between this rank and the others of a group.
+
+    Args:
+        group: the group of torch's.
+        ranks: the ranks in it.
+        near: the processes of this host, if they are connected.
+        limit: how many seconds to wait for a message.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        near: Neighbours | None,
+        limit: float,
+    ):
+        self.group, self.ranks, self.near, self.limit = group, ranks, near, limit
+        self.by_rank = {} if near is None else near.by_rank
+        self.number = hash(tuple(ranks))  # of integers: the same one in every process
+
+    def send(
+        self,
+        x: Tensor,
+        rank: int,
+        under: int,
+        spent: bool = False,
+        answered: bool = False,
+    ) -> Work:
+        """Puts ``x`` on its way to a rank, ``under`` a tag.
+
+        Args:
+            spent: nobody writes ``x`` again, not even when the work is over.
+            answered: the work is over when the other has called ``receive``; without
+                that it may be earlier, and ``x`` may be written then.
+        """
+        if (other := self.by_rank.get(rank)) is None:
+            return rank, dist.isend(x, rank, self.group, under)
+        work = Sent(other, self.ranks, self.limit)
+        with other.host.lock:
+            work.number = other.send((self.number, under), x, spent, answered)
+        return rank, work
+
+    def send_all(
+        self, xs: Mapping[int, Tensor], under: int, spent: bool, answered: bool
+    ) -> list[Work]:
+        """Sends tensors by rank; one for several of this host is copied once."""
+        copies: dict[int, Tensor] = {}
+        works = []
+        for rank, x in xs.items():
+            whole = len(xs) > 1 and not spent and rank in self.by_rank
+            if whole and self.near is not None:
+                if id(x) not in copies:
+                    copies[id(x)] = self.near.copy(x)
+                x = copies[id(x)]
+            works.append(self.send(x, rank, under, spent or whole, answered))
+        return works
+
+    def receive(self, into: Tensor, rank: int, under: int) -> Work:
+        """Has what a rank sends ``under`` a tag written into ``into``."""
+        if (other := self.by_rank.get(rank)) is None:
+            return rank, dist.irecv(into, rank, self.group, under)
+        work = Received(other, self.ranks, self.limit)
+        work.into = into
+        with other.host.lock:
+            other.expect((self.number, under), work)
+        return rank, work
+
+    def borrow(self, like: Tensor, rank: int, under: int, pool: BufferPool) -> Loan:
+        """Receives a tensor of the shape and dtype of ``like``, to read it once."""
+        if (other := self.by_rank.get(rank)) is None:
+            room = pool.get(like.numel(), like.dtype, like).view(like.shape)
+            return Loan(rank, dist.irecv(room, rank, self.group, under), room)
+        work = Borrowed(other, self.ranks, self.limit)
+        work.into = like
+        with other.host.lock:
+            other.expect((self.number, under), work)
+        return Loan(rank, work)
+
+
+class Loan:
+    """A tensor that is received to be read once.
+
+    Args:
+        room: memory of this process that it is received in, if it is.
+    """
+
+    def __init__(self, rank: int, work: Any, room: Tensor | None = None):
+        self.work: Work = rank, work
+        self.room = room
+
+    def read(self) -> Tensor:
+        """The tensor, once the work is over; it is not to be written."""
+        return self.work[1].data if self.room is None else self.room
+
+    def end(self) -> None:
+        """It has been read."""
+        if self.room is None:
+            self.work[1].give_back()

@@ -1,0 +1,346 @@
+"""Messages between the processes of one host, through memory that they share.
+
+The sender leaves its data in shared memory and says where, in a few bytes on a Unix
+socket. The receiver copies the data out, or reduces them where they are, and answers
+that they are free. A message moves while either process waits for one, or sends one; it
+needs no thread, and is copied at most twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Lock, RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.backends.shared_memory import SharedMemory, SharedPool
+
+_RECORD = struct.Struct("<qqqqq")  # number, group, tag, offset, bytes
+_SMALL = 1024  # bytes that travel on the socket; they need no answer
+_LARGE = 1 << 20  # bytes whose pages are worth a system call
+_SLICE = 0.1  # seconds between two looks of a wait, as another thread may read for it
+_ON_CPU = torch.empty(0)
+HUNG_UP = "hung up, as another rank has ended"
+
+Key = tuple[int, int]  # of a message: its group and its tag
+Message = tuple[int, Any, int]  # number, offset (or the data themselves), bytes
+
+
+class Disconnected(RuntimeError):
+    """A message of another process of this host does not come."""
+
+
+class Delivery:
+    """A message that is sent or received; ``wait`` as that of torch.distributed."""
+
+    def __init__(self, other: Neighbour, ranks: Sequence[int], limit: float):
+        self.other, self.ranks, self.limit = other, ranks, limit
+
+    def over(self) -> bool:
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        self.other.host.progress()
+        return self.over()
+
+    def wait(self) -> None:
+        """Waits until it is over.
+
+        Raises:
+            Disconnected: the other process ends, or does not come within ``limit``
+                seconds; then the connections to all ``ranks`` of the group are closed.
+        """
+        if not self.over():
+            self.other.host.until(self)
+
+
+class Sent(Delivery):
+    """A message that is sent: over at once, or when the data are no longer needed."""
+
+    number = 0
+
+    def over(self) -> bool:
+        return self.number not in self.other.lent
+
+
+class Received(Delivery):
+    """A message that is copied to ``into`` when it comes."""
+
+    message: Message | None = None
+    into: Tensor
+
+    def take(self, message: Message) -> None:
+        self.message = message
+        number, at, size = message
+        if size == self.into.nbytes:  # else `wait` raises
+            source = self.other.memory.start + at if number else at
+            ctypes.memmove(self.into.data_ptr(), source, size)
+            self.other.read_out(message)
+
+    def over(self) -> bool:
+        return self.message is not None
+
+    def wait(self) -> None:
+        super().wait()
+        if self.message and (size := self.message[2]) != self.into.nbytes:
+            raise Disconnected(
+                f"rank {self.other.rank} sent {size} bytes, not {self.into.nbytes}"
+            )
+
+
+class Borrowed(Received):
+    """A message that is read in the sender's memory, until ``give_back``.
+
+    ``into`` has its shape and dtype, and is not written.
+    """
+
+    def take(self, message: Message) -> None:
+        self.message = message
+
+    @property
+    def data(self) -> Tensor:
+        assert self.message is not None, "its wait is not over"
+        number, at, _ = self.message
+        shape, dtype = self.into.shape, self.into.dtype
+        if number:
+            return self.other.memory.view(at, shape, dtype)
+        return torch.frombuffer(bytearray(at), dtype=dtype).view(shape)
+
+    def give_back(self) -> None:
+        assert self.message is not None, "its wait is not over"
+        self.other.read_out(self.message)
+
+
+class Neighbour:
+    """Another process of this host.
+
+    Args:
+        memory: its memory, where this one reads its messages.
+    """
+
+    def __init__(
+        self,
+        host: Neighbours,
+        rank: int,
+        connection: socket.socket,
+        memory: SharedMemory,
+    ):
+        self.host, self.rank = host, rank
+        self.socket, self.memory = connection, memory
+        self.number = 0  # of the last message to it
+        self.lent: dict[int, Tensor] = {}  # by number, what it has not read yet
+        self.answers: list[bytes] = []  # to send with the next message
+        self.rest = bytearray()  # what came of a message that is not whole
+        self.expected: dict[Key, deque[Received]] = defaultdict(deque)
+        self.early: dict[Key, deque[Message]] = defaultdict(deque)
+        self.open = True
+        self.why = "closed its connection"
+
+    def send(self, key: Key, x: Tensor, spent: bool, answered: bool) -> int:
+        """Sends contiguous ``x``, which may be written again at once.
+
+        Args:
+            spent: nobody will write ``x`` again: it is not copied if it lies in shared
+                memory.
+            answered: whether the work is over only when the other has the data.
+
+        Returns:
+            the number of the message in ``lent``, or 0 if it is over.
+        """
+        size = x.nbytes
+        if size <= _SMALL and not answered:
+            data = ctypes.string_at(x.data_ptr(), size)
+            self._post(_RECORD.pack(0, *key, 0, size) + data)
+            return 0
+        at = self.host.memory.offset(x) if spent else None
+        if at is None:
+            x = self.host.copy(x)
+            at = self.host.memory.offset(x)
+        self.number += 1
+        number = 2 * self.number + answered
+        self.lent[number] = x
+        self._post(_RECORD.pack(number, *key, at, size))
+        return number if answered else 0
+
+    def expect(self, key: Key, work: Received) -> None:
+        """Has the next message under ``key`` go to ``work``."""
+        if early := self.early.get(key):
+            message = early.popleft()
+            if not early:
+                del self.early[key]
+            work.take(message)
+        else:
+            self.expected[key].append(work)
+
+    def read_out(self, message: Message) -> None:
+        """Says that the data of a message are free.
+
+        At once if that is waited for, or much memory; else with the next message.
+        """
+        number, at, size = message
+        if number:
+            if size >= _LARGE:
+                self.memory.leave(at, size)
+            self.answers.append(_RECORD.pack(-number, 0, 0, 0, 0))
+            if number % 2 or size >= _LARGE or len(self.answers) >= 8:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends the answers that are due."""
+        if self.answers:
+            with suppress(Disconnected):  # then the other does not need to know
+                self._post(b"")
+
+    def _post(self, data: bytes) -> None:
+        """Sends bytes; takes what comes while there is no room for them."""
+        left = memoryview(b"".join([*self.answers, data]))
+        self.answers = []
+        while len(left):
+            try:
+                left = left[self.socket.send(left) :]
+            except BlockingIOError:
+                self.host.progress()
+                select.select([], [self.socket], [], _SLICE / 100)
+            except OSError as error:
+                raise Disconnected(f"{self.why}: {error}") from error
+
+    def read(self) -> None:
+        """Takes what has come."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # reset: it ended, and has not read all
+        if not data and self.open:
+            self.open = False
+            self.host.poll.unregister(self.socket)
+        self.rest += data
+        # A message is taken off before it is handled: that may read on.
+        while len(self.rest) >= _RECORD.size:
+            number, group, tag, at, size = _RECORD.unpack_from(self.rest)
+            end = _RECORD.size + (0 if number else size)
+            if len(self.rest) < end:
+                break
+            if not number:
+                at = bytes(self.rest[_RECORD.size : end])
+            del self.rest[:end]
+            if number < 0:
+                del self.lent[-number]
+            else:
+                self._arrived((group, tag), (number, at, size))
+
+    def _arrived(self, key: Key, message: Message) -> None:
+        if waiting := self.expected.get(key):
+            work = waiting.popleft()
+            if not waiting:
+                del self.expected[key]
+            work.take(message)
+        else:
+            self.early[key].append(message)
+
+
+class Neighbours:
+    """The other processes of this host, by rank.
+
+    Args:
+        descriptor: the file of this process's shared memory.
+        others: by rank, a connection and the file of its shared memory.
+    """
+
+    def __init__(
+        self, descriptor: int, others: Mapping[int, tuple[socket.socket, int]]
+    ):
+        self.memory = SharedMemory(descriptor)
+        self.pool = SharedPool(self.memory, self.progress)
+        self.poll = select.poll()  # unlike epoll it needs no descriptor
+        self.lock, self.polls = RLock(), Lock()
+        self.by_rank: dict[int, Neighbour] = {}
+        self.by_socket: dict[int, Neighbour] = {}
+        for rank, (connection, theirs) in others.items():
+            connection.setblocking(False)
+            self.poll.register(connection, select.POLLIN)
+            other = Neighbour(self, rank, connection, SharedMemory(theirs))
+            self.by_rank[rank] = self.by_socket[connection.fileno()] = other
+        _ALL.add(self)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """The bytes of contiguous ``x`` in shared memory."""
+        found = self.pool.get(x.nbytes, torch.uint8, _ON_CPU)
+        ctypes.memmove(found.data_ptr(), x.data_ptr(), x.nbytes)
+        return found
+
+    def close_with(self, group: Any) -> None:
+        """Closes the connections when torch drops a process group."""
+        me = weakref.ref(self)
+
+        def close() -> None:
+            if (near := me()) is not None:
+                near.close()
+
+        weakref.finalize(group, close)
+
+    def progress(self, seconds: float = 0) -> None:
+        """Takes what has come; waits for that for up to some seconds."""
+        with self.lock:
+            for other in self.by_rank.values():
+                other.flush()
+        if not self.polls.acquire(blocking=False):
+            time.sleep(min(seconds, _SLICE / 100))  # another thread reads
+            return
+        try:
+            ready = self.poll.poll(1000 * seconds)
+        finally:
+            self.polls.release()
+        with self.lock:
+            for descriptor, _ in ready:
+                self.by_socket[descriptor].read()
+
+    def until(self, work: Delivery) -> None:
+        """Waits for a message; see `Delivery.wait`."""
+        other, limit = work.other, time.monotonic() + work.limit
+        self.progress()
+        while not work.over():
+            left = limit - time.monotonic()
+            if not other.open:
+                raise Disconnected(other.why)
+            if left <= 0:
+                self.hang_up(work.ranks, "timed out")
+                raise Disconnected("timed out")
+            self.progress(min(left, _SLICE))
+
+    def hang_up(self, ranks: Sequence[int], why: str) -> None:
+        """Ends every wait for these ranks, in any thread, here and there."""
+        for rank in ranks:
+            if (other := self.by_rank.get(rank)) is not None:
+                other.why = why
+                with suppress(OSError):  # it is closed already
+                    other.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for other in self.by_rank.values():
+            other.socket.close()
+
+
+_ALL: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # of this process
+
+
+def _in_a_fork() -> None:
+    """Closes a fork's copies: the others would take its life for that of a rank."""
+    for near in _ALL:
+        near.close()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)

@@ -1,0 +1,105 @@
+"""The processes of one host find each other, and exchange sockets and memory.
+
+Two processes are on one host if they run under one kernel and in one network namespace:
+only there can their sockets meet.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fsfunc.comm.backends.neighbours import Neighbours
+from fsfunc.comm.backends.shared_memory import shared_file
+
+_RANK = struct.Struct("<q")
+_PROCESS = struct.Struct("3i")  # its number, its user and his group, as Linux says them
+_LINUX = hasattr(os, "memfd_create")
+
+
+class Door:
+    """Where the other processes of a host reach this one.
+
+    Args:
+        opens: whether they may.
+
+    ``address`` is what to tell them: the host, and a name on it; "" without a door.
+    """
+
+    def __init__(self, opens: bool):
+        self.address = ""
+        if opens and _LINUX:
+            self.socket = socket.socket(socket.AF_UNIX)
+            name = uuid.uuid4().hex
+            self.socket.bind(f"\0fsfunc-{name}")  # without a file
+            self.socket.listen(1024)
+            self.address = f"{_host()} {name}"
+
+    def meet(
+        self, rank: int, addresses: Mapping[int, str], limit: float
+    ) -> Neighbours | None:
+        """The processes whose address is on this host; all of them call it.
+
+        Args:
+            limit: how many seconds to wait for each.
+
+        Raises:
+            OSError: one does not come, or this system has no shared memory to give.
+        """
+        host, _, _ = self.address.partition(" ")
+        there = {r: a.split()[1] for r, a in addresses.items() if a.startswith(host)}
+        if not host or not there.keys() - {rank}:
+            return None
+        mine = shared_file()
+        found = {}
+        for other in sorted(r for r in there if r < rank):
+            found[other] = connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(limit)
+            connection.connect(f"\0fsfunc-{there[other]}")
+            socket.send_fds(connection, [_RANK.pack(rank)], [mine])
+        memories = {}
+        self.socket.settimeout(limit)
+        for _ in range(sum(r > rank for r in there)):
+            connection = next(c for c in self._callers() if _is_ours(c))
+            connection.settimeout(limit)
+            name, memory = _received(connection)
+            found[name], memories[name] = connection, memory
+            socket.send_fds(connection, [_RANK.pack(rank)], [mine])
+        for other in sorted(r for r in there if r < rank):
+            _, memories[other] = _received(found[other])
+        return Neighbours(mine, {r: (found[r], memories[r]) for r in sorted(found)})
+
+    def _callers(self) -> Iterator[socket.socket]:
+        while True:
+            yield self.socket.accept()[0]
+
+    def close(self) -> None:
+        if self.address:
+            self.socket.close()
+
+
+def _host() -> str:
+    """This kernel's run, and the network namespace on it."""
+    run = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{run}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """True if the same user's process is at the other end; closes it otherwise."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PROCESS.size)
+    if _PROCESS.unpack(said)[1] == os.getuid():
+        return True
+    connection.close()
+    return False
+
+
+def _received(connection: socket.socket) -> tuple[int, int]:
+    """The rank at the other end, and the descriptor of its memory."""
+    said, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1)
+    if len(said) < _RANK.size or not descriptors:
+        raise ConnectionError("a process of this host has ended")
+    return _RANK.unpack(said)[0], descriptors[0]

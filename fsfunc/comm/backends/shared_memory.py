@@ -1,0 +1,113 @@
+"""Memory that one process allocates and other processes of its host read.
+
+It is a file without a name (``memfd_create``), as large as the machine's memory, whose
+pages come with the first write. Other processes are given its descriptor and map it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fsfunc.runtime.memory import BufferPool
+
+PAGE = mmap.PAGESIZE
+
+
+class SharedMemory:
+    """A mapping of a process's shared file.
+
+    Args:
+        descriptor: the file; it is closed here, as a mapping has its own.
+    """
+
+    def __init__(self, descriptor: int):
+        try:
+            self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        self.bytes = memoryview(self.map)
+        self.size = len(self.map)
+        self.start = torch.frombuffer(self.bytes, dtype=torch.uint8).data_ptr()
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of what lies at ``offset``, in bytes."""
+        count = 1
+        for n in shape:
+            count *= n
+        flat = torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=offset)
+        return flat.view(shape)
+
+    def leave(self, offset: int, size: int) -> None:
+        """Takes pages that were read off this process's account; they stay as are."""
+        start = offset // PAGE * PAGE
+        self.map.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
+
+    def offset(self, x: Tensor) -> int | None:
+        """Where the first element of ``x`` lies in this memory, if it does."""
+        at = x.data_ptr() - self.start
+        return at if 0 <= at < self.size else None
+
+
+def shared_file() -> int:
+    """The descriptor of a new shared file; its pages are free until they are written.
+
+    Raises:
+        OSError: this system refuses one.
+    """
+    descriptor = os.memfd_create("fsfunc")
+    os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * PAGE)
+    return descriptor
+
+
+class SharedPool(BufferPool):
+    """A pool of buffers in shared memory; dropped ones give their pages back.
+
+    A buffer is free when neither a tensor nor a message that another process has not
+    read yet has a handle on it.
+
+    Args:
+        progress: takes note of messages that have been read.
+    """
+
+    def __init__(self, memory: SharedMemory, progress: Callable[[], None]):
+        super().__init__()
+        self.memory, self.progress, self.pid = memory, progress, os.getpid()
+        self.taken: list[tuple[int, int]] = []  # (start, end) of storages, in order
+
+    def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        self.progress()
+        return super().get(count, dtype, like)
+
+    def allocate(self, size: int) -> torch.UntypedStorage:
+        """A storage in the first gap that is large enough.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        room, start = -(-size // PAGE) * PAGE, 0
+        for begin, end in self.taken:
+            if begin - start >= room:
+                break
+            start = end
+        if start + room > self.memory.size:
+            raise MemoryError(
+                f"{size} bytes to send to processes of this host, beside "
+                f"{sum(e - b for b, e in self.taken)} that are in use: more than the "
+                "machine has"
+            )
+        self.taken = sorted([*self.taken, (start, start + room)])
+        piece = self.memory.bytes[start : start + size]
+        gone = weakref.finalize(piece, self._give_back, start, start + room)
+        gone.atexit = False
+        return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
+
+    def _give_back(self, start: int, end: int) -> None:
+        if os.getpid() == self.pid:  # a fork has the mapping, and not the say
+            self.taken.remove((start, end))
+            self.memory.map.madvise(mmap.MADV_REMOVE, start, end - start)
