@@ -109,11 +109,8 @@ class BufferPool:
         size = count * dtype.itemsize
         with self._lock:
             large = bisect_left(self.storages, (size,))
-            storage = None
-            for _, key, storage in self.storages[large:]:  # the smallest first
-                if _torch.uses_of(key) == 1:
-                    break
-                storage = None
+            fit = self.storages[large:]  # the smallest first
+            storage = next((s for _, key, s in fit if _torch.uses_of(key) == 1), None)
             storage = self._grown(size, large) if storage is None else storage
             # A tensor of its own has a version counter of its own.
             empty = torch.empty(0, dtype=dtype)
@@ -157,6 +154,5 @@ _POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()
 
 def pool_of(mesh: Any, rank: int) -> BufferPool:
     """The pool of one rank of a mesh, which lives as long as the mesh."""
-    if mesh.link is not None:  # that of this process
-        return mesh.link.pool
-    return _POOLS.setdefault(mesh, {}).setdefault(rank, BufferPool())
+    pools = _POOLS.setdefault(mesh, {})
+    return mesh.link.pool if mesh.link else pools.setdefault(rank, BufferPool())

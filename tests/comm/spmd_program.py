@@ -148,9 +148,10 @@ def compare(actual, expected):
         raise AssertionError(f"sent {actual[1]}, not {expected[1]}")
 
 
-def against_simulated(sizes, axes):
+def against_simulated(sizes, axes, shared_memory=True):
     """Runs on real processes and on simulated ranks in each of them, and compares."""
-    real, simulated = (ff.make_mesh(sizes, k) for k in ("processes", "simulated"))
+    real = ff.make_mesh(sizes, "processes", shared_memory=shared_memory)
+    simulated = ff.make_mesh(sizes, "simulated")
     if not isinstance(real.link, ProcessLink):
         raise AssertionError(f"{real} has no processes behind it")
     for axis in axes:

@@ -7,23 +7,31 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-def test_processes_are_as_simulated_ranks(processes):
+@pytest.mark.parametrize("way", ["one host", "two hosts", "gloo"])
+def test_processes_are_as_simulated_ranks(processes, way):
     """Every op, dtype and derivative; sums of three show the order of the ranks."""
     out = processes(
         """
-        import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        import os, sys, warnings; warnings.simplefilter("ignore", DeprecationWarning)
         import fsfunc as ff
+        from fsfunc.comm.backends import same_host
         from tests.checks import same
         from tests.core.test_dtypes import over_processes
         from tests.comm.spmd_program import against_simulated
         from tests.comm.test_transfers import everything
-        mesh = against_simulated({"data": 3}, ["data"])
-        assert over_processes(3) == []
+        if sys.argv[1] == "two hosts":
+            same_host.host = lambda: f"host{os.environ['RANK'] == '2'}"
+        mesh = against_simulated({"data": 3}, ["data"], sys.argv[1] != "gloo")
+        near = {} if mesh.link.near is None else mesh.link.near.by_rank
+        due = {"one host": [2, 2, 2], "two hosts": [1, 1, 0], "gloo": [0, 0, 0]}
+        assert len(near) == due[sys.argv[1]][mesh.rank], near
+        assert sys.argv[1] == "two hosts" or over_processes(3) == []
         main, there = lambda: everything("data"), ff.make_mesh(mesh.axes, "simulated")
         same(ff.spmd(main, mesh)()[0], ff.spmd(main, there)()[mesh.rank])
         print(f"rank {mesh.rank}\\n", end="", flush=True)
         """,
         3,
+        way,
     )
     assert sorted(out.splitlines()) == [f"rank {r}" for r in range(3)]
 

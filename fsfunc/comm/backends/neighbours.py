@@ -273,6 +273,7 @@ class Neighbours:
             self.poll.register(connection, select.POLLIN)
             other = Neighbour(self, rank, connection, SharedMemory(theirs))
             self.by_rank[rank] = self.by_socket[connection.fileno()] = other
+        self.close = weakref.finalize(self, _close, [c for c, _ in others.values()])
         _ALL.add(self)
 
     def copy(self, x: Tensor) -> Tensor:
@@ -283,13 +284,7 @@ class Neighbours:
 
     def close_with(self, group: Any) -> None:
         """Closes the connections when torch drops a process group."""
-        me = weakref.ref(self)
-
-        def close() -> None:
-            if (near := me()) is not None:
-                near.close()
-
-        weakref.finalize(group, close)
+        weakref.finalize(group, self.close)
 
     def progress(self, seconds: float = 0) -> None:
         """Takes what has come; waits for that for up to some seconds."""
@@ -328,10 +323,10 @@ class Neighbours:
                 with suppress(OSError):  # it is closed already
                     other.socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """Closes the connections."""
-        for other in self.by_rank.values():
-            other.socket.close()
+
+def _close(connections: Sequence[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 _ALL: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # of this process

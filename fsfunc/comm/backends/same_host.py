@@ -37,7 +37,7 @@ class Door:
             name = uuid.uuid4().hex
             self.socket.bind(f"\0fsfunc-{name}")  # without a file
             self.socket.listen(1024)
-            self.address = f"{_host()} {name}"
+            self.address = f"{host()} {name}"
 
     def meet(
         self, rank: int, addresses: Mapping[int, str], limit: float
@@ -50,17 +50,18 @@ class Door:
         Raises:
             OSError: one does not come, or this system has no shared memory to give.
         """
-        host, _, _ = self.address.partition(" ")
-        there = {r: a.split()[1] for r, a in addresses.items() if a.startswith(host)}
-        if not host or not there.keys() - {rank}:
+        here, _, _ = self.address.partition(" ")
+        told = {r: a.split() for r, a in addresses.items() if a}
+        there = {r: name for r, (where, name) in told.items() if where == here}
+        if not there.keys() - {rank}:
             return None
-        mine = shared_file()
-        found = {}
+        file = shared_file()
+        found: dict[int, socket.socket] = {}
         for other in sorted(r for r in there if r < rank):
             found[other] = connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(limit)
             connection.connect(f"\0fsfunc-{there[other]}")
-            socket.send_fds(connection, [_RANK.pack(rank)], [mine])
+            socket.send_fds(connection, [_RANK.pack(rank)], [file])
         memories = {}
         self.socket.settimeout(limit)
         for _ in range(sum(r > rank for r in there)):
@@ -68,10 +69,10 @@ class Door:
             connection.settimeout(limit)
             name, memory = _received(connection)
             found[name], memories[name] = connection, memory
-            socket.send_fds(connection, [_RANK.pack(rank)], [mine])
+            socket.send_fds(connection, [_RANK.pack(rank)], [file])
         for other in sorted(r for r in there if r < rank):
             _, memories[other] = _received(found[other])
-        return Neighbours(mine, {r: (found[r], memories[r]) for r in sorted(found)})
+        return Neighbours(file, {r: (found[r], memories[r]) for r in sorted(found)})
 
     def _callers(self) -> Iterator[socket.socket]:
         while True:
@@ -82,7 +83,7 @@ class Door:
             self.socket.close()
 
 
-def _host() -> str:
+def host() -> str:
     """This kernel's run, and the network namespace on it."""
     run = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{run}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -160,8 +160,7 @@ class Reduction(_Shown):
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Starts the sum; each rank receives its range, or the ``whole``."""
-        op = "psum" if whole else "psum_scatter"
-        return where.start(op, sent, what=what, spent=True)
+        return where.start(("psum_scatter", "psum")[whole], sent, what=what, spent=True)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         """The summed gradient: ``count`` elements in ``dtype``.

@@ -1,0 +1,196 @@
+"""Processes of one host: messages come whole, memory is free when it was read."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsfunc.comm.backends.channels import Channel
+from fsfunc.comm.backends.neighbours import Disconnected, Neighbours
+from fsfunc.comm.backends.shared_memory import (
+    PAGE,
+    SharedMemory,
+    SharedPool,
+    shared_file,
+)
+from fsfunc.runtime.memory import BufferPool
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory needs Linux"
+)
+LARGE = 1 << 21
+
+
+def both(limit=20.0):
+    """The channels of two ranks, both in this process."""
+    files, ends = [shared_file(), shared_file()], socket.socketpair()
+    copies = [os.dup(file) for file in files]
+    near = [Neighbours(files[i], {1 - i: (ends[i], copies[1 - i])}) for i in (0, 1)]
+    return [Channel(None, (0, 1), one, limit) for one in near]
+
+
+def value(count, number, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_messages_come_whole_and_in_order(data):
+    """Of any size, early or expected, waited for in any order, under any tag."""
+    here, there = both()
+    counts = data.draw(st.lists(st.sampled_from([1, 5, 300, 70_000, LARGE // 4])))
+    tags = [data.draw(st.integers(0, 2)) for _ in counts]
+    early = [data.draw(st.booleans()) for _ in counts]
+    into, works = [torch.full((n,), 99.0) for n in counts], [None] * len(counts)
+    receive = lambda i: there.receive(into[i], 0, tags[i])[1]  # noqa: E731
+    sent = []
+    for i, n in enumerate(counts):
+        # Of one tag the n-th receive is of the n-th send.
+        before = [j for j in range(i) if tags[j] == tags[i] and works[j] is None]
+        if not early[i]:
+            for j in (*before, i):
+                works[j] = receive(j)
+        x = value(n, i)
+        sent.append(here.send(x, 1, tags[i], answered=early[i])[1])
+        x.fill_(7)  # it may be written at once
+    works = [receive(i) if w is None else w for i, w in enumerate(works)]
+    for i in data.draw(st.permutations(range(len(counts)))):
+        works[i].wait()
+        assert torch.equal(into[i], value(counts[i], i))
+    there.near.progress()
+    for work in sent:
+        work.wait()
+    here.near.progress()
+    assert not here.near.by_rank[1].lent and not there.near.by_rank[0].early
+
+
+def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():
+    here, there = both()
+    pool = here.near.pool
+    x = pool.get(LARGE, torch.float32, torch.empty(0))
+    at = x.data_ptr()
+    x.fill_(3)
+    here.send(x, 1, 0, spent=True)
+    del x
+    loan = there.borrow(torch.empty(2, LARGE // 2), 0, 0, BufferPool())
+    loan.work[1].wait()
+    assert loan.room is None and loan.read().unique().tolist() == [3.0]
+    other = pool.get(LARGE, torch.float32, torch.empty(0)).fill_(9)
+    assert other.data_ptr() != at
+    assert loan.read().unique().tolist() == [3.0]
+    loan.end()
+    assert pool.get(LARGE, torch.float32, torch.empty(0)).data_ptr() == at
+
+
+def test_an_answered_send_is_over_when_it_was_received():
+    here, there = both(limit=0.05)
+    work = here.send(torch.ones(3), 1, 4, answered=True)[1]
+    assert not work.is_completed()
+    into = torch.zeros(3)
+    there.receive(into, 0, 4)[1].wait()
+    assert work.is_completed() and into.tolist() == [1.0] * 3
+    lost = here.send(torch.ones(3), 1, 5, answered=True)[1]
+    with pytest.raises(Disconnected, match="timed out"):
+        lost.wait()
+
+
+def test_who_waits_in_vain_hangs_up_and_what_had_come_is_read():
+    here, there = both(limit=0.05)
+    there.send(torch.ones(9), 0, 1)
+    with pytest.raises(Disconnected, match="timed out"):
+        here.receive(torch.zeros(9), 1, 0)[1].wait()
+    into = torch.zeros(9)
+    here.receive(into, 1, 1)[1].wait()
+    assert into.tolist() == [1.0] * 9
+    with pytest.raises(Disconnected, match="closed its connection"):
+        there.receive(torch.zeros(9), 0, 0)[1].wait()
+    with pytest.raises(Disconnected):
+        there.send(torch.ones(9), 0, 1)
+
+
+def test_another_size_than_expected_is_an_error():
+    here, there = both()
+    here.send(torch.ones(1000), 1, 0)
+    into = torch.zeros(999)
+    with pytest.raises(Disconnected, match="sent 4000 bytes, not 3996"):
+        there.receive(into, 0, 0)[1].wait()
+    assert not into.any()
+
+
+def test_two_that_send_more_than_a_socket_holds_do_not_wait_for_each_other():
+    channels = both()
+    x = [[value(200, 1000 * i + k) for k in range(3000)] for i in (0, 1)]
+    found = [[torch.zeros(200) for _ in range(3000)] for _ in (0, 1)]
+
+    def run(me):
+        for k, y in enumerate(x[me]):
+            channels[me].send(y, 1 - me, k)
+        for k, y in enumerate(found[me]):
+            channels[me].receive(y, 1 - me, k)[1].wait()
+
+    threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for me in (0, 1):
+        assert all(map(torch.equal, found[me], x[1 - me]))
+
+
+def test_two_threads_wait_for_messages_of_one_connection():
+    here, there = both()
+    into = [torch.zeros(600) for _ in range(40)]
+    works = [there.receive(y, 0, k)[1] for k, y in enumerate(into)]
+    threads = [threading.Thread(target=work.wait) for work in works]
+    for thread in threads:
+        thread.start()
+    for k in reversed(range(40)):
+        here.send(value(600, k), 1, k)
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(y, value(600, k)) for k, y in enumerate(into))
+
+
+# Memory
+
+
+def pool_of_pages(count):
+    file = os.memfd_create("test")
+    os.ftruncate(file, count * PAGE)
+    kept = os.dup(file)
+    pool = SharedPool(SharedMemory(file), lambda: None)
+    return pool, lambda: os.fstat(kept).st_blocks * 512 // PAGE
+
+
+def get(pool, pages):
+    return pool.get(pages * PAGE, torch.uint8, torch.empty(0)).fill_(1)
+
+
+def test_pages_are_given_back_and_gaps_are_filled():
+    pool, used = pool_of_pages(8)
+    a, b, c = get(pool, 2), get(pool, 3), get(pool, 1)
+    at = b.data_ptr()
+    assert used() == 6
+    del b
+    pool.trim(0)
+    assert used() == 3
+    with pytest.raises(MemoryError, match=f"{5 * PAGE} bytes .* beside {3 * PAGE}"):
+        get(pool, 5)
+    assert get(pool, 3).data_ptr() == at
+    assert a.eq(1).all() and c.eq(1).all()
+
+
+def test_a_fork_gives_nothing_back():
+    pool, used = pool_of_pages(4)
+    x = get(pool, 3)
+    if not (child := os.fork()):
+        del x
+        pool.trim(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert used() == 3 and x.eq(1).all()
