@@ -27,15 +27,13 @@ _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
 def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
     """Tells the counter in force, if any, the kind of the memory of ``tensors``."""
-    counter = _COUNTER.get()
-    if counter is not None:
+    if (counter := _COUNTER.get()) is not None:
         counter.count_as(kind, tensors)
 
 
 def has_no_memory(x: Tensor) -> bool:
     """True if the counter in force takes ``x`` for a placeholder."""
-    counter = _COUNTER.get()
-    return counter is not None and counter.has_no_memory(x)
+    return (counter := _COUNTER.get()) is not None and counter.has_no_memory(x)
 
 
 def counting(counter: Any) -> Scoped:
@@ -109,9 +107,11 @@ class BufferPool:
         size = count * dtype.itemsize
         with self._lock:
             large = bisect_left(self.storages, (size,))
-            fit = self.storages[large:]  # the smallest first
-            storage = next((s for _, key, s in fit if _torch.uses_of(key) == 1), None)
-            storage = self._grown(size, large) if storage is None else storage
+            for _, key, storage in self.storages[large:]:  # the smallest first
+                if _torch.uses_of(key) == 1:
+                    break
+            else:
+                storage = self._grown(size, large)
             # A tensor of its own has a version counter of its own.
             empty = torch.empty(0, dtype=dtype)
             found = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
