@@ -3,6 +3,8 @@
 Nothing is sent before what can be known, and the state stays as it was.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -205,19 +207,21 @@ def test_a_clear_error_on_every_rank(call, error, way_out):
         assert log.records == []
 
 
-def test_another_ranks_state_is_refused():
+@pytest.mark.parametrize("zero", (1, 3))
+def test_another_ranks_state_is_refused(zero):
     def main(mesh):
-        return ff.place(ff.shard(LOSS, mesh, "data"), parameters(), BATCH)
+        return ff.place(ff.shard(LOSS, mesh, "data", zero=zero), parameters(), BATCH)
 
     mesh, wider = (ff.make_mesh({"data": n}, "simulated") for n in (2, 4))
-    first = ff.spmd(lambda: main(mesh), mesh)()[0]
-    for there, said in (
-        (mesh, "0/. f32.*is the part of {'data': 0} of 2 ranks"),
-        (wider, "of 2 ranks, but this is .*4"),
+    first, fourth = (ff.spmd(partial(main, m), m)()[0] for m in (mesh, wider))
+    for given, there, said in (
+        (first, mesh, "0/. f32.*is the part of {'data': 0} of 2 ranks"),
+        (first, wider, "of 2 ranks, but this is .*4"),
+        (fourth, mesh, "of 4 ranks, but this is .*2"),
     ):
-        call = ff.shard(LOSS, there, "data")
+        call = ff.shard(ff.value_and_grad(LOSS), there, "data", zero=zero)
         with pytest.raises(ValueError, match=said):
-            ff.spmd(lambda call=call: call(first, BATCH), there)()
+            ff.spmd(partial(call, given, BATCH), there)()
 
 
 def test_the_state_is_as_it_was_after_an_error():
