@@ -21,6 +21,7 @@ from torch._C._functorch import (
 )
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def functorch_active() -> bool:
@@ -28,12 +29,11 @@ def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def plainly() -> bool:
-    """True if nothing but autograd sees what is called here, and it looks."""
-    quiet = not torch._C._are_functorch_transforms_active()
-    return (
-        quiet and torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack()
-    )
+def plainly(x: Tensor) -> bool:
+    """True if autograd sees what is called here, and modes only if ``x`` is fake."""
+    if torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
+        return False
+    return not torch._C._len_torch_dispatch_stack() or isinstance(x, FakeTensor)
 
 
 @contextmanager

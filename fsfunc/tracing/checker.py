@@ -179,7 +179,7 @@ class Checker(Tracer, Watcher, Operators):
                 if isinstance(x, Sharded):
                     cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
                     seen = placed(x, Kind.S if cut else Kind.I, name)
-                    self.known.meet(x._local, seen._replace(value=value))
+                    self.known.meet(_held(x), seen._replace(value=value))
                 elif isinstance(x, Tensor):
                     how = laid_as(x)
                     own = i and how is None or isinstance(how, Own) or self._varies(x)
@@ -270,9 +270,8 @@ class Checker(Tracer, Watcher, Operators):
         for g in self.known.tensors(found):
             made_of = own
             if averages and self.known.kind(g) is not Kind.V:
-                of_one = one
-                if several:
-                    of_one = replace(one, stacked=_torch.mapped_dim(g))
+                stacked = _torch.mapped_dim(g) if several else None
+                of_one = one if stacked is None else replace(one, stacked=stacked)
                 made_of = own._replace(gradients=own.gradients | {of_one})
             self.known.change(g, made_of=made_of)
 
@@ -281,14 +280,13 @@ class Checker(Tracer, Watcher, Operators):
         flat: set[int] = set()  # memory of which a part has several dims
         for x, g in pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
-                kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
-                seen = placed(g, kind, name)
-                key = memory(g._local)
+                kind, name = self.known.kind(_held(x)), f"the gradient by {x.name!r}"
+                seen, held = placed(g, kind, name), _held(g)
+                key = memory(held)
                 flat |= {key} if seen.flat else set()
                 seen = seen._replace(where=source_line(), flat=key in flat)
-                self.known.put(g._local, seen)
-                if kind is Kind.I:
-                    self._parameters.add(memory(x._local))
+                self.known.put(held, seen)
+                self._parameters |= {memory(_held(x))} if kind is Kind.I else set()
 
     def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
         """Notes a gradient that is not averaged afterwards."""
@@ -321,9 +319,9 @@ class Checker(Tracer, Watcher, Operators):
     def returned(self, args: Any, out: Any) -> None:
         """Holds what a sharded function returns against what it was given."""
         for y in tree.leaves(out, is_leaf=is_sharded):
-            if isinstance(y, Sharded) and self._varies(y._local):
+            if isinstance(y, Sharded) and self._varies(held := _held(y)):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
-                raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
+                raise refusal("returned", "", [leaf, self.known.of(held)], None)
             seen = self.known.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
             if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
                 raise refusal("bare", "", [seen], None)
@@ -338,12 +336,15 @@ class Checker(Tracer, Watcher, Operators):
         if treedef != other:
             return  # it returns something else
         for x, y in zip(leaves, found, strict=True):
-            if isinstance(x, Sharded) and isinstance(y, Sharded):
-                x, y = x._local, y._local
             if not (isinstance(x, Tensor) and self._varies(y)):
-                continue
+                continue  # nor does what is sharded
             if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
                 raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
 
     def _varies(self, x: Any) -> bool:
         return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
+
+
+def _held(leaf: Sharded) -> Any:
+    """A tensor in the memory of a leaf's part, which is not made for it."""
+    return leaf._local if leaf._range is None else leaf._range[0]

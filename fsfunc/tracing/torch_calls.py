@@ -152,9 +152,10 @@ class Asked(Outside):
         self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, asks = kwargs or {}, getattr(func, "__name__", "") == "__get__"
-        if asks and func not in _SHAPES:
-            return func(*args)
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        asks = name == "__get__"
+        if name == "_set_grad_enabled" or asks and func not in _SHAPES:
+            return func(*args, **kwargs)
         values = () if asks else flat((args, kwargs) if kwargs else args)
         if (words := said(func, values)) is not None:
             self.checker.said.append(words)
