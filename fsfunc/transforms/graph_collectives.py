@@ -15,6 +15,7 @@ from fsfunc.comm.backends.abstract import AbstractLink, shape_of_result
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, Mesh, here
+from fsfunc.runtime.memory import pool_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,16 @@ class GraphLink(AbstractLink):
         """Adds a node of a collective to the graph."""
         after = of.x.new_empty(0) if self.token is None else self.token
         self.token = node(of.x, of.y, after, of.number)
+
+    def trim(self) -> None:
+        """Frees buffers for later collectives: a graph has memory of its own for them.
+
+        To save memory, at the cost of some page faults.
+        """
+        for mesh in {call.mesh for call in self.calls}:
+            at = here(mesh)
+            pool_of(mesh, at.rank).trim(0)
+            at.link.trim()
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         raise RuntimeError(_APART)

@@ -156,6 +156,8 @@ class StepGraph:
             found = found.replace(at=at_now(found.at))
             due.append((first_calls, f, found, first_calls.begins(given.rest, found)))
         tensors, link = given.tensors(), self.trace.link
+        if link is not None:
+            link.trim()
         if donated is not None:
             self._keep_others(tensors, donated)
         for _ in range(self.trace.before.drawn):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import fsfunc as ff
+from fsfunc.runtime.memory import pool_of
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
 from fsfunc.transforms.step_graphs import StepGraph
@@ -97,6 +98,16 @@ def test_units_that_share_a_message_copy_their_gradients_once(zero, monkeypatch)
         assert few < more
     copied = made[0].find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     assert len(copied) == 1
+
+
+def test_no_buffers_are_kept_beside_a_graph():
+    """The first call, which is no graph, has left those of its gathers."""
+    mesh, around = (
+        simulated(2),
+        lambda step, mesh, axes: whole(ff.shard(step, mesh, axes)),
+    )
+    steps(around, mesh, ff.sgd(0.125), calls=2)
+    assert not any(pool_of(mesh, rank).storages for rank in range(2))
 
 
 def noting(compile, made):
