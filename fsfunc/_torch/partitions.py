@@ -19,7 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 class Partitioner(CustomPartitionerFn):
-    """Has a forward keep a share of what it would keep of itself.
+    """Has a forward keep a share of what its backward cannot compute again for little.
+
+    What kernels of the backward can compute beside other work on the same memory is
+    not kept, even if a product reads it then, as torch's own choice would: of a block
+    of a GPT 10 bytes are kept where that keeps 16, at 1.02 of the time.
 
     At 0 it keeps its inputs alone, and the backward computes all else again that it
     reads. What is drawn is always kept, and never drawn again.
@@ -37,7 +41,10 @@ class Partitioner(CustomPartitionerFn):
             elif not self.share:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = 0
-        with config.patch(activation_memory_budget=self.share or 1.0):
+        with config.patch(
+            ban_recompute_materialized_backward=False,
+            activation_memory_budget=self.share or 1.0,
+        ):
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)
 
     def uuid(self) -> Any:
@@ -55,7 +62,7 @@ def parted(fn: Callable[..., Any], share: float | None) -> Callable[..., Any]:
     again. It is traced at its first call, on tensors without data.
 
     Args:
-        share: of what it would keep of itself; None: all.
+        share: that of a `Partitioner`; None: torch's own choice.
     """
     from torch._inductor.decomposition import select_decomp_table
 

@@ -199,10 +199,14 @@ class _Remat(Interpretation):
 
 
 def share_kept(call: Call) -> float | None:
-    """The `share` of a compiled unit call under the transforms in reach of it."""
-    remats = [h for h in call.frame.handlers if isinstance(h, _Remat)]
-    shares = [s for h in remats if (s := h.share(call)) is not None]
-    return min(shares, default=None)
+    """The `share` of a unit call that the compiler parts, by the transforms around it.
+
+    None is the compiler's own choice. Under ``shard`` with ``zero`` above 0, which is
+    to save memory, what costs little to compute again is not kept.
+    """
+    shares = [h.share(call) for h in call.frame.handlers if isinstance(h, _Remat)]
+    shares += [1.0 for h in call.frame.handlers if getattr(h, "zero", 0)]
+    return min((s for s in shares if s is not None), default=None)
 
 
 def keeps_names(call: Call) -> bool:
