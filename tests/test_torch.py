@@ -162,14 +162,18 @@ def test_a_tensor_may_change_its_class():
 
 def test_it_is_known_when_autograd_alone_looks():
     what = "a leaf's part is made where a transform or a mode sees it"
-    assert _torch.plainly(), breaks(what)
+    x, mode = torch.ones(()), fake_modes.fake_mode_of([])
+    assert _torch.plainly(x), breaks(what)
     seen = []
-    torch.func.grad(lambda x: (seen.append(_torch.plainly()), x)[1])(torch.ones(()))
+    torch.func.grad(lambda x: (seen.append(_torch.plainly(x)), x)[1])(x)
     with torch.no_grad():
-        seen.append(_torch.plainly())
+        seen.append(_torch.plainly(x))
     with FlopCounterMode(display=False):
-        seen.append(_torch.plainly())
-    assert seen == [False] * 3, breaks(what)
+        seen.append(_torch.plainly(x))
+    with mode:
+        assert _torch.plainly(torch.ones(())), "modes are to see fakes"
+        seen.append(_torch.plainly(x))
+    assert seen == [False] * 4, breaks(what)
 
 
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
@@ -724,7 +728,7 @@ def test_leaves_behind_a_tensor_are_seen():
 
 
 def test_who_asks_for_a_value_is_told():
-    with Watch(_torch.tells_value) as ran:
+    with Watch(lambda func: _torch.tells(func) == "value") as ran:
         x = torch.ones(())
         float(x), x.item(), bool(x == 1)
     what = "a step that asks for values is not looked at any more"

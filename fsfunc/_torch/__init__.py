@@ -32,8 +32,7 @@ from fsfunc._torch.dispatch import (
     outside_function_modes,
     outside_modes,
     plain_tensors,
-    tells_places,
-    tells_value,
+    tells,
     value_of,
     written,
 )

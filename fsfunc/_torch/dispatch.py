@@ -93,15 +93,15 @@ GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
 
 
 @functools.cache
-def tells_value(func: Any) -> bool:
-    """True if an operator gives Python a number, or an answer, made of values."""
-    return torch.Tag.data_dependent_output in func.tags
+def tells(func: Any) -> str:
+    """What an operator tells of its tensors' values, or "" if nothing.
 
-
-@functools.cache
-def tells_places(func: Any) -> bool:
-    """True if the values of its tensors may decide the shape of what one gives."""
-    return torch.Tag.dynamic_output_shape in func.tags
+    "value": a number, or an answer, to Python. "places": they may decide the shape of
+    its result.
+    """
+    if torch.Tag.data_dependent_output in func.tags:
+        return "value"
+    return "places" if torch.Tag.dynamic_output_shape in func.tags else ""
 
 
 def is_view(func: Any, args: Any) -> bool:

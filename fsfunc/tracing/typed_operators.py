@@ -89,13 +89,13 @@ class Operators(OperatorMode):
         self._paused = False
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._paused and _torch.tells_value(func):
-            return self._told(func, args, kwargs)
-        if not self._paused and _torch.tells_places(func):
+        if not self._paused and (told := _torch.tells(func)):
+            if told == "value":
+                return self._told(func, args, kwargs)
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
         out = result_below(func, args, kwargs)
-        if self._paused:
+        if self._paused or type(out) is bool:  # one that compares shapes
             return out
         self.draws = self.draws or draws(func, args, kwargs)
         if path := frame().path:  # there all is the rank's own, whatever it does
