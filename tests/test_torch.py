@@ -102,15 +102,32 @@ def test_holders_of_a_storage_are_counted():
         assert held() == 2, breaks(what)
 
 
-def test_devices_and_dtypes_are_told_in_one_call():
-    f, b = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
-    m = torch.ones(2, device="meta")
-    what = "an update takes tensors of several kinds for those of one"
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    two = {(cpu, f.dtype), (cpu, b.dtype)}
-    assert _torch.kinds_of([f, b, f]) == two, breaks(what)
-    assert _torch.kinds_of([m, f]) == {(meta, f.dtype), (cpu, f.dtype)}, breaks(what)
-    assert _torch.kinds_of([]) == set(), breaks(what)
+UNLIKE = {
+    "dtype": lambda x: x.double(),
+    "device": lambda x: x.to("meta"),
+    "shape": lambda x: x[:1],
+    "strides": lambda x: x.t().contiguous().t(),
+    "layout": lambda x: x.to_sparse(),
+    "class": torch.nn.Parameter,
+    "requires_grad": lambda x: x.clone().requires_grad_(),
+    "of a graph": lambda x: x.clone().requires_grad_() * 1,
+    "batched": lambda x: torch._C._functorch._add_batch_dim(x[None], 0, 1),
+    "twice": lambda x: None,
+    "no tensor": lambda x: 1.0,
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_unlike_tensors_are_told_in_one_call(how):
+    x, y = torch.ones(2, 3), torch.zeros(2, 3)
+    check = _torch.alike([x, y])
+    what = "an update takes tensors for those of the step before, which were others"
+    assert check(x, y) and check(y + 1, x + 2), breaks(what)
+    other = UNLIKE[how](y)
+    assert not check(x, x if other is None else other), breaks(what)
+    kept = weakref.ref(x)
+    del x, y, other
+    assert kept() is None, breaks("old parameters stay in memory")
 
 
 class Scale(torch.autograd.Function):

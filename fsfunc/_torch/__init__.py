@@ -85,6 +85,7 @@ from fsfunc._torch.graph import (
     sequence_number,
 )
 from fsfunc._torch.internals import (
+    alike,
     compiler_at_work,
     compiler_stance,
     default_store,
@@ -94,7 +95,6 @@ from fsfunc._torch.internals import (
     is_compiled_function,
     is_of_compiler,
     keep_process_groups,
-    kinds_of,
     set_compiler_stance,
     set_tables,
     storage,

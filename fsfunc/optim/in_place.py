@@ -8,6 +8,7 @@ All of that is seen to here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def fused(
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, by_leaf)
             for (_, dtype, decay), columns in groups.items():
-                if cast and not _ready(columns, None if matched.kind else dtype):
+                if cast and not _ready(matched, columns, dtype):
                     for row in zip(*columns, strict=True):
                         _write_row(run, row, dtype, decay)
                 else:
@@ -205,7 +206,9 @@ def _alike(
     if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):
         return None
     params, *moments = (target.tensors for target in new)
-    if (kind := matched.kind) is None:
+    if (kind := matched.kind) is not None:
+        kind = kind[:2]
+    else:
         devices, dtypes = set(map(_device, params)), set(map(_dtype, params))
         dtypes.update(*(map(_dtype, column) for column in moments))
         if len(devices) > 1 or len(dtypes) > 1:
@@ -227,16 +230,15 @@ def count_write(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
-def _ready(columns: list[list[Tensor]], dtype: torch.dtype | None) -> bool:
-    """True if a kernel can read and write all columns as they are.
+def _ready(matched: Matched, columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
+    """True if a kernel can read and write all columns as they are."""
+    known = matched.kind is not None and matched.kind.dense
+    return not any_offloaded() and (known or all(map(partial(_are, dtype), columns)))
 
-    ``dtype``: the one that it takes; None where all columns are known to have it.
-    """
-    return not any_offloaded() and all(
-        (dtype is None or {dtype}.issuperset(map(_dtype, c)))
-        and all(map(Tensor.is_contiguous, c))
-        for c in columns
-    )
+
+def _are(dtype: torch.dtype, column: list[Tensor]) -> bool:
+    of_it = {dtype}.issuperset(map(_dtype, column))
+    return of_it and all(map(Tensor.is_contiguous, column))
 
 
 def _write_row(

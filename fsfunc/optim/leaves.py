@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import composable
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
@@ -21,10 +21,8 @@ from fsfunc.sharded.placements import describe
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
-Kind = tuple[torch.device, torch.dtype]
 
-_layout, _shape = attrgetter("layout"), attrgetter("shape")
-_WHOLE = {Tensor, torch.nn.Parameter}
+_layout = attrgetter("layout")
 
 
 def trainable(leaf: Any) -> bool:
@@ -223,13 +221,17 @@ def _alone(count: int) -> tuple[tuple[tuple[int], None], ...]:
     return tuple(((i,), None) for i in range(count))
 
 
+def are_strided(tensors: Sequence[Tensor]) -> bool:
+    """True if none is sparse."""
+    return {torch.strided}.issuperset(map(_layout, tensors))
+
+
 class Loose:
     """Whole tensors, where a `PackedTree` would find nothing to join."""
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        kinds = set(map(_layout, tensors))
-        dense = kinds <= {torch.strided}
-        self.tensors = list(tensors if dense else map(strided, tensors))
+    def __init__(self, tensors: Sequence[Tensor], known: bool = False):
+        known = known or are_strided(tensors)
+        self.tensors = list(tensors if known else map(strided, tensors))
         self.groups = _alone(len(self.tensors))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -241,22 +243,6 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     if not any(map(is_sharded, columns[0])):
         return [Loose(column) for column in columns]
     return split_alike(*map(list, columns))
-
-
-def one_kind(columns: list[list[Any]]) -> Kind | None:
-    """The device and dtype of plain tensors that fit each other, if it is one; cheap.
-
-    None also where that is not known.
-    """
-    kinds: set[Kind] = set()
-    for column in columns:
-        if not _WHOLE.issuperset(map(type, column)):
-            return None
-        kinds |= _torch.kinds_of(column)
-        if len(kinds) != 1:
-            return None
-    first, *others = (list(map(_shape, column)) for column in columns)
-    return kinds.pop() if all(other == first for other in others) else None
 
 
 def first_unfit(

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import composable, frame, inside
+from fsfunc.optim.kinds import Kind, one_kind
 from fsfunc.optim.leaves import (
-    Kind,
     Loose,
     Mask,
     Tree,
     along,
     first_unfit,
     local,
-    one_kind,
     paths_of,
     said,
     split,
@@ -63,8 +62,8 @@ class Matched:
         ]
         trees = [leaves, *others]
         kind = one_kind(trees)
-        if kind is not None and kind[1].is_floating_point:
-            loose = list(map(Loose, trees))
+        if kind is not None and kind.dtype.is_floating_point:
+            loose = [Loose(x, True) for x in trees]
             return cls(treedef, trees, list(range(len(leaves))), loose, kind)
         active = [
             i
@@ -102,7 +101,7 @@ class Matched:
         """
         if composable():
             return True
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.kind is not None and not self.kind.asks:
             return False
         asking = [t for b in self.buffers for t in b.tensors if t.requires_grad]
         return any(t.grad_fn is not None for t in asking)

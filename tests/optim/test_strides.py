@@ -148,3 +148,21 @@ def test_a_step_is_that_of_dense_ones(name):
     if name == "master_weights":
         assert_near(alone(dense), alone(formed))
     assert_near(sharded(dense), sharded(formed))
+
+
+LATER = FORMS | {"sparse": lambda x: x.to_sparse(), "of less bits": torch.Tensor.half}
+
+
+@pytest.mark.parametrize("form", LATER)
+@pytest.mark.parametrize("around", [torch.no_grad, donated])
+def test_gradients_may_lie_otherwise_than_those_of_the_step_before(form, around):
+    params = {"w": torch.arange(24.0).view(4, 6), "v": torch.ones(2, 3, 2, 2)}
+    first = tree.map(lambda x: x / 8 - 1, params)
+    then = tree.map(lambda x: LATER[form](x[:1].expand_as(x).clone() + 1), params)
+    plain = tree.map(lambda x: x.to_dense().float().contiguous(), then)
+
+    def run(last):
+        with around():
+            return floating(trained(ff.sharded_adam(0.1), copies(params), last)[0])
+
+    assert_bits(run([first, plain, first]), run([first, then, first]))
