@@ -107,7 +107,7 @@ class BufferPool:
         size = count * dtype.itemsize
         with self._lock:
             large = bisect_left(self.storages, (size,))
-            for _, key, storage in self.storages[large:]:  # the smallest first
+            for _, key, storage in self.storages[large:]:  # noqa: B007  the smallest
                 if _torch.uses_of(key) == 1:
                     break
             else:

@@ -29,8 +29,9 @@ def both(limit=20.0):
     """The channels of two ranks, both in this process."""
     files, ends = [shared_file(), shared_file()], socket.socketpair()
     copies = [os.dup(file) for file in files]
-    near = [Neighbours(files[i], {1 - i: (ends[i], copies[1 - i])}) for i in (0, 1)]
-    return [Channel(None, (0, 1), one, limit) for one in near]
+    others = [{1 - i: (ends[i], copies[1 - i])} for i in (0, 1)]
+    near = [Neighbours(files[i], others[i], limit) for i in (0, 1)]
+    return [Channel(None, (0, 1), one) for one in near]
 
 
 def value(count, number, dtype=torch.float32):
@@ -45,7 +46,7 @@ def test_messages_come_whole_and_in_order(data):
     here, there = both()
     counts = data.draw(st.lists(st.sampled_from([1, 5, 300, 70_000, LARGE // 4])))
     tags = [data.draw(st.integers(0, 2)) for _ in counts]
-    early = [data.draw(st.booleans()) for _ in counts]
+    early, lies, comes = [[data.draw(st.booleans()) for _ in counts] for _ in "123"]
     into, works = [torch.full((n,), 99.0) for n in counts], [None] * len(counts)
     receive = lambda i: there.receive(into[i], 0, tags[i])[1]  # noqa: E731
     sent = []
@@ -56,8 +57,12 @@ def test_messages_come_whole_and_in_order(data):
             for j in (*before, i):
                 works[j] = receive(j)
         x = value(n, i)
+        if lies[i]:
+            x = here.near.pool.get(n, x.dtype, x).copy_(x)
         sent.append(here.send(x, 1, tags[i], answered=early[i])[1])
         x.fill_(7)  # it may be written at once
+        if comes[i]:
+            there.near.progress()
     works = [receive(i) if w is None else w for i, w in enumerate(works)]
     for i in data.draw(st.permutations(range(len(counts)))):
         works[i].wait()
@@ -128,10 +133,11 @@ def test_two_that_send_more_than_a_socket_holds_do_not_wait_for_each_other():
     found = [[torch.zeros(200) for _ in range(3000)] for _ in (0, 1)]
 
     def run(me):
-        for k, y in enumerate(x[me]):
-            channels[me].send(y, 1 - me, k)
+        sent = [channels[me].send(y, 1 - me, k)[1] for k, y in enumerate(x[me])]
         for k, y in enumerate(found[me]):
             channels[me].receive(y, 1 - me, k)[1].wait()
+        for work in sent:
+            work.wait()
 
     threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
     for thread in threads:

@@ -21,17 +21,10 @@ class Channel:
         group: the group of torch's.
         ranks: the ranks in it.
         near: the processes of this host, if they are connected.
-        limit: how many seconds to wait for a message.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        ranks: Sequence[int],
-        near: Neighbours | None,
-        limit: float,
-    ):
-        self.group, self.ranks, self.near, self.limit = group, ranks, near, limit
+    def __init__(self, group: Any, ranks: Sequence[int], near: Neighbours | None):
+        self.group, self.ranks, self.near = group, ranks, near
         self.by_rank = {} if near is None else near.by_rank
         self.number = hash(tuple(ranks))  # of integers: the same one in every process
 
@@ -52,10 +45,9 @@ class Channel:
         """
         if (other := self.by_rank.get(rank)) is None:
             return rank, dist.isend(x, rank, self.group, under)
-        work = Sent(other, self.ranks, self.limit)
         with other.host.lock:
-            work.number = other.send((self.number, under), x, spent, answered)
-        return rank, work
+            number = other.send((self.number, under), x, spent, answered)
+            return rank, Sent(other, self.ranks, number)
 
     def send_all(
         self, xs: Mapping[int, Tensor], under: int, spent: bool, answered: bool
@@ -76,8 +68,7 @@ class Channel:
         """Has what a rank sends ``under`` a tag written into ``into``."""
         if (other := self.by_rank.get(rank)) is None:
             return rank, dist.irecv(into, rank, self.group, under)
-        work = Received(other, self.ranks, self.limit)
-        work.into = into
+        work = Received(other, self.ranks, into)
         with other.host.lock:
             other.expect((self.number, under), work)
         return rank, work
@@ -87,8 +78,7 @@ class Channel:
         if (other := self.by_rank.get(rank)) is None:
             room = pool.get(like.numel(), like.dtype, like).view(like.shape)
             return Loan(rank, dist.irecv(room, rank, self.group, under), room)
-        work = Borrowed(other, self.ranks, self.limit)
-        work.into = like
+        work = Borrowed(other, self.ranks, like)
         with other.host.lock:
             other.expect((self.number, under), work)
         return Loan(rank, work)

@@ -44,8 +44,8 @@ class Disconnected(RuntimeError):
 class Delivery:
     """A message that is sent or received; ``wait`` as that of torch.distributed."""
 
-    def __init__(self, other: Neighbour, ranks: Sequence[int], limit: float):
-        self.other, self.ranks, self.limit = other, ranks, limit
+    def __init__(self, other: Neighbour, ranks: Sequence[int]):
+        self.other, self.ranks = other, ranks
 
     def over(self) -> bool:
         raise NotImplementedError
@@ -58,27 +58,36 @@ class Delivery:
         """Waits until it is over.
 
         Raises:
-            Disconnected: the other process ends, or does not come within ``limit``
-                seconds; then the connections to all ``ranks`` of the group are closed.
+            Disconnected: the other process ends, or does not come in time; then the
+                connections to all ``ranks`` of the group are closed.
         """
         if not self.over():
             self.other.host.until(self)
 
 
 class Sent(Delivery):
-    """A message that is sent: over at once, or when the data are no longer needed."""
+    """A message that is sent.
 
-    number = 0
+    Args:
+        number: that of an answered one, which is over when the other has its data.
+    """
+
+    def __init__(self, other: Neighbour, ranks: Sequence[int], number: int):
+        super().__init__(other, ranks)
+        self.number, self.end = number, other.queued
 
     def over(self) -> bool:
-        return self.number not in self.other.lent
+        return self.number not in self.other.lent and self.other.pushed >= self.end
 
 
 class Received(Delivery):
     """A message that is copied to ``into`` when it comes."""
 
     message: Message | None = None
-    into: Tensor
+
+    def __init__(self, other: Neighbour, ranks: Sequence[int], into: Tensor):
+        super().__init__(other, ranks)
+        self.into = into
 
     def take(self, message: Message) -> None:
         self.message = message
@@ -119,7 +128,8 @@ class Borrowed(Received):
 
     def give_back(self) -> None:
         assert self.message is not None, "its wait is not over"
-        self.other.read_out(self.message)
+        with self.other.host.lock:
+            self.other.read_out(self.message)
 
 
 class Neighbour:
@@ -140,7 +150,8 @@ class Neighbour:
         self.socket, self.memory = connection, memory
         self.number = 0  # of the last message to it
         self.lent: dict[int, Tensor] = {}  # by number, what it has not read yet
-        self.answers: list[bytes] = []  # to send with the next message
+        self.out = bytearray()  # what the socket has not taken yet
+        self.queued = self.pushed = 0  # bytes that came to `out`, and that left it
         self.rest = bytearray()  # what came of a message that is not whole
         self.expected: dict[Key, deque[Received]] = defaultdict(deque)
         self.early: dict[Key, deque[Message]] = defaultdict(deque)
@@ -156,12 +167,13 @@ class Neighbour:
             answered: whether the work is over only when the other has the data.
 
         Returns:
-            the number of the message in ``lent``, or 0 if it is over.
+            the number of an answered message, or 0.
         """
         size = x.nbytes
         if size <= _SMALL and not answered:
             data = ctypes.string_at(x.data_ptr(), size)
-            self._post(_RECORD.pack(0, *key, 0, size) + data)
+            self._queue(_RECORD.pack(0, *key, 0, size) + data)
+            self.push()
             return 0
         at = self.host.memory.offset(x) if spent else None
         if at is None:
@@ -170,7 +182,8 @@ class Neighbour:
         self.number += 1
         number = 2 * self.number + answered
         self.lent[number] = x
-        self._post(_RECORD.pack(number, *key, at, size))
+        self._queue(_RECORD.pack(number, *key, at, size))
+        self.push()
         return number if answered else 0
 
     def expect(self, key: Key, work: Received) -> None:
@@ -192,28 +205,31 @@ class Neighbour:
         if number:
             if size >= _LARGE:
                 self.memory.leave(at, size)
-            self.answers.append(_RECORD.pack(-number, 0, 0, 0, 0))
-            if number % 2 or size >= _LARGE or len(self.answers) >= 8:
-                self.flush()
+            self._queue(_RECORD.pack(-number, 0, 0, 0, 0))
+            if number % 2 or size >= _LARGE or len(self.out) >= _SMALL:
+                with suppress(Disconnected):  # then the other does not need to know
+                    self.push()
 
-    def flush(self) -> None:
-        """Sends the answers that are due."""
-        if self.answers:
-            with suppress(Disconnected):  # then the other does not need to know
-                self._post(b"")
+    def _queue(self, data: bytes) -> None:
+        self.out += data
+        self.queued += len(data)
 
-    def _post(self, data: bytes) -> None:
-        """Sends bytes; takes what comes while there is no room for them."""
-        left = memoryview(b"".join([*self.answers, data]))
-        self.answers = []
-        while len(left):
-            try:
-                left = left[self.socket.send(left) :]
-            except BlockingIOError:
-                self.host.progress()
-                select.select([], [self.socket], [], _SLICE / 100)
-            except OSError as error:
-                raise Disconnected(f"{self.why}: {error}") from error
+    def push(self) -> None:
+        """Sends as much as the socket takes.
+
+        Raises:
+            Disconnected: the other process has ended.
+        """
+        try:
+            while self.out:
+                n = self.socket.send(self.out)
+                del self.out[:n]
+                self.pushed += n
+        except BlockingIOError:
+            pass  # until the other reads
+        except OSError as error:
+            self.out.clear()
+            raise Disconnected(f"{self.why}: {error}") from error
 
     def read(self) -> None:
         """Takes what has come."""
@@ -227,7 +243,6 @@ class Neighbour:
             self.open = False
             self.host.poll.unregister(self.socket)
         self.rest += data
-        # A message is taken off before it is handled: that may read on.
         while len(self.rest) >= _RECORD.size:
             number, group, tag, at, size = _RECORD.unpack_from(self.rest)
             end = _RECORD.size + (0 if number else size)
@@ -257,11 +272,16 @@ class Neighbours:
     Args:
         descriptor: the file of this process's shared memory.
         others: by rank, a connection and the file of its shared memory.
+        limit: how many seconds to wait for a message.
     """
 
     def __init__(
-        self, descriptor: int, others: Mapping[int, tuple[socket.socket, int]]
+        self,
+        descriptor: int,
+        others: Mapping[int, tuple[socket.socket, int]],
+        limit: float,
     ):
+        self.limit = limit
         self.memory = SharedMemory(descriptor)
         self.pool = SharedPool(self.memory, self.progress)
         self.poll = select.poll()  # unlike epoll it needs no descriptor
@@ -290,7 +310,10 @@ class Neighbours:
         """Takes what has come; waits for that for up to some seconds."""
         with self.lock:
             for other in self.by_rank.values():
-                other.flush()
+                with suppress(Disconnected):  # who waits for it is told
+                    other.push()
+                if other.out:
+                    seconds = min(seconds, _SLICE / 100)
         if not self.polls.acquire(blocking=False):
             time.sleep(min(seconds, _SLICE / 100))  # another thread reads
             return
@@ -304,7 +327,7 @@ class Neighbours:
 
     def until(self, work: Delivery) -> None:
         """Waits for a message; see `Delivery.wait`."""
-        other, limit = work.other, time.monotonic() + work.limit
+        other, limit = work.other, time.monotonic() + self.limit
         self.progress()
         while not work.over():
             left = limit - time.monotonic()

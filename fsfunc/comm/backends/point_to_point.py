@@ -67,8 +67,7 @@ class Transfers:
             group = self.down.get(where.ranks) or group
         key = (where.ranks, source, to)
         self.numbers[key] += 1
-        limit = where.link.timeout
-        return Channel(group, where.ranks, self.near, limit), self.numbers[key]
+        return Channel(group, where.ranks, self.near), self.numbers[key]
 
     def _headers(
         self,

@@ -218,7 +218,7 @@ class ProcessLink(Link):
     ) -> Handle:
         op, where = record.said[0], record.where
         if x.device.type == "cpu" and self.paired:
-            channel = Channel(group, where.ranks, self.near, self.timeout)
+            channel = Channel(group, where.ranks, self.near)
             pairs = Pairs(record, channel, self.results, compared, spent)
             return pairs.start(op, x, out, **how)
         if not compared and not self.fake:
@@ -299,8 +299,13 @@ def _compare_meshes(
         link.meets(door.meet(link.rank, addresses, link.timeout))
     except CollectiveMismatch:
         raise
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, TimeoutError, ConnectionError) as error:
         raise link.watchdog.failed(record, None, error) from error
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot share memory with other processes of this host: {error}; with "
+            "make_mesh(..., shared_memory=False) they send by gloo's sockets"
+        ) from error
     finally:
         door.close()
     record.ended = time.monotonic()

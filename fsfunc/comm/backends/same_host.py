@@ -72,7 +72,8 @@ class Door:
             socket.send_fds(connection, [_RANK.pack(rank)], [file])
         for other in sorted(r for r in there if r < rank):
             _, memories[other] = _received(found[other])
-        return Neighbours(file, {r: (found[r], memories[r]) for r in sorted(found)})
+        others = {r: (found[r], memories[r]) for r in sorted(found)}
+        return Neighbours(file, others, limit)
 
     def _callers(self) -> Iterator[socket.socket]:
         while True:
