@@ -15,7 +15,7 @@ adaptive_scale.py   observe_gradients; adascale: rates for large batches
 widening.py         master_weights, stochastic_rounding
 loss_scaling.py     apply_if_finite; one scale of the loss
 layerwise_scaling.py   a loss scale for each unit
-matching.py kinds.py   leaves of a state by those of parameters; what they have in common
+matching.py kinds.py   leaves of a state by those of parameters; what they share
 backward_steps.py   step_in_backward
 torch_optimizers.py torch_classes.py   from_torch; what torch's own classes keep
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
