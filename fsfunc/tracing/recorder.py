@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -177,10 +177,9 @@ class Recorder(Findings, Tracer, Watcher):
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
-                layout = Layout(tuple(x.shape), x.dtype, (), path)
-                leaves[i] = Recorded(x.detach(), layout)
-                parts = splits.get(path, ())
-                self.layouts[path] = replace(layout, parts=parts) if parts else layout
+                shape, parts = tuple(x.shape), splits.get(path, ())
+                leaves[i] = Recorded(x.detach(), Layout(shape, x.dtype, (), path))
+                self.layouts[path] = Layout(shape, x.dtype, parts, path)
         return tree.unflatten(treedef, leaves)
 
     def end(self, asked: set[str]) -> None:
