@@ -16,6 +16,7 @@ from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.spent import spend_all
 
 _key = attrgetter("_cdata")
+_FAKE = _torch.FakeTensor  # a plan's: nobody has a view of it
 
 OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
@@ -89,20 +90,17 @@ class Donation:
         """For each tensor, whether its storage has known uses alone."""
         # By id, as what is known twice uses its storage once.
         uses = Counter(dict(zip(map(id, self.known), self.keys, strict=True)).values())
-        return [_is_ours(x, uses) for x in tensors]
+        asked = [(x, x.untyped_storage()) for x in tensors]  # each with a handle
+        return [
+            (key := storage._cdata) in uses
+            and (_torch.uses_of(key) <= uses[key] + 1 or isinstance(x, _FAKE))
+            for x, storage in asked
+        ]
 
     def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
         """Marks overwritten leaves as spent, and adds those in their place."""
         spend_all(old, self.why)
         self.lazy += new
-
-
-def _is_ours(x: Tensor, known: Counter[int]) -> bool:
-    storage = x.untyped_storage()
-    uses = known.get(storage._cdata)
-    if uses is None or isinstance(x, _torch.FakeTensor):  # a plan's: nobody's view
-        return uses is not None
-    return _torch.uses_of(storage._cdata) <= uses + 1  # the handle that asks
 
 
 class Everything(Donation):
