@@ -77,16 +77,6 @@ class GraphLink(AbstractLink):
         after = of.x.new_empty(0) if self.token is None else self.token
         self.token = node(of.x, of.y, after, of.number)
 
-    def trim(self) -> None:
-        """Frees buffers for later collectives: a graph has memory of its own for them.
-
-        To save memory, at the cost of some page faults.
-        """
-        for mesh in {call.mesh for call in self.calls}:
-            at = here(mesh)
-            pool_of(mesh, at.rank).trim(0)
-            at.link.trim()
-
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         raise RuntimeError(_APART)
 
@@ -122,6 +112,16 @@ class Run:
         self.calls = calls
         self.flights: dict[int, tuple[Handle, Tensor]] = {}
         self.groups: dict[Any, RankGroup] = {}
+
+    def trim(self) -> None:
+        """Frees buffers for later collectives: a graph has memory of its own for them.
+
+        To save memory, at the cost of some page faults.
+        """
+        for mesh in {call.mesh for call in self.calls}:
+            at = here(mesh)
+            pool_of(mesh, at.rank).trim(0)
+            at.link.trim()
 
     def start(self, x: Tensor, y: Tensor, number: int) -> None:
         call = self.calls[number]

@@ -156,8 +156,6 @@ class StepGraph:
             found = found.replace(at=at_now(found.at))
             due.append((first_calls, f, found, first_calls.begins(given.rest, found)))
         tensors, link = given.tensors(), self.trace.link
-        if link is not None:
-            link.trim()
         if donated is not None:
             self._keep_others(tensors, donated)
         for _ in range(self.trace.before.drawn):
@@ -165,6 +163,7 @@ class StepGraph:
         for fn, i, into in self.trace.asked:
             into.copy_(torch.as_tensor(fn(given.leaves[i])))
         run = Run([] if link is None else link.calls)
+        run.trim()
         try:
             with torch.no_grad(), operator_graphs.running(run):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
