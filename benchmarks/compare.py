@@ -2,9 +2,10 @@
 
     python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
                                  [--ranks N] [--shape NAME] [--bf16]
-                                 [--min-bytes N] [--json PATH]
+                                 [--min-bytes N] [--gloo] [--json PATH]
 
-Two processes (``--ranks``) on gloo, one thread each. A byte-level GPT from the same
+Two processes (``--ranks``) of one thread each: the peers on gloo, fsfunc through shared
+memory, or on gloo too with `--gloo`. A byte-level GPT from the same
 parameters, the same batches and the same AdamW on both sides; the losses of the first
 two steps must agree or the run fails. A step's time is that of the slowest rank. Ratios
 are ours over theirs, the median of the rounds', below one is faster; the floor is the
@@ -62,6 +63,7 @@ class Plan:
     ranks: int = 2
     bf16: bool = False
     min_bytes: int = 0
+    gloo: bool = False
 
     def run(self, kind: str, *, ranks: int = 1, **more: Any) -> list[Any]:
         steps = (self.rounds + self.warmup) * len(more.get("competitors", "x"))
@@ -76,6 +78,7 @@ class Plan:
             "ours": not self.peers_only,
             "bf16": self.bf16,
             "min_bytes": self.min_bytes,
+            "gloo": self.gloo,
             "patience": patience,
             **more,
         }
@@ -193,6 +196,7 @@ def settings(plan: Plan, others: float) -> dict[str, Any]:
         "ranks": plan.ranks,
         "bf16": plan.bf16,
         "min_bytes": plan.min_bytes,
+        "gloo": plan.gloo,
         "others": others,
         "backend": "gloo",
         "environment": ENVIRONMENT,
@@ -216,6 +220,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="of another model")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--min-bytes", type=int, default=0, help="given to ff.shard")
+    parser.add_argument("--gloo", action="store_true", help="no shared memory")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)
     chosen.rows = named_rows(parser, chosen.only, ROWS)
@@ -237,6 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         ranks=chosen.ranks,
         bf16=chosen.bf16,
         min_bytes=chosen.min_bytes,
+        gloo=chosen.gloo,
     )
     with Load() as load:
         measured = measure(chosen.rows, plan)

@@ -30,6 +30,11 @@ def train_step(loss_fn: Callable[..., Tensor]) -> Callable[..., Any]:
     return step
 
 
+def mesh_of(setting: Setting, axis: str) -> Any:
+    shared = not setting.gloo
+    return ff.make_mesh({axis: setting.ranks}, "processes", shared_memory=shared)
+
+
 def build(
     setting: Setting,
     *,
@@ -49,7 +54,7 @@ def build(
     if setting.compute is not None:
         step = ff.precision(step, compute=setting.compute, reduce=torch.float32)
     if zero is not None:
-        mesh = ff.make_mesh({"data": setting.ranks}, backend="processes")
+        mesh = mesh_of(setting, "data")
         step = ff.shard(step, mesh, "data", zero=zero, min_bytes=setting.min_bytes)
     if jit:
         step = ff.jit(step, only="block")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from compared.models import cut, functional_loss, init_params
-from compared.ours import advancing, train_step
+from compared.ours import advancing, mesh_of, train_step
 from compared.peers import Competitor, Setting
 
 import fsfunc as ff
@@ -21,7 +21,7 @@ def build(
     """
     loss_fn = functional_loss(setting.size, ff.unit, lambda block: block)
     train = train_step(loss_fn)
-    mesh = ff.make_mesh({"pipe": setting.ranks}, backend="processes")
+    mesh = mesh_of(setting, "pipe")
     step = ff.pipeline(
         train,
         mesh,

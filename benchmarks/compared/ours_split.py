@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from compared.models import Size, in_a_row
-from compared.ours import advancing, train_step
+from compared.ours import advancing, mesh_of, train_step
 from compared.peers import Competitor, Setting
 from compared.peers_split import mixed, split_params
 from torch import Tensor
@@ -56,7 +56,7 @@ def split_loss(size: Size, dim: int | None) -> Callable[..., Tensor]:
 
 def build(setting: Setting, *, dim: int | None, donate: bool = True) -> Competitor:
     """A competitor whose ranks share one batch, that of all ranks."""
-    ff.make_mesh({"model": setting.ranks}, backend="processes")
+    mesh_of(setting, "model")
     batch, step = setting.whole_batch(), train_step(split_loss(setting.size, dim))
     params = split_params(setting.size, device=setting.device)
 

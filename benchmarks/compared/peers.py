@@ -41,6 +41,7 @@ class Setting:
     device: str = "cpu"
     compute: torch.dtype | None = None
     min_bytes: int = 0
+    gloo: bool = False  # also for fsfunc, of which it is only the way between hosts
 
     def model(self) -> Gpt:
         params = init_params(self.size, device=self.device)
