@@ -59,6 +59,10 @@ def _define(name: str) -> Any:
 
 
 START, WAIT = _define("start"), _define("wait")
+_LIBRARY.define("again(Tensor(a!) x, Tensor behind) -> ()")
+_LIBRARY.impl("again", lambda x, behind: None, "CompositeExplicitAutograd")
+_LIBRARY.impl("again", lambda x, behind: None, "Meta")
+_AGAIN = torch.ops.fsfunc.again.default
 
 
 @contextmanager
@@ -175,13 +179,99 @@ def _behind(graph: torch.fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.target in (START, WAIT):
             node.args = (*node.args[:4], last)
-        elif is_operator(node.target) and _is_product(node.target):
+        elif _is_product(node):
             last = node
     graph.recompile()
 
 
-def _is_product(op: torch._ops.OpOverload) -> bool:
+def compute_again(graph: torch.fx.GraphModule) -> None:
+    """Has the backward compute activations of products again: gelu of a product.
+
+    It is for products of parameters that are gathered again in between, as memory is
+    short there, and keeps the product alone, which the derivative reads as well. The
+    node ``again`` does nothing, but seems to write the product when the cotangent is
+    there: else the compiler would compute both at once.
+    """
+    at = {node: i for i, node in enumerate(graph.graph.nodes)}
+    starts = [node for node in at if node.target == START]
+    sources = {x.args[1]: _through_views(x.args[0])[0] for x in starts}
+    for node in filter(_is_activation, at):
+        product, views = _through_views(node.args[0])
+        if not _is_product(product):
+            continue
+        shown, readers = _shown(node)
+        others = _shown(product)[1]
+        if any(map(_may_write, (*readers, *others))):
+            continue
+        of = {sources.get(_copied(x)) for x in product.all_input_nodes}
+        gathered = [at[x] for x in starts if sources[x.args[1]] in of - {None}]
+        after = min((i for i in gathered if i > at[node]), default=len(at))
+        late = sorted((x for x in readers if at[x] > after), key=at.__getitem__)
+        if not late or not all(map(_is_product, late)):
+            continue
+        there = [x for x in late[0].all_input_nodes if x not in shown]
+        if there and max(at[x] for x in others) > at[late[0]]:
+            with graph.graph.inserting_before(late[0]):
+                graph.graph.call_function(_AGAIN, (product, there[0]))
+                _copy([*reversed(views), *shown], late)
+
+
+def _copy(nodes: Sequence[torch.fx.Node], readers: Sequence[torch.fx.Node]) -> None:
+    """Copies nodes, for ``readers`` to read."""
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        copies[node] = node.graph.node_copy(node, lambda x: copies.get(x, x))
+        for reader in readers:
+            reader.replace_input_with(node, copies[node])
+
+
+def _is_activation(node: Any) -> bool:
+    """True of an elementwise function of one tensor."""
+    pointwise = is_operator(node.target) and torch.Tag.pointwise in node.target.tags
+    return pointwise and node.all_input_nodes == [*node.args[:1]]
+
+
+def _is_view(node: Any) -> bool:
+    unsafe = node.target == torch.ops.aten._unsafe_view.default
+    return is_operator(node.target) and (node.target.is_view or unsafe)
+
+
+def _through_views(node: Any) -> tuple[Any, list[Any]]:
+    """(what ``node`` shows, the views between)."""
+    views = []
+    while _is_view(node):
+        views.append(node)
+        node = node.args[0]
+    return node, views
+
+
+def _copied(node: Any) -> Any:
+    """What ``node`` shows; of a buffer that was copied into, what was copied."""
+    shown, _ = _through_views(node)
+    return shown.args[1] if shown.target == torch.ops.aten.copy_.default else shown
+
+
+def _shown(node: Any) -> tuple[list[Any], list[Any]]:
+    """(``node`` and all views of it, who else reads these)."""
+    shown, readers = [node], []
+    for x in shown:
+        for user in x.users:
+            (shown if _is_view(user) else readers).append(user)
+    return shown, readers
+
+
+def _may_write(node: Any) -> bool:
+    """True unless a node is an operator that writes nothing, or the graph's end."""
+    if is_operator(node.target):
+        return node.target._schema.is_mutable
+    return node.op != "output"
+
+
+def _is_product(node: torch.fx.Node) -> bool:
     """True of an operator that is not fused: the tensor it returns is in memory."""
+    op: Any = node.target
+    if not is_operator(op):
+        return node.op != "output"
     one = [type(x.type) for x in op._schema.returns] == [torch.TensorType]
     return one and (op.namespace != "aten" or op.overloadpacket.__name__ in _PRODUCTS)
 

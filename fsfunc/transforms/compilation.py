@@ -61,7 +61,8 @@ def jit(
     and are float64 tensors in the graph; other arguments are part of the shapes. As of
     a unit, 8 sets of these have graphs at most.
     What is sent is as without, in the order of the step (``min_bytes`` of ``shard``
-    says how small a message may be), and so are the comparisons of ranks. It goes
+    says how small a message may be), and so are the comparisons of ranks. At ``zero=3``
+    the backward computes activations of products again, as units' does. It goes
     around all transforms but ``donate``, and takes ``shard``, ``accumulate``, ``remat``
     and ``precision``; a recompute stays one, and a ``jit`` within is compiled with the
     step. A step that draws random numbers, of Python's and numpy's generators too,

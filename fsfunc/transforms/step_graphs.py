@@ -138,6 +138,7 @@ class StepGraph:
         for i in self.traced.written:  # alone in its memory, as in a call
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
+        operator_graphs.compute_again(graph)
         if backend == "eager":
             self.kernels = graph
             return

@@ -5,6 +5,7 @@ import random
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 
 import fsfunc as ff
@@ -102,12 +103,54 @@ def test_units_that_share_a_message_copy_their_gradients_once(zero, monkeypatch)
 
 def test_no_buffers_are_kept_beside_a_graph():
     """The first call, which is no graph, has left those of its gathers."""
-    mesh, around = (
-        simulated(2),
-        lambda step, mesh, axes: whole(ff.shard(step, mesh, axes)),
-    )
+    mesh = simulated(2)
+
+    def around(step, mesh, axes):
+        return whole(ff.shard(ff.accumulate(step, 2), mesh, axes))
+
     steps(around, mesh, ff.sgd(0.125), calls=2)
     assert not any(pool_of(mesh, rank).storages for rank in range(2))
+
+
+@ff.unit
+def gelu(p, x):
+    return x + F.gelu(x @ p["w"]) @ p["w"].T
+
+
+@ff.unit
+def doubled_before_a_write(p, x):
+    product = x @ p["w"]
+    seen = product.view(-1)
+    twice = (seen * 2).view(product.shape)
+    product.add_(1.0)
+    added = x + torch.sin(seen).view(product.shape)
+    return added + twice @ p["w"].T
+
+
+DATA = (simulated(2), "data")
+ACTIVATIONS = {
+    "zero=3": (gelu, lambda step: ff.shard(step, *DATA), 2),
+    "zero=2": (gelu, lambda step: ff.shard(step, *DATA, zero=2), 0),
+    "remat": (gelu, lambda step: ff.shard(ff.remat(step), *DATA), 0),
+    "a write": (doubled_before_a_write, lambda step: ff.shard(step, *DATA), 0),
+}
+
+
+@pytest.mark.parametrize("of", ACTIVATIONS)
+def test_at_zero_3_an_activation_is_computed_again(of, monkeypatch):
+    """Of the last layer not, which is not gathered again; nor if it was written."""
+    layer, around, again = ACTIVATIONS[of]
+    made, optimizer = [], ff.sgd(0.01)
+    monkeypatch.setattr(StepGraph, "compile", noting(StepGraph.compile, made))
+    params = [{"w": 0.1 * floats(4, 4, seed=k)} for k in range(3)]
+    how = {"calls": 3, "loss": chain(layer), "params": params}
+    found, _ = steps(lambda s, *at: whole(around(s)), DATA[0], optimizer, **how)
+    expected, _ = steps(lambda s, *at: around(s), DATA[0], optimizer, **how)
+    close(found, expected)
+    ops = [x.target for x in made[0].nodes]
+    assert ops.count(torch.ops.fsfunc.again.default) == again
+    runs = {2: 5, 0: 3}[again] if layer is gelu else 0
+    assert ops.count(torch.ops.aten.gelu.default) == runs * (1 + (of == "remat"))
 
 
 def noting(compile, made):
