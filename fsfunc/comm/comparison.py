@@ -208,7 +208,7 @@ def checksums(
     Args:
         known: a cache for tensors that ranks of one process share.
 
-    Cost: each tensor is read once, at some 4 GB/s a thread; one number a tensor is
+    Cost: each tensor is read once, at some 3 GB/s a thread; one number a tensor is
     copied from the device.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
@@ -258,15 +258,18 @@ class _Folded:
         while words.numel() > _ROW:
             whole = words.numel() // _ROW * _ROW
             rows = words[:whole].view(-1, _ROW).split(_ROWS)
-            sums = torch.cat([self._products(some, weights).sum(1) for some in rows])
+            sums = torch.cat([self._summed(some, weights) for some in rows])
             words = torch.cat([sums.view(torch.int32), words[whole:]])
         return (words * weights[: words.numel()]).sum()
 
-    def _products(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def _summed(self, rows: Tensor, weights: Tensor) -> Tensor:
         room = self.rooms.get(rows.device)
         if room is None:
             room = self.rooms[rows.device] = weights.new_empty(_ROWS, _ROW)
-        return torch.mul(rows, weights, out=room[: len(rows)])
+        wide = room[: len(rows)].copy_(rows)
+        if wide.is_cpu:  # widened first: in half the time of a product of unlike kinds
+            return torch.mv(wide, weights)
+        return wide.mul_(weights).sum(1)  # CUDA multiplies no matrices of integers
 
 
 def _weights_on(device: torch.device) -> Tensor:
