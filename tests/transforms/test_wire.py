@@ -181,6 +181,36 @@ def test_a_quantised_sum_and_what_it_owes(zero, tmp_path):
     assert without.sum() > 2 * (w - exact).abs().sum()
 
 
+class Whole(ff.Reduction):
+    """Whole numbers, each way of writing it."""
+
+    exact = False
+
+    def __init__(self, in_place):
+        self.in_place = in_place
+
+    def encode(self, buffer, ranks):
+        return buffer.round_() if self.in_place else buffer.round()
+
+
+def test_an_encoding_in_place_owes_what_it_loses():
+    mesh, unit = simulated(2), ff.unit(lambda w, x: (w * x).sum())
+
+    def main(in_place):
+        step = ff.error_feedback(ff.sgd(1.0))(
+            ff.value_and_grad(lambda w, x: unit(w, x))
+        )
+        step = ff.shard(step, mesh, "data", reduction=Whole(in_place))
+        x = torch.tensor([0.4, 1.0, 2.2, -0.1])
+        state = ff.init_state(step, torch.zeros(4), ff.error_feedback(ff.sgd(1.0)), x)
+        for _ in range(5):
+            state, _ = step(state, x)
+        return ff.unshard(state.params)
+
+    same(*(ff.spmd(main, mesh)(way)[0] for way in (False, True)))
+    assert ff.spmd(main, mesh)(True)[0].tolist() == [-2.0, -5.0, -11.0, 0.0]
+
+
 def owed(optimizer, reduction=None):
     """A step from a state that was made of whole parameters."""
     step = sharded(optimizer(ff.value_and_grad(loss)), reduction=reduction)

@@ -240,7 +240,8 @@ class _Owing(Feedback):
         if owed is None:
             return how.encode(buffer, ranks)
         total = buffer.float().add(owed[0], alpha=self.scale)
-        sent = how.encode(total.to(buffer.dtype), ranks)
+        # Not ``total`` itself: the encoding may be a view of what it is given.
+        sent = how.encode(buffer.copy_(total), ranks)
         lost = total.sub_(how.sent(sent, total.numel() // ranks))
         # Of what overflowed nothing is owed: such a step is skipped, or lost anyway.
         self.new[shard.buffer] = (lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale),)
