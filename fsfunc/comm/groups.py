@@ -65,7 +65,7 @@ class RankGroup:
         what: str = "",
         **how: Any,
     ) -> Handle:
-        """Starts a collective on contiguous ``x``, along dim 0; returns its handle.
+        """Starts a collective on ``x``, along dim 0; returns its handle.
 
         Until ``wait()`` has returned, ``x`` must not be written. All ranks wait for
         their collectives in the same order, unless these were started with
@@ -87,7 +87,7 @@ class RankGroup:
         sizes = how.get("sizes")
         stays = x[: sizes[self.index][self.index]].numel() if sizes else None
         note(op, self.axis, self.size, x, self.rank, sends, what, stays)
-        return self.link.start(op, x, self, out=out, what=what, **how)
+        return self.link.start(op, dense(x), self, out=out, what=what, **how)
 
     def send(self, x: Tensor, to: int, what: str = "") -> Handle:
         """Sends ``x`` to the rank at index ``to``; returns the handle at once.

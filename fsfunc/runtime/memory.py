@@ -94,12 +94,15 @@ class BufferPool:
         self.storages: list[tuple[int, int, torch.UntypedStorage]] = []
         self._lock = Lock()  # to find a free one and to take it is one thing
 
-    def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """``[count]`` elements of ``dtype``, uninitialised."""
-        if isinstance(like, _torch.FakeTensor) or self.fresh:
-            return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
-        if like.device.type != "cpu":
-            return torch.empty(count, dtype=dtype, device=like.device)
+    def get(self, count: int, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        """``[count]`` elements of ``dtype``, uninitialised.
+
+        Where ``like`` is; None: of the pool, also where reuse is off.
+        """
+        if like is not None:
+            at = _torch.device_of(like)
+            if self.fresh or isinstance(like, _torch.FakeTensor) or at.type != "cpu":
+                return torch.empty(count, dtype=dtype, device=at)
         if torch.is_inference_mode_enabled():
             # Autograd may read a buffer after an inference_mode around this has ended.
             with torch.inference_mode(False):
@@ -113,7 +116,7 @@ class BufferPool:
             else:
                 storage = self._grown(size, large)
             # A tensor of its own has a version counter of its own.
-            empty = torch.empty(0, dtype=dtype)
+            empty = torch.empty(0, dtype=dtype, device="cpu")
             found = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
         if self.poison:
             found.view(torch.uint8).fill_(255)

@@ -1,23 +1,29 @@
 """Processes of one host: messages come whole, memory is free when it was read."""
 
+import ctypes
+import gc
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fsfunc as ff
 from fsfunc.comm.backends.channels import Channel
-from fsfunc.comm.backends.neighbours import Disconnected, Neighbours
+from fsfunc.comm.backends.deliveries import Disconnected
+from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.shared_memory import (
     PAGE,
     SharedMemory,
     SharedPool,
     shared_file,
 )
-from fsfunc.runtime.memory import BufferPool
+from fsfunc.comm.groups import RankGroup
+from fsfunc.runtime.memory import BufferPool, fresh_buffers
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory needs Linux"
@@ -162,7 +168,98 @@ def test_two_threads_wait_for_messages_of_one_connection():
     assert all(torch.equal(y, value(600, k)) for k, y in enumerate(into))
 
 
+def test_a_message_is_there_only_when_it_is_whole(monkeypatch):
+    """`ctypes` lets other threads run while it copies, such as the one that waits."""
+    here, there = both()
+    work = there.receive(torch.zeros(600), 0, 0)[1]
+    copy, seen = ctypes.memmove, []
+
+    def copying(*args):
+        seen.append(work.over())
+        return copy(*args)
+
+    here.send(torch.ones(600), 1, 0)
+    monkeypatch.setattr(ctypes, "memmove", copying)
+    work.wait()
+    assert seen == [False] and work.over()
+
+
+def test_who_has_gone_is_not_waited_for():
+    here, there = both()
+    work = here.send(torch.ones(3), 1, 0, answered=True)[1]
+    assert not work.is_completed()
+    there.near.close()
+    assert work.is_completed()
+    with pytest.raises(Disconnected, match="closed its connection"):
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.device("meta"),
+        fresh_buffers,
+        torch.inference_mode,
+        lambda: torch.device("cpu"),
+    ],
+)
+def test_a_context_of_the_caller_changes_nothing(context):
+    here, there = both()
+    x, into = value(5000, 3), torch.zeros(5000)
+    with context():
+        here.send(x, 1, 0)
+        there.receive(into, 0, 0)[1].wait()
+        room = here.near.pool.get(3, torch.float32, x)
+    assert torch.equal(into, x) and room.device == x.device
+
+
+def test_what_is_sent_is_contiguous_and_what_decode_may_write_is_copied():
+    sent = []
+    link = SimpleNamespace(
+        start=lambda op, x, where, **how: sent.append((x, how["spent"])), moves=True
+    )
+    where = RankGroup(("data",), (0, 1), 0, 0, link)
+    x = torch.arange(8.0)
+
+    class Half(ff.Gather):
+        exact = False
+
+    for how in (ff.Gather(), Half()):
+        how.move(x, where, torch.zeros(16), "")
+    for y in (x[::2], torch._neg_view(x)):
+        ff.Reduction().move(y, where, False, "")
+    assert [spent for _, spent in sent] == [True, False, True, True]
+    assert all(x.is_contiguous() and not x.is_neg() for x, _ in sent)
+
+
 # Memory
+
+
+def test_a_mesh_that_is_dropped_leaves_nothing():
+    def left():
+        gc.collect()
+        with open("/proc/self/maps") as file:
+            maps = sum("memfd:fsfunc" in line for line in file)
+        return maps, len(os.listdir("/proc/self/fd"))
+
+    before = left()
+    here, there = both()
+    here.send(torch.ones(5000), 1, 0)
+    there.receive(torch.zeros(5000), 0, 0)[1].wait()
+    kept = here.near.pool.get(0, torch.float32, torch.empty(0))
+    assert left() > before
+    del here, there, kept
+    assert left() == before
+
+
+def test_what_a_mesh_sent_is_there_when_it_is_dropped():
+    here, there = both()
+    here.send(value(5000, 1), 1, 0)
+    into = torch.zeros(5000)
+    del here
+    gc.collect()
+    there.receive(into, 0, 0)[1].wait()
+    assert torch.equal(into, value(5000, 1))
 
 
 def pool_of_pages(count):

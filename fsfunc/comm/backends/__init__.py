@@ -6,6 +6,6 @@ simulated.py baton.py   threads of one process, one at a time
 processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py
                     collectives, sends, and the wait for either
-channels.py neighbours.py shared_memory.py same_host.py
+channels.py deliveries.py neighbours.py shared_memory.py same_host.py
                     messages: through shared memory on one host, by gloo otherwise
 """

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.backends.neighbours import Borrowed, Neighbours, Received, Sent
+from fsfunc.comm.backends.deliveries import Borrowed, Received, Sent
+from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.runtime.memory import BufferPool
 
 Work = tuple[int | None, Any]  # the other rank, if it is one, and what to wait for

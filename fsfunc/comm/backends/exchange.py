@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.backends.channels import Channel, Work
+from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -30,7 +31,6 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
-from fsfunc.comm.backends.neighbours import Disconnected
 from fsfunc.comm.watch.watchdog import FlightRecord
 
 # torch 2.13 renamed it; 2.11 only knows the old name.

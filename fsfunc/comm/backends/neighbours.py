@@ -24,112 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.comm.backends.deliveries import (
+    Delivery,
+    Disconnected,
+    Message,
+    Received,
+)
 from fsfunc.comm.backends.shared_memory import SharedMemory, SharedPool
 
 _RECORD = struct.Struct("<qqqqq")  # number, group, tag, offset, bytes
 _SMALL = 1024  # bytes that travel on the socket; they need no answer
 _LARGE = 1 << 20  # bytes whose pages are worth a system call
 _SLICE = 0.1  # seconds between two looks of a wait, as another thread may read for it
-_ON_CPU = torch.empty(0)
 HUNG_UP = "hung up, as another rank has ended"
 
 Key = tuple[int, int]  # of a message: its group and its tag
-Message = tuple[int, Any, int]  # number, offset (or the data themselves), bytes
-
-
-class Disconnected(RuntimeError):
-    """A message of another process of this host does not come."""
-
-
-class Delivery:
-    """A message that is sent or received; ``wait`` as that of torch.distributed."""
-
-    def __init__(self, other: Neighbour, ranks: Sequence[int]):
-        self.other, self.ranks = other, ranks
-
-    def over(self) -> bool:
-        raise NotImplementedError
-
-    def is_completed(self) -> bool:
-        self.other.host.progress()
-        return self.over()
-
-    def wait(self) -> None:
-        """Waits until it is over.
-
-        Raises:
-            Disconnected: the other process ends, or does not come in time; then the
-                connections to all ``ranks`` of the group are closed.
-        """
-        if not self.over():
-            self.other.host.until(self)
-
-
-class Sent(Delivery):
-    """A message that is sent.
-
-    Args:
-        number: that of an answered one, which is over when the other has its data.
-    """
-
-    def __init__(self, other: Neighbour, ranks: Sequence[int], number: int):
-        super().__init__(other, ranks)
-        self.number, self.end = number, other.queued
-
-    def over(self) -> bool:
-        return self.number not in self.other.lent and self.other.pushed >= self.end
-
-
-class Received(Delivery):
-    """A message that is copied to ``into`` when it comes."""
-
-    message: Message | None = None
-
-    def __init__(self, other: Neighbour, ranks: Sequence[int], into: Tensor):
-        super().__init__(other, ranks)
-        self.into = into
-
-    def take(self, message: Message) -> None:
-        self.message = message
-        number, at, size = message
-        if size == self.into.nbytes:  # else `wait` raises
-            source = self.other.memory.start + at if number else at
-            ctypes.memmove(self.into.data_ptr(), source, size)
-            self.other.read_out(message)
-
-    def over(self) -> bool:
-        return self.message is not None
-
-    def wait(self) -> None:
-        super().wait()
-        if self.message and (size := self.message[2]) != self.into.nbytes:
-            raise Disconnected(
-                f"rank {self.other.rank} sent {size} bytes, not {self.into.nbytes}"
-            )
-
-
-class Borrowed(Received):
-    """A message that is read in the sender's memory, until ``give_back``.
-
-    ``into`` has its shape and dtype, and is not written.
-    """
-
-    def take(self, message: Message) -> None:
-        self.message = message
-
-    @property
-    def data(self) -> Tensor:
-        assert self.message is not None, "its wait is not over"
-        number, at, _ = self.message
-        shape, dtype = self.into.shape, self.into.dtype
-        if number:
-            return self.other.memory.view(at, shape, dtype)
-        return torch.frombuffer(bytearray(at), dtype=dtype).view(shape)
-
-    def give_back(self) -> None:
-        assert self.message is not None, "its wait is not over"
-        with self.other.host.lock:
-            self.other.read_out(self.message)
 
 
 class Neighbour:
@@ -293,12 +202,13 @@ class Neighbours:
             self.poll.register(connection, select.POLLIN)
             other = Neighbour(self, rank, connection, SharedMemory(theirs))
             self.by_rank[rank] = self.by_socket[connection.fileno()] = other
-        self.close = weakref.finalize(self, _close, [c for c, _ in others.values()])
+        connections = [c for c, _ in others.values()]
+        self.close = weakref.finalize(self, _close, connections, self.memory)
         _ALL.add(self)
 
     def copy(self, x: Tensor) -> Tensor:
         """The bytes of contiguous ``x`` in shared memory."""
-        found = self.pool.get(x.nbytes, torch.uint8, _ON_CPU)
+        found = self.pool.get(x.nbytes, torch.uint8, None)
         ctypes.memmove(found.data_ptr(), x.data_ptr(), x.nbytes)
         return found
 
@@ -326,7 +236,7 @@ class Neighbours:
                 self.by_socket[descriptor].read()
 
     def until(self, work: Delivery) -> None:
-        """Waits for a message; see `Delivery.wait`."""
+        """Waits for a delivery; see its ``wait``."""
         other, limit = work.other, time.monotonic() + self.limit
         self.progress()
         while not work.over():
@@ -347,7 +257,8 @@ class Neighbours:
                     other.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _close(connections: Sequence[socket.socket]) -> None:
+def _close(connections: Sequence[socket.socket], memory: SharedMemory) -> None:
+    memory.ended = True  # before its tensors go, which others may still have to read
     for connection in connections:
         connection.close()
 

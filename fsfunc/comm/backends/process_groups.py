@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fsfunc import _torch
-from fsfunc.comm.backends.neighbours import Disconnected
+from fsfunc.comm.backends.deliveries import Disconnected
 
 _LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -24,9 +25,16 @@ class SharedMemory:
 
     Args:
         descriptor: the file; it is closed here, as a mapping has its own.
+
+    ``given_back``: the ranges that are free again. ``ended``: whether the process no
+    longer sends from it, and others may still read it: its pages are kept.
     """
 
+    ended = False
+
     def __init__(self, descriptor: int):
+        self.pid = os.getpid()
+        self.given_back: deque[tuple[int, int]] = deque()
         try:
             self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
@@ -47,6 +55,13 @@ class SharedMemory:
         """Takes pages that were read off this process's account; they stay as are."""
         start = offset // PAGE * PAGE
         self.map.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Frees the pages of a range; any thread may, whenever a tensor is freed."""
+        # A fork has the mapping, and not the say.
+        if os.getpid() == self.pid and not self.ended:
+            self.map.madvise(mmap.MADV_REMOVE, start, end - start)
+            self.given_back.append((start, end))
 
     def offset(self, x: Tensor) -> int | None:
         """Where the first element of ``x`` lies in this memory, if it does."""
@@ -77,10 +92,10 @@ class SharedPool(BufferPool):
 
     def __init__(self, memory: SharedMemory, progress: Callable[[], None]):
         super().__init__()
-        self.memory, self.progress, self.pid = memory, progress, os.getpid()
+        self.memory, self.progress = memory, progress
         self.taken: list[tuple[int, int]] = []  # (start, end) of storages, in order
 
-    def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    def get(self, count: int, dtype: torch.dtype, like: Tensor | None) -> Tensor:
         self.progress()
         return super().get(count, dtype, like)
 
@@ -90,6 +105,9 @@ class SharedPool(BufferPool):
         Raises:
             MemoryError: there is none.
         """
+        size = max(1, size)  # torch takes no empty memory
+        while self.memory.given_back:
+            self.taken.remove(self.memory.given_back.popleft())
         room, start = -(-size // PAGE) * PAGE, 0
         for begin, end in self.taken:
             if begin - start >= room:
@@ -103,11 +121,7 @@ class SharedPool(BufferPool):
             )
         self.taken = sorted([*self.taken, (start, start + room)])
         piece = self.memory.bytes[start : start + size]
-        gone = weakref.finalize(piece, self._give_back, start, start + room)
+        # Not a method of the pool's: it would live as long as its buffers.
+        gone = weakref.finalize(piece, self.memory.give_back, start, start + room)
         gone.atexit = False
         return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
-
-    def _give_back(self, start: int, end: int) -> None:
-        if os.getpid() == self.pid:  # a fork has the mapping, and not the say
-            self.taken.remove((start, end))
-            self.memory.map.madvise(mmap.MADV_REMOVE, start, end - start)

@@ -113,7 +113,8 @@ class Gather(_Shown):
 
         If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
-        return where.start("all_gather", sent, out=out, what=what, spent=True)
+        # `decode` may write what arrives, and this rank's part of it is what is sent.
+        return where.start("all_gather", sent, out=out, what=what, spent=self.exact)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
         """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
