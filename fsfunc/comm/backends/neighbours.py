@@ -57,6 +57,7 @@ class Neighbour:
     ):
         self.host, self.rank = host, rank
         self.socket, self.memory = connection, memory
+        self.descriptor = connection.fileno()  # a closed one tells it no more
         self.number = 0  # of the last message to it
         self.lent: dict[int, Tensor] = {}  # by number, what it has not read yet
         self.out = bytearray()  # what the socket has not taken yet
@@ -150,7 +151,7 @@ class Neighbour:
             data = b""  # reset: it ended, and has not read all
         if not data and self.open:
             self.open = False
-            self.host.poll.unregister(self.socket)
+            self.host.poll.unregister(self.descriptor)
         self.rest += data
         while len(self.rest) >= _RECORD.size:
             number, group, tag, at, size = _RECORD.unpack_from(self.rest)
@@ -201,7 +202,7 @@ class Neighbours:
             connection.setblocking(False)
             self.poll.register(connection, select.POLLIN)
             other = Neighbour(self, rank, connection, SharedMemory(theirs))
-            self.by_rank[rank] = self.by_socket[connection.fileno()] = other
+            self.by_rank[rank] = self.by_socket[other.descriptor] = other
         connections = [c for c, _ in others.values()]
         self.close = weakref.finalize(self, _close, connections, self.memory)
         _ALL.add(self)
@@ -247,6 +248,9 @@ class Neighbours:
                 self.hang_up(work.ranks, "timed out")
                 raise Disconnected("timed out")
             self.progress(min(left, _SLICE))
+            if self.limit - left > _SLICE:  # another mesh may have what it waits for
+                for mesh in _ALL - {self}:
+                    mesh.progress()
 
     def hang_up(self, ranks: Sequence[int], why: str) -> None:
         """Ends every wait for these ranks, in any thread, here and there."""

@@ -96,6 +96,8 @@ class SharedPool(BufferPool):
         self.taken: list[tuple[int, int]] = []  # (start, end) of storages, in order
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        if os.getpid() != self.memory.pid:  # a fork: this memory is its parent's
+            return BufferPool().get(count, dtype, like)
         self.progress()
         return super().get(count, dtype, like)
 
