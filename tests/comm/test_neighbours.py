@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.comm.backends import same_host
 from fsfunc.comm.backends.channels import Channel
 from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.neighbours import Neighbours
@@ -315,3 +316,22 @@ def test_a_fork_gives_nothing_back():
         os._exit(not its_own)
     assert os.waitpid(child, 0)[1] == 0
     assert used() == 4 and x.eq(1).all()
+
+
+# Who meets
+
+
+def test_a_system_that_refuses_shared_memory_leaves_gloo(monkeypatch):
+    def refuses(*args):
+        raise PermissionError("not here")
+
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("shared_file", "host"):
+        with monkeypatch.context() as patch:
+            patch.setattr(same_host, name, refuses)
+            with pytest.warns(RuntimeWarning, match=r"\(not here\): messages .* gloo"):
+                door = same_host.Door(True)
+        assert door.address == ""
+        assert door.meet(0, {0: "", 1: "here other"}, 1.0) is None
+        door.close()
+    assert len(os.listdir("/proc/self/fd")) == before

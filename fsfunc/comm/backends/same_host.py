@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,16 +29,32 @@ class Door:
         opens: whether they may.
 
     ``address`` is what to tell them: the host, and a name on it; "" without a door.
+
+    Warns:
+        RuntimeWarning: this system refuses what it takes; then there is none.
     """
 
     def __init__(self, opens: bool):
-        self.address = ""
+        self.address, self.file = "", -1
+        self.socket: socket.socket | None = None
         if opens and _LINUX:
-            self.socket = socket.socket(socket.AF_UNIX)
-            name = uuid.uuid4().hex
-            self.socket.bind(f"\0fsfunc-{name}")  # without a file
-            self.socket.listen(1024)
-            self.address = f"{host()} {name}"
+            try:
+                self._open()
+            except OSError as error:
+                self.close()
+                warnings.warn(
+                    f"no memory to share with processes of this host ({error}): "
+                    "messages to them go by gloo, as by make_mesh(shared_memory=False)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _open(self) -> None:
+        self.file = shared_file()
+        self.socket, name = socket.socket(socket.AF_UNIX), uuid.uuid4().hex
+        self.socket.bind(f"\0fsfunc-{name}")  # without a file
+        self.socket.listen(1024)
+        self.address = f"{host()} {name}"
 
     def meet(
         self, rank: int, addresses: Mapping[int, str], limit: float
@@ -48,14 +65,15 @@ class Door:
             limit: how many seconds to wait for each.
 
         Raises:
-            OSError: one does not come, or this system has no shared memory to give.
+            OSError: one does not come, or its memory finds no addresses here.
         """
         here, _, _ = self.address.partition(" ")
         told = {r: a.split() for r, a in addresses.items() if a}
         there = {r: name for r, (where, name) in told.items() if where == here}
         if not there.keys() - {rank}:
             return None
-        file = shared_file()
+        file, door = self.file, self.socket
+        assert door is not None, "an address is of an open door"
         found: dict[int, socket.socket] = {}
         for other in sorted(r for r in there if r < rank):
             found[other] = connection = socket.socket(socket.AF_UNIX)
@@ -63,9 +81,9 @@ class Door:
             connection.connect(f"\0fsfunc-{there[other]}")
             socket.send_fds(connection, [_RANK.pack(rank)], [file])
         memories = {}
-        self.socket.settimeout(limit)
+        door.settimeout(limit)
         for _ in range(sum(r > rank for r in there)):
-            connection = next(c for c in self._callers() if _is_ours(c))
+            connection = next(c for c in _callers(door) if _is_ours(c))
             connection.settimeout(limit)
             name, memory = _received(connection)
             found[name], memories[name] = connection, memory
@@ -73,15 +91,19 @@ class Door:
         for other in sorted(r for r in there if r < rank):
             _, memories[other] = _received(found[other])
         others = {r: (found[r], memories[r]) for r in sorted(found)}
-        return Neighbours(file, others, limit)
-
-    def _callers(self) -> Iterator[socket.socket]:
-        while True:
-            yield self.socket.accept()[0]
+        return Neighbours(os.dup(file), others, limit)
 
     def close(self) -> None:
-        if self.address:
+        if self.socket is not None:
             self.socket.close()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+def _callers(door: socket.socket) -> Iterator[socket.socket]:
+    while True:
+        yield door.accept()[0]
 
 
 def host() -> str:
