@@ -111,4 +111,4 @@ class Borrowed(Received):
     def give_back(self) -> None:
         assert self.message is not None, "its wait is not over"
         with self.other.host.lock:
-            self.other.read_out(self.message)
+            self.other.read_out(self.message, last=2)

@@ -106,15 +106,17 @@ class Neighbour:
         else:
             self.expected[key].append(work)
 
-    def read_out(self, message: Message) -> None:
+    def read_out(self, message: Message, last: int = 0) -> None:
         """Says that the data of a message are free.
+
+        Of the ``last`` ones the pages stay on this process's account.
 
         At once if that is waited for, or much memory; else with the next message.
         """
         number, at, size = message
         if number:
             if size >= _LARGE:
-                self.memory.leave(at, size)
+                self.memory.leave(at, size, last)
             self._queue(_RECORD.pack(-number, 0, 0, 0, 0))
             if number % 2 or size >= _LARGE or len(self.out) >= _SMALL:
                 with suppress(Disconnected):  # then the other does not need to know

@@ -35,6 +35,7 @@ class SharedMemory:
     def __init__(self, descriptor: int):
         self.pid = os.getpid()
         self.given_back: deque[tuple[int, int]] = deque()
+        self.recent: dict[int, int] = {}  # sizes of the ranges that were read last
         try:
             self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
@@ -51,10 +52,18 @@ class SharedMemory:
         flat = torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=offset)
         return flat.view(shape)
 
-    def leave(self, offset: int, size: int) -> None:
-        """Takes pages that were read off this process's account; they stay as are."""
-        start = offset // PAGE * PAGE
-        self.map.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
+    def leave(self, offset: int, size: int, last: int = 0) -> None:
+        """Takes pages that were read off this process's account; they stay as are.
+
+        Args:
+            last: of how many ranges, with this one, they are left on it: a buffer that
+                is soon read again has its pages then.
+        """
+        self.recent[offset] = max(size, self.recent.pop(offset, 0))
+        while len(self.recent) > last:
+            first = next(iter(self.recent))
+            start, end = first // PAGE * PAGE, first + self.recent.pop(first)
+            self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def give_back(self, start: int, end: int) -> None:
         """Frees the pages of a range; any thread may, whenever a tensor is freed."""
