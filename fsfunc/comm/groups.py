@@ -87,7 +87,9 @@ class RankGroup:
         sizes = how.get("sizes")
         stays = x[: sizes[self.index][self.index]].numel() if sizes else None
         note(op, self.axis, self.size, x, self.rank, sends, what, stays)
-        return self.link.start(op, dense(x), self, out=out, what=what, **how)
+        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+            x = dense(x)
+        return self.link.start(op, x, self, out=out, what=what, **how)
 
     def send(self, x: Tensor, to: int, what: str = "") -> Handle:
         """Sends ``x`` to the rank at index ``to``; returns the handle at once.

@@ -100,9 +100,10 @@ class BufferPool:
         Where ``like`` is; None: of the pool, also where reuse is off.
         """
         if like is not None:
-            at = _torch.device_of(like)
-            if self.fresh or isinstance(like, _torch.FakeTensor) or at.type != "cpu":
-                return torch.empty(count, dtype=dtype, device=at)
+            if self.fresh or isinstance(like, _torch.FakeTensor):
+                return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
+            if like.device.type != "cpu":
+                return torch.empty(count, dtype=dtype, device=like.device)
         if torch.is_inference_mode_enabled():
             # Autograd may read a buffer after an inference_mode around this has ended.
             with torch.inference_mode(False):

@@ -12,7 +12,7 @@ import torch
 import fsfunc as ff
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
-from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.baton import Baton, Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 
 
@@ -236,6 +236,15 @@ def test_an_interrupt_ends_every_rank(interruptible):
     with pytest.raises(KeyboardInterrupt):
         run(main)
     assert time.perf_counter() - began < 2
+
+
+def test_a_failure_leaves_what_ranks_say_meanwhile():
+    """An interrupt is told by another thread than that of the rank that runs."""
+    baton = Baton(3)
+    said, baton.state[1] = baton.state, "waiting"
+    baton.fail(KeyboardInterrupt())
+    said[0] = "done"  # a rank that ended, with the list that it knows
+    assert baton.state == ["done", "ready", "ready"]
 
 
 def test_two_threads_do_not_take_numbers_from_one_another():

@@ -158,7 +158,10 @@ class Baton:
     def fail(self, error: BaseException) -> None:
         """Keeps the first error and lets every rank run into it."""
         self.error = self.error or error
-        self.state = ["done" if s == "done" else "ready" for s in self.state]
+        # In place: an interrupt comes to another thread, while a rank runs and may end.
+        for rank, state in enumerate(self.state):
+            if state == "waiting":
+                self.state[rank] = "ready"
 
     def table(self, title: str) -> str:
         lines = []
