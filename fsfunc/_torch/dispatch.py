@@ -94,7 +94,7 @@ GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
 
 @functools.cache
 def tells(func: Any) -> str:
-    """What an operator tells of its tensors' values, or "" if nothing.
+    """The kind of knowledge of values that an operator gives, or "" if none.
 
     "value": a number, or an answer, to Python. "places": they may decide the shape of
     its result.

@@ -246,7 +246,7 @@ def _through_views(node: Any) -> tuple[Any, list[Any]]:
 
 
 def _copied(node: Any) -> Any:
-    """What ``node`` shows; of a buffer that was copied into, what was copied."""
+    """The value that ``node`` shows; of a buffer, the one that was copied into it."""
     shown, _ = _through_views(node)
     return shown.args[1] if shown.target == torch.ops.aten.copy_.default else shown
 

@@ -1,4 +1,4 @@
-"""What the plain tensors of an update have in common, as most of them do."""
+"""The properties that plain tensors of an update have in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE = {Tensor, torch.nn.Parameter}
 
 
 class Kind(NamedTuple):
-    """What plain tensors, none of them sparse, have in common."""
+    """The properties that plain tensors, none of them sparse, have in common."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Why a value or a derivative under ``shard`` is refused, and the way out."""
+"""Refusals of values and derivatives under ``shard``, and the way out of each."""
 
 from __future__ import annotations
 

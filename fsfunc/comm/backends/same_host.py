@@ -23,7 +23,7 @@ _LINUX = hasattr(os, "memfd_create")
 
 
 class Door:
-    """Where the other processes of a host reach this one.
+    """A socket by which the other processes of a host reach this one.
 
     Args:
         opens: whether they may.

@@ -73,7 +73,7 @@ class SharedMemory:
             self.given_back.append((start, end))
 
     def offset(self, x: Tensor) -> int | None:
-        """Where the first element of ``x`` lies in this memory, if it does."""
+        """The offset of the first element of ``x`` in this memory, if it lies there."""
         at = x.data_ptr() - self.start
         return at if 0 <= at < self.size else None
 
