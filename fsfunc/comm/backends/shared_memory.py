@@ -1,7 +1,8 @@
 """Memory that one process allocates and other processes of its host read.
 
-It is a file without a name (``memfd_create``), as large as the machine's memory, whose
-pages come with the first write. Other processes are given its descriptor and map it.
+It is a file without a name (``memfd_create``), as large as the machine's memory (256
+GiB at most), whose pages come with the first write. Other processes are given its
+descriptor and map it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from fsfunc.runtime.memory import BufferPool
 
 PAGE = mmap.PAGESIZE
+_MOST = 1 << 38  # bytes: a process maps those of every rank, and has 47 bits of address
 
 
 class SharedMemory:
@@ -85,7 +87,7 @@ def shared_file() -> int:
         OSError: this system refuses one.
     """
     descriptor = os.memfd_create("fsfunc")
-    os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * PAGE)
+    os.ftruncate(descriptor, min(os.sysconf("SC_PHYS_PAGES") * PAGE, _MOST))
     return descriptor
 
 
