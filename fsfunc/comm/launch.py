@@ -107,8 +107,8 @@ def make_mesh(
             ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr. On other
             backends it has no effect.
         shared_memory: whether tensors on the CPU go between processes of one host
-            through memory that they share (on Linux), which takes a third of the time
-            of gloo's sockets; where the system refuses it, False is the way out.
+            through memory that they share (on Linux), or as between hosts by gloo. A
+            rank whose system refuses that warns, and sends by gloo.
 
     A mesh is closed after an error: to continue, every rank calls
     ``torch.distributed.destroy_process_group()`` and makes another one. A forked

@@ -109,9 +109,11 @@ class Neighbour:
     def read_out(self, message: Message, last: int = 0) -> None:
         """Says that the data of a message are free.
 
-        Of the ``last`` ones the pages stay on this process's account.
+        It is said at once where that is waited for, or the data are large; otherwise
+        with the next message.
 
-        At once if that is waited for, or much memory; else with the next message.
+        Args:
+            last: of how many messages, with this one, the pages stay mapped.
         """
         number, at, size = message
         if number:

@@ -211,9 +211,9 @@ class Pairs:
         self, sent: Mapping[int, Tensor], like: Tensor
     ) -> tuple[list[Work], dict[int, Loan]]:
         """Sends parts by index, and has those of the others come, shaped ``like``."""
-        works, got = self._send(sent), {}
+        works, got, under = self._send(sent), {}, self._tag()
         for r in self.others if like.numel() else ():
-            got[r] = self.channel.borrow(like, self.ranks[r], self._tag(), self.pool)
+            got[r] = self.channel.borrow(like, self.ranks[r], under, self.pool)
         return [loan.work for loan in got.values()] + works, got
 
     def _reduce(
