@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+@functools.cache
+def ready_for_threads() -> None:
+    """Enters a mode of fake tensors in the caller's thread, before others do.
+
+    With CUDA built in and no card, torch 2.11 ends the process where a second thread
+    enters one, unless the thread that outlives them all was the first.
+    """
+    with FakeTensorMode():
+        pass
 
 
 def fake_mode() -> FakeTensorMode | None:

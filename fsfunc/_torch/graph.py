@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,14 +24,6 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def seeds_a_backward() -> bool:
-    """True if torch itself makes what a backward starts from: a cotangent of ones."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_make_grads":
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == torch.autograd.__file__
-
-
 def current_node() -> Any:
     """The autograd node whose backward runs in this thread, if one does."""
     return torch._C._current_autograd_node()
@@ -47,42 +38,49 @@ def output_shape(node: Any, k: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[k].shape)
 
 
-def function_around() -> Any:
-    """The user's ``autograd.Function`` whose forward is running, if any."""
-    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    frame = sys._getframe(1)
-    while frame is not None:
-        cls = frame.f_locals.get("cls") if frame.f_code is code else None
-        if cls is not None and not cls.__module__.startswith("fsfunc."):
-            return cls
-        frame = frame.f_back
-    return None
+#: Whether operators take tangents along: torch turns that off in the forward of an
+#: ``autograd.Function``, and in inference mode.
+takes_tangents: Callable[[], bool] = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
 
-def saving_function() -> str:
-    """The name of a function around us that keeps autograd from its closures.
+def function_runs() -> bool:
+    """True inside the forward of an ``autograd.Function``, of ours too.
 
-    The forward of a user's ``autograd.Function``, by its name, or torch's checkpoint,
-    which runs a function again.
+    Not in inference mode, where nothing is recorded that a Function could hide.
+    """
+    return not (takes_tangents() or torch.is_inference_mode_enabled())
+
+
+def hides_tensors() -> str:
+    """What around us keeps autograd from what it closes over, in words, or "".
+
+    The forward of an ``autograd.Function``, or torch's checkpoint, which runs a
+    function again.
     """
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     hooks = autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         return "torch.utils.checkpoint"
-    if torch.is_grad_enabled():  # a Function's forward runs without
+    if torch.is_grad_enabled() or not function_runs():
         return ""
-    cls = function_around()
-    return "" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+    return "the forward of an autograd.Function (a reentrant checkpoint is one)"
 
 
-def function_under_func() -> bool:
-    """True if a ``torch.func`` level runs the forward of an ``autograd.Function``."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._functorch.autograd_function":
-            return True
-        frame = frame.f_back
-    return False
+def reverse_mode_around() -> bool:
+    """True if a ``torch.func`` transform that takes gradients is running.
+
+    Also inside the forward of an ``autograd.Function``, where torch leaves the
+    transforms' levels for its time; they forbid hooks on saved tensors there too.
+    """
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    return "torch.func" in (
+        autograd._saved_tensors_hooks_get_disabled_error_message() or ""
+    )
+
+
+def is_function_node(node: Any) -> bool:
+    """True if an autograd node is of an ``autograd.Function``."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:

@@ -60,8 +60,9 @@ class Checker(Tracer, Watcher, Operators):
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._whole: set[int] = set()  # memory of leaves that are one value
         self._parameters: set[int] = set()  # plain leaves that were differentiated
-        self._functions: dict[str, str] = {}  # around collectives, and where these are
-        self._answered: set[str] = set()  # those whose backward sends something
+        # Of Functions around collectives: the numbers that their nodes may have.
+        self._functions: list[range] = []
+        self._answered: set[int] = set()  # numbers of nodes whose backward sends
 
     # Collectives
 
@@ -88,9 +89,7 @@ class Checker(Tracer, Watcher, Operators):
             return
         seen, node = self.known.of(x), _torch.current_node()
         if node is not None:
-            self._answered.add(node.name())
-        elif cls := _torch.function_around():
-            self._functions[f"{cls.__name__}Backward"] = source_line()
+            self._answered.add(_torch.sequence_number(node))
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
@@ -109,9 +108,13 @@ class Checker(Tracer, Watcher, Operators):
         self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        if not where.mean or frame().path:
+            return
         seen = self.known.of(x)
-        if where.mean and not frame().path and seen.kind in PARTS and how != OWN:
+        if seen.kind in PARTS and how != OWN:
             raise refusal("parts", how.op, [seen], None)
+        if _torch.function_runs():
+            self._functions.append(self.nodes.of_function())
 
     def claimed(self, x: Any, what: str) -> None:
         if frame().path:
@@ -157,14 +160,19 @@ class Checker(Tracer, Watcher, Operators):
 
     def used(self, x: Tensor) -> None:
         node = x.grad_fn if self._functions else None
-        if node is not None and (name := node.name()) in self._functions:
-            del self._functions[name]
-            node.register_hook(lambda *_: self._ran(name.removesuffix("Backward")))
+        if node is None or not _torch.is_function_node(node):
+            return
+        number, name = _torch.sequence_number(node), node.name()
+        for numbers in self._functions:
+            if number in numbers:
+                self._functions.remove(numbers)
+                node.register_hook(lambda *_: self._ran(number, name))
+                return
 
-    def _ran(self, name: str) -> None:
+    def _ran(self, number: int, name: str) -> None:
         """A Function's backward has run; a collective's own sends."""
-        if f"{name}Backward" not in self._answered:
-            raise refusal("unanswered", name, [], None)
+        if number not in self._answered:
+            raise refusal("unanswered", name.removesuffix("Backward"), [], None)
 
     # Calls of sharded functions, and units
 

@@ -174,7 +174,7 @@ class Nodes:
     """The operator of each autograd node, and the nodes of the bodies of units."""
 
     def __init__(self) -> None:
-        self._counted = _torch.next_sequence_number()
+        self._counted = self._outside = _torch.next_sequence_number()
         self._origins: dict[int, Origin] = {}
         self._starts: list[int] = []  # of bodies, in order; and their ends
         self._ends: list[int] = []
@@ -183,7 +183,17 @@ class Nodes:
     def new(self) -> range:
         """Those made since the last time: of each ``torch.func`` level one."""
         start, self._counted = self._counted, _torch.next_sequence_number()
+        if _torch.takes_tangents():
+            self._outside = self._counted
         return range(start, self._counted)
+
+    def of_function(self) -> range:
+        """Those made since an operator ran outside every ``autograd.Function``.
+
+        In a Function's forward its own node is among them, which is made just before;
+        of the others no tensor comes out.
+        """
+        return range(self._outside, _torch.next_sequence_number())
 
     def body(self, start: int) -> None:
         """All since ``start`` are of a unit's body."""

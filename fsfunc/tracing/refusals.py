@@ -114,9 +114,9 @@ def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
         LawError: an ``autograd.Function`` around the reader, or torch's checkpoint,
             would lose the gradient.
     """
-    if not (around := _torch.saving_function()):
+    if not (around := _torch.hides_tensors()):
         return
-    unwrapped = _torch.function_under_func()  # what is differentiated is hidden then
+    unwrapped = _torch.reverse_mode_around()  # what is differentiated is hidden then
     for name, x in leaves:
         if name is not None and isinstance(x, Tensor):
             if x.requires_grad or _torch.is_wrapped(x) or unwrapped:

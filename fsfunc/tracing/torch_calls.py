@@ -7,7 +7,9 @@ to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -171,21 +173,43 @@ class Asked(Outside):
             return func(*args, **kwargs)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs)
-        if func in (Tensor.backward, torch.autograd.backward):
-            return self._backward(func, args, kwargs)
+        if func is Tensor.backward:
+            return self._backward(func, "gradient", args, kwargs)
+        if func is torch.autograd.backward:
+            return self._backward(func, "grad_tensors", args, kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(func, types, args, kwargs)
         self.checker.indexing = func is Tensor.__getitem__
         try:
-            out = super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         finally:
             self.checker.indexing = False
-        if func is torch.autograd.grad:
-            given: dict[str, Any] = dict(zip(("outputs", "inputs"), args, strict=False))
-            given |= kwargs
-            inputs = given["inputs"]
-            inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-            of = [given["outputs"], given.get("grad_outputs")]
-            self.checker.pulled(inputs, out, of)
+
+    def _grad(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        names = ("outputs", "inputs", "grad_outputs")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        outputs, cotangents = given["outputs"], given.get("grad_outputs")
+        with self._seeding(outputs, cotangents):
+            out = super().__torch_function__(func, types, args, kwargs)
+        inputs = given["inputs"]
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        self.checker.pulled(inputs, out, [outputs, cotangents])
         return out
+
+    @contextmanager
+    def _seeding(self, outputs: Any, cotangents: Any) -> Iterator[None]:
+        """Inside, torch begins a backward: with ones, where no cotangent is given."""
+        outputs, cotangents = (
+            list(x) if type(x) in (list, tuple) else [x] for x in (outputs, cotangents)
+        )
+        tensors = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
+        pairs = zip_longest(tensors, cotangents[: len(tensors)])
+        before = self.checker.seeds
+        self.checker.seeds = sum(bool(asks) and g is None for asks, g in pairs)
+        try:
+            yield
+        finally:
+            self.checker.seeds = before
 
     def _expanded(self, x: Any, part: Any) -> Any:
         """``x.expand_as(part)``: of one number at the place of each element, a part."""
@@ -208,11 +232,17 @@ class Asked(Outside):
             value = with_data(args[0]) if value is None else value
             return func(value, *args[1:], **kwargs)
 
-    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _backward(
+        self, func: Any, named: str, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a backward into ``.grad``; ``named``: the argument of its cotangents."""
+        names = ("tensors", named)
+        given = dict(zip(names, args, strict=False)) | kwargs
         roots = [x.grad_fn for x in tree.leaves(args) if isinstance(x, Tensor)]
         nodes = _torch.graph_nodes(roots, set())
         found = [getattr(node, "variable", None) for node in nodes]
         leaves = [x for x in found if x is not None]
-        out = func(*args, **kwargs)
+        with self._seeding(given[names[0]], given.get(named)):
+            out = func(*args, **kwargs)
         self.checker.pulled(leaves, [x.grad for x in leaves], args)
         return out

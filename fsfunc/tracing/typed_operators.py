@@ -54,6 +54,9 @@ class SharedOp:
     where: str
 
 
+_ONES: Any = torch.ops.aten.ones_like.default
+
+
 class Operators(OperatorMode):
     """Types what operators make of values, and raises where that has no type.
 
@@ -86,6 +89,7 @@ class Operators(OperatorMode):
         self.captured: list[Provenance] = []
         self.indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
+        self.seeds = 0  # how many cotangents of ones torch makes next
         self._paused = False
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -95,6 +99,9 @@ class Operators(OperatorMode):
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
         out = result_below(func, args, kwargs)
+        if self.seeds and func is _ONES:  # each rank's loss counts once: it has no type
+            self.seeds -= 1
+            return out
         if self._paused or type(out) is bool:  # one that compares shapes
             return out
         self.draws = self.draws or draws(func, args, kwargs)
@@ -181,8 +188,6 @@ class Operators(OperatorMode):
                     self.known.give(y, self.own, "a unit's derivative")
             return
         origin = self._origin(op, node, numbers, trusted)
-        if op.name == "ones_like" and _torch.seeds_a_backward():
-            return  # each rank's loss counts once
         for x in tensors:
             self.used(x)
         view = not writes and all(lies_in)

@@ -83,7 +83,7 @@ def leave(
     Args:
         inputs: the leaves of the unit's other arguments.
         recompute: whether this is the recompute of a call in a backward pass.
-        savers: nodes beside the graph that save the unit's arguments.
+        savers: tensors beside the graph whose nodes save the unit's arguments.
     """
     keys, forgotten, at = [], [], 0
     for call, shard in zip(calls, shards, strict=True):
@@ -111,7 +111,8 @@ def leave(
             x = x._part if isinstance(x, Sharded) else x
             if isinstance(x, Tensor):
                 stop.add(x.grad_fn)
-        nodes, count = [*_torch.graph_nodes(roots, stop), *savers], 0
+        nodes, count = _torch.graph_nodes(roots, stop), 0
+        nodes += [x.grad_fn for x in savers]
         for call, shard, key, start in forgotten:
             pack, unpack = _forgetting(runtime, call, shard, start)
             count += _torch.hook_saved(nodes, key, pack, unpack)

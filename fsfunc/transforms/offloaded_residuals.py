@@ -46,7 +46,7 @@ def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[...
         outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
         roots = [x.grad_fn for x in outs if x.requires_grad]
         residuals = _Residuals(store, _LAST.get(thread) if thread else None)
-        nodes = [*_torch.graph_nodes(roots, stop), *call.savers]
+        nodes = [*_torch.graph_nodes(roots, stop), *(x.grad_fn for x in call.savers)]
         _torch.hook_residuals(
             nodes, lambda x: _goes(x, stays), residuals.pack, residuals.unpack
         )

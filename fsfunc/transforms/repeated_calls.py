@@ -127,7 +127,7 @@ class RepeatedCall:
         self.device: Any = None  # of the unit token
         self.running, self.within = True, False
         self.derives = self.missed = False
-        # Nodes that save the arguments, and what is kept.
+        # Results of `_Saver`: their nodes save the arguments, and what is kept.
         self.savers: list[Any] = []
 
     def first(
@@ -143,11 +143,11 @@ class RepeatedCall:
             anchor = next(x for x in tensors if x.requires_grad)
         else:
             anchor, self.device = thread.token, thread.start.device
-        self.savers = [_Saver.apply(anchor, *tensors).grad_fn]
+        self.savers = [_Saver.apply(anchor, *tensors)]
         with run_as(replace(now, forgotten=True, around=self._unsaved)):
             out = self.run(params, *inputs, **named)
         if self.tape is not None:
-            self.savers.append(_Saver.apply(anchor, *self.tape.tensors()).grad_fn)
+            self.savers.append(_Saver.apply(anchor, *self.tape.tensors()))
         self.running = self.within = False
         if self.others:
             self._forget_others()
@@ -241,7 +241,8 @@ class RepeatedCall:
 
     def _compute(self) -> None:
         """The second run: gives the residuals their values, and ends with the last."""
-        (saved, *kept), leaves = [n.saved_tensors for n in self.savers], [*self.leaves]
+        saved, *kept = [x.grad_fn.saved_tensors for x in self.savers]
+        leaves = [*self.leaves]
         made: list[Tensor] = []
         for i, x, need, k in zip(
             self.places, saved, self.needs, self.same, strict=True
@@ -323,12 +324,15 @@ def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[
 
 
 class _Saver(torch.autograd.Function):
-    """Saves tensors. Its node leads to ``anchor``, and nothing leads to it."""
+    """Saves tensors, while its result lives. Its node leads to ``anchor`` alone.
+
+    The result has no elements: what ``anchor`` lies in is not kept for it.
+    """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(*tensors)
-        return anchor.detach()
+        return anchor.new_empty(0)
 
 
 _FLAGS = frozenset((bool, str))

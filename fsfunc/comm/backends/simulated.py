@@ -108,6 +108,7 @@ def run_simulated(
     Every rank begins with the state of the caller's default generator, which at the end
     has that of rank 0's.
     """
+    _torch.ready_for_threads()
     enter, baton = carry(), Baton(mesh.size)
     with _alone(baton):
         threads = []
