@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compared.models import functional_loss, init_params
+from compared.models import functional_loss, init_params, make_batch
 from compared.peers import ADAMW, Competitor, Setting
 from torch import Tensor
 
@@ -43,27 +43,70 @@ def build(
     donate: bool = True,
     jit: bool = False,
     whole: bool = False,
+    offload: bool = False,
 ) -> Competitor:
     """A competitor; `zero=None` is one device, with no transform around the step.
 
     Recomputation is put on the blocks alone, as the peers put theirs, and so is `jit`,
-    unless it compiles the step `whole`.
+    unless it compiles the step `whole`. With `offload` parameters and moments lie with
+    the host.
     """
+    mesh = None if zero is None else mesh_of(setting, "data")
+    step, optimizer = transformed(
+        setting, mesh, zero, remat=remat, jit=jit, whole=whole, offload=offload
+    )
+    params = init_params(setting.size, device=setting.device)
+    batch = setting.batch()
+    held = [ff.init_state(step, params, optimizer, batch)]
+    return advancing(ff.donate(step) if donate else step, held, batch)
+
+
+def transformed(
+    setting: Setting,
+    mesh: Any,
+    zero: int | None,
+    *,
+    remat: bool,
+    jit: bool,
+    whole: bool,
+    offload: bool,
+) -> tuple[Callable[..., Any], Any]:
+    """The user's own step with transforms around it, and the optimizer."""
     loss_fn = functional_loss(setting.size, ff.unit, ff.remat if remat else _same)
     step = train = train_step(loss_fn)
     if setting.compute is not None:
         step = ff.precision(step, compute=setting.compute, reduce=torch.float32)
     if zero is not None:
-        mesh = mesh_of(setting, "data")
         step = ff.shard(step, mesh, "data", zero=zero, min_bytes=setting.min_bytes)
+    if offload:
+        step = ff.offload(step, params="host", moments="host")
     if jit:
         step = ff.jit(step, only="block")
     if whole:
         step = ff.jit(step, whole_step=True)
-    params = init_params(setting.size, device=setting.device)
-    batch = setting.batch()
-    held = [ff.init_state(step, params, train.optimizer, batch)]
-    return advancing(ff.donate(step) if donate else step, held, batch)
+    return step, train.optimizer
+
+
+def planned_on_cpu(
+    setting: Setting,
+    *,
+    zero: int | None = None,
+    donate: bool = True,
+    **kind: bool,
+) -> Any:
+    """The plan of the same step on a GPU, made of the CPU's tensors without data."""
+    mesh = ff.make_mesh({"data": 1}, "abstract")
+    kinds = {"remat": False, "jit": False, "whole": False, "offload": False, **kind}
+    step, optimizer = transformed(setting, mesh, zero, **kinds)
+    batch = make_batch(setting.size, setting.rank)
+    return ff.plan(
+        ff.donate(step) if donate else step,
+        lambda: init_params(setting.size),
+        optimizer,
+        batch,
+        mesh=mesh,
+        device="cuda",
+    )
 
 
 def advancing(
@@ -169,6 +212,7 @@ def _builders() -> dict[str, Callable[[Setting], Competitor]]:
         "ours_remat": {"remat": True},
         **{f"zero{z}": {"zero": z} for z in range(4)},
         "zero3_remat": {"zero": 3, "remat": True},
+        "zero3_offload": {"zero": 3, "offload": True},
     }
     made = {name: functools.partial(build, **kind) for name, kind in kinds.items()}
     for name, kind in kinds.items():

@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -124,6 +124,15 @@ def compiled(setting: Setting) -> Competitor:
     return loop(model, adamw(model.parameters()), setting.batch())
 
 
+def compiled_whole(setting: Setting) -> Competitor:
+    """One device, the model compiled as one graph, with its casts and its loss."""
+    model: nn.Module = setting.model()
+    if setting.compute is not None:
+        model = Cast(model, setting.compute)
+    model.compile(fullgraph=True, dynamic=False)
+    return loop(model, adamw(model.parameters()), setting.batch())
+
+
 def _compiled_blocks(model: Gpt) -> Gpt:
     for block in model.blocks:
         block.compile(fullgraph=True, dynamic=False)
@@ -148,13 +157,21 @@ def zero_redundancy(setting: Setting) -> Competitor:
 
 
 def fsdp2(
-    setting: Setting, *, recompute: bool = False, compile: bool = False
+    setting: Setting,
+    *,
+    recompute: bool = False,
+    compile: bool = False,
+    offload: bool = False,
 ) -> Competitor:
     """`fully_shard` on each block and on the root, with its defaults.
 
     Its default keeps the root gathered (embedding and head) after the forward, and
     reshards each block, which is gathered twice.
     """
+    how: dict[str, Any] = {}
+    if offload:  # parameters, gradients and moments; the host updates them
+        pinned = setting.device.startswith("cuda")
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
     size, model = setting.size, setting.model()
     mesh = init_device_mesh(setting.device.split(":")[0], (setting.ranks,))
     policy = MixedPrecisionPolicy(
@@ -167,8 +184,8 @@ def fsdp2(
             model.blocks[i] = block = checkpoint_wrapper(block)
         if compile:  # around the recompute, as torchtitan does
             block.compile(fullgraph=True, dynamic=False)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **how)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **how)
     gathered = torch.empty(0, dtype=setting.compute or torch.float32).element_size()
     blocks = size.layers * size.block_parameters
     sent = setting.alpha * (
@@ -218,7 +235,9 @@ BUILDERS: dict[str, Callable[[Setting], Competitor]] = {
     "zero_redundancy": zero_redundancy,
     "fsdp2": fsdp2,
     "fsdp2_checkpoint": fsdp2_checkpointed,
+    "fsdp2_offload": partial(fsdp2, offload=True),
     "compiled": compiled,
+    "compiled_whole": compiled_whole,
     "ddp_compiled": partial(ddp, compile=True),
     "fsdp2_compiled": partial(fsdp2, compile=True),
     "fsdp2_checkpoint_compiled": partial(fsdp2, recompute=True, compile=True),
