@@ -88,7 +88,7 @@ part card 45 "${python[@]}" -m card.about --device "$device" --json "$out/card.j
 part readme 75 "${python[@]}" -m card.blocks --device "$device" \
   --json "$out/readme.json"
 cd "$root" || exit 2
-needs_card=1 signal=INT lines=40 part tests 110 "${python[@]}" -m pytest -m gpu \
+needs_card=1 signal=INT lines=25 part tests 110 "${python[@]}" -m pytest -m gpu \
   tests/gpu -v -n 4 --tb=short -p no:cacheprovider -o faulthandler_timeout=45 \
   --durations=8 -rfE
 cd "$benchmarks" || exit 2

@@ -24,6 +24,7 @@ from compared.models import QUICK, Size, functional_loss, make_batch
 from torch import Tensor
 
 import fsfunc as ff
+from fsfunc import tree
 
 LARGE = Size(50304, 1600, layers=48, heads=25, length=1024, sequences=1)
 STD = 0.02
@@ -55,7 +56,7 @@ def drawn(size: Size, device: str) -> dict[str, Any]:
 
 def by_torch(size: Size, device: str) -> list[Any]:
     params = drawn(size, device)
-    return [params, *(ff.tree_map(torch.zeros_like, params) for _ in range(2))]
+    return [params, *(tree.map(torch.zeros_like, params) for _ in range(2))]
 
 
 def steps(size: Size, device: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
