@@ -10,7 +10,10 @@ or its first lines). What they print, and the JSON that they write, goes to
 benchmarks/results/, with the share of the processors that other programs used
 meanwhile; where that was more than 5 %, no figure is good.
 
+gpu.sh runs what needs a card, on a machine that has one.
+
 compared/     the models, fsfunc's steps and the peers', and how they are timed
+card/         what gpu.sh and gpu.py measure of a card
 literature/   runs that others have published, and plans of them in closed form
 faulty/       what goes wrong in runs that go wrong
 slow_link/    two hosts made of network namespaces, and what crosses between them

@@ -9,7 +9,7 @@
 # OUT gets log.txt (what all parts print), summary.txt (the table that is printed last,
 # written anew after each part) and JSON. WHEELS is a folder of wheels to install into a
 # folder of this run's own; fsfunc is this checkout's. `--device cpu` rehearses all of it.
-# `--parts card,pairs` runs some. Ends with 0 if every part was ok.
+# `--parts card,pairs` runs some. PYTHON names another one than python3. Ends with 0 if every part was ok.
 set -u
 
 device=cuda seconds=360 parts=card,readme,tests,pairs,state,compiled given=()
@@ -78,7 +78,7 @@ part() {
   tail -c "+$from" "$log" | grep -av '^$' | tail -n "${lines:-12}" | cut -c -300
 }
 
-python=(python3)
+python=("${PYTHON:-python3}")
 if [[ $wheels ]]; then
   part wheels 60 "${python[@]}" -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --upgrade --target "$work/site" "$wheels"/*.whl

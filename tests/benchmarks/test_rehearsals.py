@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import forked
+from tests.programs import environment, forked
 
 pytestmark = pytest.mark.slow  # programs of their own
 
@@ -103,10 +105,76 @@ def test_an_unknown_row_is_refused_with_the_names():
     assert "no row zero9" in done.stderr and ", ".join(KEYS) in done.stderr
 
 
-def test_the_gpu_benchmark_runs_on_a_cpu(rehearsed):
-    measured = rehearsed("gpu.py", "--device", "cpu", "--rounds", "2")["measured"]
-    assert set(measured) >= {"plain", "fsdp2", "zero0", "zero3", "zero3_remat"}
-    assert all(m["tokens_per_second"] > 0 for m in measured.values())
+# On a card, as far as a machine without one can tell
+
+ON_CPU = ("gpu.py", "--device", "cpu", "--rounds", "2")
+ONLY = ("--only", "offload,zero3_remat", "--pair-limit", "100")
+NO_CARD = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.processes
+def test_pairs_for_a_gpu_are_measured_planned_and_written(rehearsed):
+    found = rehearsed(*ON_CPU, *ONLY, forks=False, timeout=240)["pairs"]
+    assert set(found) == {"offload", "zero3_remat"}
+    for pair in found.values():
+        mine, theirs = pair["sides"]
+        assert pair["ratio"] > 0 and "error" not in pair
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
+        foreseen = mine["foreseen"]
+        assert foreseen["seconds"]["sheet"] > 0 and foreseen["peak_bytes"] > 0
+        assert foreseen["of the CPU's tensors"]["flops"] == foreseen["flops"]
+    mine = found["offload"]["sides"][0]["foreseen"]
+    # Parameters once at least, each way.
+    assert mine["crossing_bytes"] > 2 * 4 * found["offload"]["parameters"]
+
+
+@pytest.mark.processes
+def test_pairs_that_fail_or_are_late_do_not_stop_the_others(tmp_path):
+    script, path = BENCHMARKS / "gpu.py", tmp_path / "json"
+
+    def failing(*args):
+        given = [script, "--only", "zero0,zero3", "--json", path, *args]
+        done = forked(*given, timeout=120, **NO_CARD)
+        assert done.returncode == 1 and "0 of 2 pairs" in done.stdout
+        errors = [
+            one["error"] for one in json.loads(path.read_text())["pairs"].values()
+        ]
+        assert len(errors) == 2
+        assert all(f"FAILED {error}" in done.stdout for error in errors)
+        return errors
+
+    assert all("sees no CUDA device" in error for error in failing())
+    late = failing("--device", "cpu", "--pair-limit", "0.1")
+    assert all("not over in 0 seconds" in error for error in late)
+    over = failing("--device", "cpu", "--limit", "0")
+    assert over == ["not begun: the time was over"] * 2
+
+
+@pytest.mark.processes
+def test_the_parts_for_a_gpu_end_each_in_their_own_way(tmp_path):
+    """Run, failed, and cut off; the table says which."""
+
+    def table(*args):
+        given = ["bash", BENCHMARKS / "gpu.sh", *args, tmp_path]
+        more = environment(PYTHON=sys.executable, **NO_CARD)
+        done = subprocess.run(
+            list(map(str, given)), env=more, capture_output=True, text=True, timeout=200
+        )
+        summary = (tmp_path / "summary.txt").read_text()
+        assert done.stdout.endswith(summary), done.stderr
+        lines = [line.split(maxsplit=1) for line in summary.splitlines()[1:]]
+        return done.returncode, dict(lines)
+
+    code, rows = table("--device", "cpu", "--parts", "readme,state")
+    assert list(rows) == ["readme", "state"]
+    assert rows["readme"].startswith("ok ") and "5 of 5 ok" in rows["readme"]
+    assert rows["state"].startswith("ok ") and code == 0
+    code, rows = table("--parts", "state")
+    assert rows["state"].startswith("failed ") and code == 1
+    assert "sees no CUDA device" in rows["state"]
+    parts = ("--parts", "state,compiled", "--seconds", "8")
+    code, rows = table("--device", "cpu", *parts)
+    assert rows["compiled"].startswith(("timed out ", "not run ")) and code == 1
 
 
 @pytest.mark.processes
