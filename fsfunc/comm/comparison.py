@@ -275,6 +275,6 @@ class _Folded:
 def _weights_on(device: torch.device) -> Tensor:
     if device not in _weights:
         draw = torch.Generator().manual_seed(0)
-        wide = torch.randint(2**62, (_ROW,), generator=draw) * 2 + 1
+        wide = torch.randint(2**62, (_ROW,), generator=draw, device="cpu") * 2 + 1
         _weights[device] = wide.to(device)
     return _weights[device]

@@ -103,7 +103,9 @@ def expert_layer(
     def ragged(rows: Tensor, sizes: list[int]) -> Tensor:
         """Experts' results on rows that lie expert by expert."""
         if grouped:
-            ends = torch.tensor(sizes).cumsum(0).to(rows.device, torch.int32)
+            ends = (
+                torch.tensor(sizes, device="cpu").cumsum(0).to(rows.device, torch.int32)
+            )
             return expert_fn(tree.unflatten(treedef, leaves), rows, ends)
         unbound = [leaf.unbind(0) for leaf in leaves]
         groups = enumerate(rows.split(sizes))

@@ -224,7 +224,7 @@ def dropless(
         runs = enumerate(loads)
         return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
 
-    at = torch.tensor(list(chain(*starts(sent)))).to(x.device)
+    at = torch.tensor(list(chain(*starts(sent))), device=x.device)
     slots = at[routing.indices] + routing.positions
     rows = placed(x, slots, routing.kept, len(sent) * room)
     if axis is None:  # one rank's queues are in order already
@@ -234,7 +234,9 @@ def dropless(
     rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
     by_expert = list(zip(*got, strict=True))
     runs = zip(chain(*zip(*starts(got), strict=True)), chain(*by_expert), strict=True)
-    order = torch.cat([torch.arange(i, i + m) for i, m in runs]).to(x.device)
+    order = torch.cat([torch.arange(i, i + m, device="cpu") for i, m in runs]).to(
+        x.device
+    )
     y = ragged(rows.index_select(0, order), [sum(run) for run in by_expert])
     check_rows(y, len(order))
     if not len(order):  # as a function of what came: so all meet in the backward

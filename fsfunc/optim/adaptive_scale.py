@@ -273,8 +273,11 @@ class _AdaScale:
 
     def init(self, params: Tree) -> AdaScaleState:
         _, wide = by_axes(params)
-        variance, square, iterations = (torch.zeros((), dtype=wide) for _ in range(3))
-        gain = torch.ones((), dtype=wide)
+        # Where updates will leave them: what is loaded or compiled finds it so.
+        devices = (x.device for x in tree.leaves(params) if isinstance(x, Tensor))
+        like = {"dtype": wide, "device": next(devices, torch.device("cpu"))}
+        variance, square, iterations = (torch.zeros((), **like) for _ in range(3))
+        gain = torch.ones((), **like)
         inner = self.optimizer.init(params)
         check_unfollowed("adascale", inner)
         return AdaScaleState(variance, square, gain, iterations, inner)

@@ -50,7 +50,7 @@ def chance(device: torch.device, count: int, seed: int) -> Tensor:
 def _table(device: str) -> Tensor:
     with _torch.beneath_all_modes(), torch.inference_mode(False):
         draw = torch.Generator().manual_seed(0)
-        made = torch.randint(1 << _CUT, (2 * CHUNK,), generator=draw)
+        made = torch.randint(1 << _CUT, (2 * CHUNK,), generator=draw, device="cpu")
         return made.to(torch.device(device), torch.int32)
 
 

@@ -99,8 +99,8 @@ class Trust:
             safe = torch.where(usable, of_updates, 1) + self.eps
             ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
             if not all(adapted[j] for j in members):
-                which = torch.tensor([adapted[j] for j in members], dtype=torch.bool)
-                ratio = torch.where(which.to(ratio.device), ratio, 1)
+                which = torch.tensor([adapted[j] for j in members], device=ratio.device)
+                ratio = torch.where(which, ratio, 1)
             out.append(ratio)
         return out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collectives import pmax
 from fsfunc.comm.comparison import has_values
-from fsfunc.comm.groups import axis_index
+from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.candidates import Axes
@@ -95,13 +95,14 @@ def _part(batch: Any, stack: Stack, mesh: Mesh) -> Any:
 
 def _seconds(step: Any, state: Any, batch: Any, axes: tuple[str, ...]) -> list[float]:
     """The seconds of some steps, of the slowest rank each."""
-    found = []
+    found, device = [], group(axes).link.device
     for _ in range(1 + _STEPS):
-        pmax(torch.zeros(()), axes)  # all begin together
+        pmax(torch.zeros((), device=device), axes)  # all begin together
         began = time.perf_counter()
         state, _ = step(state, batch)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        seconds = time.perf_counter() - began
+        took = torch.tensor(seconds, dtype=torch.float64, device=device)
         found.append(float(pmax(took, axes)))
     return found[1:]

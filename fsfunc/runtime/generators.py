@@ -132,8 +132,10 @@ def one_number(generator: torch.Generator | None = None) -> int:
     """One number from a generator (the default one); 0 where values are fake."""
     if _torch.fake_active():
         return draws_in_graph(0)
+    device = torch.device("cpu") if generator is None else generator.device
     with _torch.beneath_functorch():  # or vmap would refuse
-        return int(torch.randint(1 << 62, (), generator=generator).item())
+        number = torch.randint(1 << 62, (), generator=generator, device=device)
+        return int(number.item())
 
 
 def mix(*numbers: int) -> int:

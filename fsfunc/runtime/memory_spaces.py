@@ -241,7 +241,7 @@ def over_storage(
     storage: torch.UntypedStorage, count: int, dtype: torch.dtype
 ) -> Tensor:
     """The first ``count`` elements of a storage, as a 1-D tensor of ``dtype``."""
-    empty = torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
 

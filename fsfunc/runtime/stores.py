@@ -53,7 +53,8 @@ class HostMemory(Store):
     kind = "host"
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 class Folder(Store):

@@ -90,7 +90,7 @@ def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
 
 def place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of an element, of its number in rows."""
-    found = torch.unravel_index(torch.tensor(number), tuple(shape))
+    found = torch.unravel_index(torch.tensor(number, device="cpu"), tuple(shape))
     return tuple(int(i) for i in found)
 
 
@@ -169,4 +169,4 @@ def integers(
             [-2.,  1.,  2.]])
     """
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(-high, high + 1, shape, generator=draw).to(dtype)
+    return torch.randint(-high, high + 1, shape, generator=draw, device="cpu").to(dtype)

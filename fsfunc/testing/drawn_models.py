@@ -108,7 +108,7 @@ class DrawnModel:
         draw = torch.Generator().manual_seed(seed)
 
         def make(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-            x = torch.randint(-2, 3, shape, generator=draw)
+            x = torch.randint(-2, 3, shape, generator=draw, device="cpu")
             return x.to(dtype if kind == torch.float32 else kind)
 
         def one(names: tuple[str, ...]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class DrawnModel:
     ) -> dict[str, Tensor]:
         """Those that are not differentiated."""
         draw = torch.Generator().manual_seed(seed + 1)
-        w = torch.randint(-1, 2, (WIDTH, WIDTH), generator=draw).to(dtype)
+        w = torch.randint(-1, 2, (WIDTH, WIDTH), generator=draw, device="cpu").to(dtype)
         return {"base": w} if self.frozen else {}
 
     def loss(self, params: Any, frozen: Any, batch: Any) -> Tensor:
@@ -166,8 +166,10 @@ def rows(
     """A batch of that many rows for a drawn model."""
     draw = torch.Generator().manual_seed(seed + 2)
     return {
-        "tokens": torch.randint(0, 4, (count,), generator=draw),
-        "targets": torch.randint(-2, 3, (count, WIDTH), generator=draw).to(dtype),
+        "tokens": torch.randint(0, 4, (count,), generator=draw, device="cpu"),
+        "targets": torch.randint(
+            -2, 3, (count, WIDTH), generator=draw, device="cpu"
+        ).to(dtype),
     }
 
 

@@ -64,11 +64,14 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     where = group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)
     tensors = {
-        p: torch.as_tensor(x).detach()
+        # As it is: torch.as_tensor moves a tensor to the default device.
+        p: (x if isinstance(x, Tensor) else torch.as_tensor(x)).detach()
         for p, x in zip(paths, leaves, strict=True)
         if _has_values(x)
     }
-    tensors = tensors or {"": torch.zeros(0)}  # no leaf at all is empty too
+    tensors = tensors or {
+        "": torch.zeros(0, device="cpu")
+    }  # no leaf at all is empty too
     every = mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
     if where.size > 1:
         with silence():

@@ -117,9 +117,9 @@ def tensors(draw: Any, shape: Strategy[tuple[int, ...]], dtype: torch.dtype) -> 
     made = draw(shape)
     seed = draw(st.one_of(st.none(), seeds))
     if seed is None:
-        return torch.zeros(made, dtype=dtype)
+        return torch.zeros(made, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, made, generator=generator).to(dtype)
+    return torch.randint(-2, 3, made, generator=generator, device="cpu").to(dtype)
 
 
 def trees(*, max_leaves: int = 5, multiple: int = 1) -> Strategy[Any]:

@@ -262,5 +262,7 @@ def typed(
     made: dict[object, Tensor] = {}
     for key in keys:
         if key not in made:
-            made[key] = _UNIT * torch.randint(-3, 4, tuple(shape), generator=draw)
+            made[key] = _UNIT * torch.randint(
+                -3, 4, tuple(shape), generator=draw, device="cpu"
+            )
     return PerRank([made[key].double() for key in keys])

@@ -52,11 +52,13 @@ class StandIns:
             value = _torch.value_of(x)
             if x.dtype == torch.bool:
                 value = self.truth(False if value is None else value, own)
-                return torch.as_tensor(value).expand(x.shape)
+                return torch.as_tensor(value, device="cpu").expand(x.shape)
             real = x.is_floating_point() or x.is_complex()
             turn, choices = self._turn(3), _NUMBERS if real else _COUNTS
             if value is None or turn and real:
-                value = torch.full(tuple(x.shape), choices[turn], dtype=x.dtype)
+                value = torch.full(
+                    tuple(x.shape), choices[turn], dtype=x.dtype, device="cpu"
+                )
             if own and real:
                 value = value + (value.abs() + 1) * (self.rank / 64)
             elif own and self.odd is not None:

@@ -93,7 +93,7 @@ class Arguments:
         inputs = distinct(leaves)
         for i in self.numbers:
             with mode:
-                leaves[i] = torch.empty((), dtype=torch.float64)
+                leaves[i] = torch.empty((), dtype=torch.float64, device="cpu")
             inputs.append(leaves[i])
         for x in leaves:
             if isinstance(x, Sharded) and x.packed is not None:
@@ -103,7 +103,8 @@ class Arguments:
     def tensors(self) -> list[Tensor]:
         """The inputs of a graph: each buffer and other tensor once, then numbers."""
         values = [float(self.leaves[i]) for i in self.numbers]
-        return [*self.given, *(torch.tensor(x, dtype=torch.float64) for x in values)]
+        like = {"dtype": torch.float64, "device": "cpu"}
+        return [*self.given, *(torch.tensor(x, **like) for x in values)]
 
 
 def held(x: Any) -> Any:

@@ -84,7 +84,7 @@ class SendMeeting(Meeting):
 
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """The memory that the receiver brought; nothing, where this rank sent."""
-        return torch.empty(0) if out is None else out
+        return torch.empty(0, device="cpu") if out is None else out
 
 
 TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]

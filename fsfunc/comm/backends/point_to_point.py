@@ -48,7 +48,7 @@ class Transfers:
         self.numbers: Counter[tuple[Any, ...]] = Counter()
         self.open: list[_Sending] = []  # not answered yet
         self.said: dict[tuple[Any, ...], Any] = {}  # the last answer to each
-        self.yes = torch.ones(1, dtype=torch.uint8)
+        self.yes = torch.ones(1, dtype=torch.uint8, device="cpu")
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of transfers on NCCL; all processes must call it alike.
@@ -103,7 +103,7 @@ class Transfers:
             works = [channel.send(x, target, 0)]
         if works and not answers:
             received = works[0][1].is_completed
-        sent = _Sending(works, lambda: torch.empty(0), x, record, headers)
+        sent = _Sending(works, lambda: torch.empty(0, device="cpu"), x, record, headers)
         sent.received = received
         if answers:
             self.open.append(sent)
@@ -150,7 +150,7 @@ class _Answer:
     """The byte that says that a send has been received."""
 
     def __init__(self, source: int, group: Any, tag: int):
-        self.byte = torch.zeros(1, dtype=torch.uint8)
+        self.byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self.work: Any = dist.irecv(self.byte, source, group, tag)
 
     def __call__(self) -> bool:

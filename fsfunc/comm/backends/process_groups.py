@@ -228,7 +228,7 @@ def hang_up(group: Any, others: Sequence[int]) -> None:
     nobodys = 2**31 - 1  # a tag that is never sent
     for other in others if dist.get_backend(group) == "gloo" else ():
         try:
-            work: Any = dist.irecv(torch.zeros(1), other, group, nobodys)
+            work: Any = dist.irecv(torch.zeros(1, device="cpu"), other, group, nobodys)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass

@@ -163,7 +163,7 @@ class ProcessLink(Link):
         """
         if self.checks and self.paired and self.device == "cpu":
             for where in list(self.used.values()):
-                self.start("end", torch.empty(0), where).wait()
+                self.start("end", torch.empty(0, device="cpu"), where).wait()
 
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""

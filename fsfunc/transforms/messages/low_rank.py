@@ -102,7 +102,8 @@ def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimize
         device, starts = shard.flat.device, []
         for m in cut.matrices:  # by their names: whatever lies beside them
             draw = torch.Generator().manual_seed(zlib.crc32(m.name.encode()))
-            starts.append(torch.randn(m.columns, m.rank, generator=draw).to(device))
+            size = m.columns, m.rank
+            starts.append(torch.randn(size, generator=draw, device="cpu").to(device))
         owed = torch.zeros(cut.size, dtype=torch.float32, device=device)
         return owed, _joined(_orthonormal(starts), owed)
 
