@@ -55,11 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # For `-n 2 --dist loadgroup --no-loadscope-reorder`: a file's tests share fixtures,
     # and files that start many processes leave the other cores to the others.
     apart = {item.path for item in items if item.get_closest_marker("processes")}
+    # FSFUNC_GPU_TESTS=cpu rehearses the tests of a GPU on the CPU.
+    on_gpu = torch.cuda.is_available() or os.environ.get("FSFUNC_GPU_TESTS") == "cpu"
     for item in items:
         processes = item.get_closest_marker("processes")
         if processes and processes.kwargs.get("slow", True):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         group = str(item.path)
         if item.path in apart:
