@@ -14,6 +14,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from tests import checks, models
+from tests.probes import LiveBytes
 
 REHEARSED = os.environ.get("FSFUNC_GPU_TESTS") == "cpu"
 DEVICE = torch.device("cpu" if REHEARSED else "cuda")
@@ -157,12 +158,18 @@ def requested():
 
 
 @contextmanager
-def measured():
-    """``peak[0]``: the most bytes that were asked for at once, beyond those before."""
+def measured(*known):
+    """``peak[0]``: the most bytes that were asked for at once, beyond those before.
+
+    ``known``: the tensors of before, for who counts on the CPU.
+    """
     peak = [0]
+    if REHEARSED:
+        with LiveBytes(*known) as memory:
+            yield peak
+        peak[0] = memory.peak
+        return
     before = requested()
-    if not REHEARSED:
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     yield peak
-    if not REHEARSED:
-        peak[0] = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    peak[0] = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before

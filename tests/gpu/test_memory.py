@@ -10,7 +10,6 @@ from tests.checks import simulated
 from tests.gpu.programs import (
     ADAM,
     DEVICE,
-    REHEARSED,
     dropped,
     example,
     layer,
@@ -120,7 +119,7 @@ def test_a_donated_state_takes_less_memory(zero):
         state = ff.init_state(step, params, ADAM, batch)
         del params
         state, _ = step(state, batch)  # workspaces of kernels
-        with measured() as peak:
+        with measured(state, batch) as peak:
             state, _ = step(state, batch)
         return peak[0] / size
 
@@ -129,7 +128,7 @@ def test_a_donated_state_takes_less_memory(zero):
 
     kept, donated = peak(plain), peak(ff.donate(plain))
     assert donated <= kept
-    assert REHEARSED or kept - donated > 1.9, (kept, donated)
+    assert kept - donated > 1.9, (kept, donated)
 
 
 @pytest.mark.parametrize("zero", [None, 0, 2, 3])
