@@ -65,6 +65,7 @@ from fsfunc._torch.functorch import (
 )
 from fsfunc._torch.graph import (
     LOOKING,
+    all_true,
     current_node,
     forbids_hooks,
     function_runs,
@@ -73,8 +74,8 @@ from fsfunc._torch.graph import (
     hook_residuals,
     hook_saved,
     is_function_node,
-    is_near,
     keeps_graph,
+    nearness,
     next_sequence_number,
     output_shape,
     reaches_leaves,

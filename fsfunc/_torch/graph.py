@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -220,14 +220,27 @@ def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
         return norm, x
 
 
-def is_near(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> bool:
-    """True if ``norms`` may be the `saved_norms` of ``x``, as kernels round."""
+def nearness(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> Tensor | None:
+    """Whether ``norms`` may be the `saved_norms` of ``x``, as kernels round.
+
+    As a tensor on its device, where it may not be known yet; None where nothing is to
+    be compared.
+    """
     if norms is None or (again := saved_norms(x)) is None:
-        return True
+        return None
     with beneath_all_modes():
         near = torch.isclose(again[0], norms[0], rtol=1e-3, equal_nan=True)
         slack = 1e-2 * norms[0] + 1e-3 * norms[1].abs()
-        return bool(near & ~((again[1] - norms[1]).abs() > slack))
+        return near & ~((again[1] - norms[1]).abs() > slack)
+
+
+def all_true(answers: Sequence[Tensor]) -> bool:
+    """True if all of these 0-dim tensors are; waits once for each device."""
+    with beneath_all_modes():
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for x in answers:
+            by_device.setdefault(x.device, []).append(x)
+        return all(bool(torch.stack(each).all()) for each in by_device.values())
 
 
 def forbids_hooks(error: RuntimeError) -> bool:

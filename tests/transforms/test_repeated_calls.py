@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc import _torch
 from fsfunc._torch import DispatchMode
 from fsfunc.planning.events import Ran
 from fsfunc.testing.comparing import assert_equal
@@ -218,6 +219,46 @@ def test_a_unit_that_counts_its_runs_is_refused(other):
 
     with pytest.raises(RuntimeError, match="whatever a counter"):
         differentiated(loss_of(body), wrap=ff.remat)
+
+
+def test_a_recompute_asks_once_if_its_values_are_near(monkeypatch):
+    """Each answer is a wait for a GPU."""
+    asked, all_true = [], _torch.all_true
+
+    def noted(answers):
+        asked.append(len(answers))
+        return all_true(answers)
+
+    monkeypatch.setattr(_torch, "all_true", noted)
+
+    def body(p, x):
+        return ((x @ p["a"]).exp().sin() @ p["b"]).exp()
+
+    differentiated(loss_of(body, calls=1), wrap=ff.remat)
+    assert len(asked) == 1 and asked[0] > 3
+
+
+@pytest.mark.parametrize("less", [False, True])
+def test_values_that_are_not_near_are_given_to_nobody(less):
+    """Nor where the second run saves less than the first, and so never ends early."""
+    runs, caught = [], []
+
+    def body(p, x):
+        runs.append(1)
+        h = (x @ p["a"] * len(runs)).exp()
+        return h if less and len(runs) > 1 else h.sin().cos()
+
+    value = ff.remat(loss_of(body, calls=1))({k: grown(x) for k, x in P.items()}, X)
+    for _ in range(2):
+        try:
+            value.backward(retain_graph=True)
+        except RuntimeError as error:
+            caught.append(str(error))
+    assert len(caught) == 2 and all("must do the same again" in x for x in caught)
+
+
+def grown(x):
+    return x.clone().requires_grad_()
 
 
 @pytest.mark.parametrize("around", ["shard(remat)", "remat(shard)"])

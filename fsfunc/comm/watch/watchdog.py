@@ -5,6 +5,14 @@ with their answers. One that has waited for ``FSFUNC_WATCHDOG`` seconds (by defa
 the mesh's timeout, and five minutes at most) prints them to stderr. A rank that ends by
 an error tells all others first: those that wait for it raise within two seconds, with
 its error as the cause.
+
+Over NCCL a wait is over when the collective stands in the device's queue: the current
+stream waits for it, and not this thread. So a record that has ended is one that was
+enqueued. A rank that comes late, or a kernel that never ends, holds up the thread that
+waits for the device next (``item()``, a copy to the host, a full queue), of which
+nothing is said here. NCCL's own watchdog aborts a collective that is not over at the
+group's timeout after it was enqueued; its error names the collective, and not where the
+other ranks are.
 """
 
 from __future__ import annotations
@@ -36,7 +44,8 @@ class FlightRecord:
     """One collective or transfer of this process; times are of ``time.monotonic``.
 
     It has its source line where ranks compare the collective (see ``processes``); of
-    one that waits, the line is read from its thread's stack.
+    one that waits, the line is read from its thread's stack. Of NCCL's, ``ended`` says
+    that it was enqueued.
     """
 
     __slots__ = (
