@@ -37,7 +37,7 @@ class _Python:
 def generator_states() -> States:
     """The default generators in use, and how they stand."""
     generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return [(g, g.get_state()) for g in generators]
 

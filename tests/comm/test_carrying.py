@@ -1,12 +1,15 @@
 """What is set around ``spmd`` holds inside simulated ranks too, or is refused."""
 
+import contextlib
 import contextvars
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 import fsfunc as ff
+from fsfunc.comm.backends.baton import Baton, Meeting
 from tests.probes import Watch
 
 
@@ -97,3 +100,121 @@ def test_levels_around_are_refused():
     for around in (torch.func.grad(f), torch.func.vmap(f)):
         with pytest.raises(RuntimeError, match="inside a torch.func transform"):
             around(torch.ones(3))
+
+
+class CUDA:
+    """A CUDA of which there are a generator and streams: begun when it is first used.
+
+    Its seed is the last that was given, also before, or one that nobody knows.
+    """
+
+    def __init__(self, patched):
+        self.given, self.generator, self.waits = None, None, []
+        self.current = "the caller's"
+        self.default = torch.initial_seed() + 1
+        for name, value in {
+            "is_available": lambda: True,
+            "is_initialized": lambda: self.generator is not None,
+            "initial_seed": lambda: self.generator.initial_seed(),
+            "manual_seed": self.seed,
+            "manual_seed_all": self.seed,
+            "get_rng_state": lambda: self.generator.get_state(),
+            "set_rng_state": lambda state: self.generator.set_state(state),
+            "current_stream": lambda: self.current,
+            "stream": lambda stream: contextlib.nullcontext(),
+        }.items():
+            patched.setattr(torch.cuda, name, value)
+
+    def seed(self, number):
+        if self.generator is None:
+            self.given = number
+        else:
+            self.generator.manual_seed(number)
+
+    def draw(self):
+        if self.generator is None:
+            given = self.default if self.given is None else self.given
+            self.generator = torch.Generator().manual_seed(given)
+        return torch.rand((), generator=self.generator).item()
+
+
+@pytest.mark.parametrize("seeded", [None, "all", "cuda"])
+def test_cuda_that_begins_in_a_rank_begins_alike_in_each(monkeypatch, seeded):
+    cuda = CUDA(monkeypatch)
+    if seeded:  # `torch.manual_seed` seeds CUDA too
+        {"all": torch.manual_seed, "cuda": torch.cuda.manual_seed}[seeded](3)
+
+    def main():
+        found = [cuda.draw()]
+        ff.psum(torch.ones(1), "data")
+        return [*found, cuda.draw()]
+
+    first, *others = run(main)
+    assert others == [first] * 2
+    if seeded:
+        draw = torch.Generator().manual_seed(3)
+        assert first == [torch.rand((), generator=draw).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_rank_that_seeds_itself_does_so_on_cuda(monkeypatch, begins):
+    """Though torch keeps one seed until CUDA begins."""
+    cuda = CUDA(monkeypatch)
+
+    def main():
+        rank = ff.axis_index("data")
+        if begins == "before":
+            cuda.draw()
+        torch.manual_seed(rank)
+        ff.psum(torch.ones(1), "data")
+        return cuda.draw()
+
+    found = run(main)
+    draws = [torch.Generator().manual_seed(rank) for rank in range(3)]
+    assert found == [torch.rand((), generator=draw).item() for draw in draws]
+
+
+class OnCUDA:
+    """What a meeting asks a tensor on CUDA for; it notes who reads it."""
+
+    is_cuda = True
+
+    def __init__(self, log):
+        self.log = log
+
+    def record_stream(self, stream):
+        self.log.append(f"kept for {stream}")
+
+
+class Stream(str):
+    log: list[str] = []
+
+    def wait_stream(self, other):
+        Stream.log.append(f"{self} waits for {other}")
+
+
+def test_ranks_in_streams_of_their_own_wait_for_one_another(monkeypatch):
+    """Whoever completes a meeting reads all inputs, and the others what it made."""
+    CUDA(monkeypatch).generator = torch.Generator()
+    now = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(now[-1]))
+    baton, call = Baton(2), SimpleNamespace(said=("all_gather",))
+    result = OnCUDA(Stream.log)
+    made = lambda op, inputs: Stream.log.append("made") or [result] * 2  # noqa: E731
+    monkeypatch.setattr("fsfunc.comm.backends.baton.combine", made)
+    for own in ["a", "b"], ["a", "a"]:
+        Stream.log.clear()
+        for rank, stream in enumerate(own):
+            now.append(stream)
+            new = Meeting((0, 1))
+            meeting = baton.come(rank, new, (0, 1), call, OnCUDA(Stream.log))
+        out = SimpleNamespace(copy_=lambda x: Stream.log.append("copied"))
+        for rank in range(2):
+            meeting.take(rank, out)
+        alone = ["made", "copied", "copied"]
+        assert Stream.log == (
+            ["b waits for a", "kept for b", "made", "a waits for b", "kept for a"]
+            + alone[1:]
+            if own == ["a", "b"]
+            else alone
+        )

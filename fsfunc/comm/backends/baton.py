@@ -40,6 +40,9 @@ class Meeting:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     results: Sequence[Tensor] = ()
     over: bool = False
+    # Of CUDA tensors: the stream of each rank, and that in which the results are made.
+    streams: dict[int, Any] = field(default_factory=dict)
+    made_in: Any = None
 
     def mismatch(self) -> str | None:
         """The error text if the members called different collectives."""
@@ -52,6 +55,7 @@ class Meeting:
 
     def complete(self) -> None:
         """Makes every member's result."""
+        self._join_streams()
         op = self.calls[self.ranks[0]].said[0]
         inputs = [self.inputs[r] for r in self.ranks]
         self.results = combine(op, inputs, **self.how)
@@ -61,7 +65,30 @@ class Meeting:
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """This rank's own copy: what another rank writes must not reach it."""
         result = self.results[self.ranks.index(rank)]
+        self._leave_stream(result, rank)
         return result.clone() if out is None else out.copy_(result)
+
+    def _join_streams(self) -> None:
+        """Lets this rank's stream wait for those that write the inputs.
+
+        All ranks have one stream, the caller's, unless they enter their own.
+        """
+        if not self.streams:
+            return
+        self.made_in = mine = torch.cuda.current_stream()
+        for rank, stream in self.streams.items():
+            if stream != mine:
+                mine.wait_stream(stream)
+                # Its rank may free it, and write there, before `mine` has read it.
+                self.inputs[rank].record_stream(mine)
+
+    def _leave_stream(self, result: Tensor, rank: int) -> None:
+        """Lets a rank's stream wait for the one in which the results were made."""
+        mine = self.streams.get(rank)
+        if mine is None or mine == self.made_in:
+            return
+        mine.wait_stream(self.made_in)
+        result.record_stream(mine)  # the others may drop it before it is copied
 
 
 class SendMeeting(Meeting):
@@ -77,6 +104,7 @@ class SendMeeting(Meeting):
         return self._table("simulated ranks send one thing and receive another")
 
     def complete(self) -> None:
+        self._join_streams()
         x, y = (self.inputs[r] for r in self.ranks)
         y.copy_(x)
         self.inputs.clear()
@@ -84,7 +112,10 @@ class SendMeeting(Meeting):
 
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """The memory that the receiver brought; nothing, where this rank sent."""
-        return torch.empty(0, device="cpu") if out is None else out
+        if out is None:
+            return torch.empty(0, device="cpu")
+        self._leave_stream(out, rank)
+        return out
 
 
 TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]
@@ -104,11 +135,30 @@ def torch_state() -> TorchState:
 def restore(state: TorchState) -> None:
     """Puts a rank's own state in place, as it gets the baton back."""
     cpu, cuda, level, stance = state
+    before = 0 if cuda is not None else torch.initial_seed()
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
+    else:
+        _begin_cuda(before)
     _torch.set_forward_ad_state(level)
     _torch.set_compiler_stance(stance)
+
+
+def _begin_cuda(other: int) -> None:
+    """Seeds CUDA's generator for a rank that has not used it, as it would find it.
+
+    That is with the seed that the rank has given, or the caller, as torch.manual_seed
+    seeds all devices; or with that of the rank before, if it was given the same one
+    (``other``): CUDA's may have been given by the caller alone, or by nobody. CUDA is
+    not begun for this, which takes seconds and memory: where it is not yet, torch notes
+    the seed for then.
+    """
+    mine = torch.initial_seed()
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(torch.cuda.initial_seed() if mine == other else mine)
+    elif mine != other and torch.cuda.is_available():
+        torch.cuda.manual_seed_all(mine)
 
 
 def _shut() -> threading.Lock:
@@ -203,6 +253,8 @@ class Baton:
         key = (*among, count)
         meeting = self.meetings.setdefault(key, new)
         meeting.calls[rank], meeting.inputs[rank] = call, x
+        if x.is_cuda and torch.cuda.is_initialized():
+            meeting.streams[rank] = torch.cuda.current_stream()
         if len(meeting.calls) == len(meeting.ranks):
             del self.meetings[key]
             if wrong := meeting.mismatch():
