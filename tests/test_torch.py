@@ -1,5 +1,6 @@
 """Each private torch function, and what breaks when torch changes it."""
 
+import re
 import sys
 import textwrap
 import weakref
@@ -12,9 +13,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc._torch import fake_modes, fake_results, products
+from fsfunc._torch import fake_modes, fake_results, products, versions
 from tests.probes import Watch
-from tests.programs import python
+from tests.programs import ROOT, python
+
+README = (ROOT / "README.md").read_text()
 
 
 def breaks(what: str) -> str:
@@ -719,6 +722,31 @@ def test_what_hides_tensors_from_autograd_is_named():
     assert hooked[0] == "torch.utils.checkpoint", breaks(what)
     assert "reentrant" in nested[0], breaks(what)
     assert not _torch.reverse_mode_around(), breaks("units are refused")
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "2.15.0a0+git1", "2.14.9+cpu"])
+def test_a_torch_that_nobody_has_tried_is_told_once(version):
+    program = f"""
+        import torch, warnings
+        torch.__version__ = {version!r}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            import fsfunc, fsfunc.comm.launch
+        print([str(x.message) for x in told if "fsfunc is tested" in str(x.message)])
+        """
+    done = python("-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.count("torch 2.11 to 2.14") == ("2.14" not in version)
+
+
+def test_the_versions_that_are_tested_are_named_alike_everywhere():
+    """Where pip looks, and in README."""
+    minor = int(versions.NEWEST.partition(".")[2])
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f"torch>={versions.OLDEST},<2.{minor + 1}" in pyproject
+    tested = re.search(r"torch (2\.\d+)[\d.]*(?:, [\d.]+)* and (2\.\d+)", README)
+    assert tested and tested.groups() == (versions.OLDEST, versions.NEWEST)
 
 
 def test_fake_modes_may_be_entered_in_threads_that_end():

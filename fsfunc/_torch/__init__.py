@@ -1,7 +1,6 @@
 """All private torch API that fsfunc uses; ``tests/test_torch.py`` names what breaks.
 
-Everything here was written against torch 2.13 and runs on 2.11.
-
+versions.py         the tested versions of torch, and what differs among them
 internals.py graph.py   storages, modules, the compiler; the autograd graph
 dispatch.py functorch.py   modes and operators; levels of torch.func
 fake_tensors.py     which tensors are fake
@@ -13,6 +12,9 @@ products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
 operator_graphs.py  a step's operators and collectives as one graph
 """
+
+# First: of a torch that nobody has tried it warns before an import of its may fail.
+import fsfunc._torch.versions  # isort: split
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc._torch.versions import all_gather_single
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.backends.channels import Channel, Work
 from fsfunc.comm.backends.deliveries import Disconnected
@@ -32,10 +32,6 @@ from fsfunc.comm.backends.link import (
     table,
 )
 from fsfunc.comm.watch.watchdog import FlightRecord
-
-# torch 2.13 renamed it; 2.11 only knows the old name.
-ALL_GATHER: Any = getattr(dist, "all_gather_single", None)
-ALL_GATHER = ALL_GATHER or dist.all_gather_into_tensor
 
 DATA, HEADER, TRANSFER, ANSWER = range(4)
 _NUMBERS = 2**12  # more than can be in flight at once; what is later comes later
@@ -85,7 +81,7 @@ def compare_gathered(
 ) -> dict[int, str]:
     """Compares headers by a gather, where there are no tags; returns the texts."""
     every = mine.new_empty(len(ranks) * _SIZE)
-    ALL_GATHER(every, mine, group=group)
+    all_gather_single(every, mine, group=group)
     rows = every.cpu().view(-1, _SIZE).unbind()
     by_rank = dict(zip(ranks, rows, strict=True))
     _compare(by_rank, title)

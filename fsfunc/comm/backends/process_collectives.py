@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc._torch.versions import all_gather_single, reduce_scatter_single
 from fsfunc.comm.backends.channels import Channel, Loan, Work
 from fsfunc.comm.backends.exchange import (
-    ALL_GATHER,
     DATA,
     Exchange,
     Headers,
@@ -32,9 +32,6 @@ from fsfunc.comm.operations import OPERATIONS, SUM, Fold
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
-# torch 2.13 renamed it; 2.11 only knows the old name.
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)
-_REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor
 Sizes = tuple[tuple[int, ...], ...]
 _KNOWN = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -99,10 +96,10 @@ def _issue(
         return works, y
     if op == "all_gather":
         y = x.new_empty(room) if out is None else out
-        work = ALL_GATHER(y, x, group=group, async_op=True)
+        work = all_gather_single(y, x, group=group, async_op=True)
     elif op == "psum_scatter":
         y = x.new_empty(room) if out is None else out
-        work = _REDUCE_SCATTER(y, x, group=group, async_op=True)
+        work = reduce_scatter_single(y, x, group=group, async_op=True)
     elif op == "all_to_all":
         sent, got = _cut(x, n, where.index, sizes)
         y = x.new_empty((sum(got), *x.shape[1:])) if out is None else out

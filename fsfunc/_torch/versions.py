@@ -1,0 +1,89 @@
+"""The versions of torch that fsfunc is tested with, and what differs among them.
+
+Nothing here asks for a version to decide what to do: a function that stands for two of
+torch's is the one that this torch has, and what a private function does is tried once,
+where it is first needed. `DIFFERENCES` says why such code is there, so that it can go
+when the versions it is for are not supported any more.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+OLDEST, NEWEST = "2.11", "2.14"
+"""The first and the last minor version that the tests pass on; all between do too."""
+
+
+class Difference(NamedTuple):
+    """Something that torch does in some of its versions.
+
+    Attributes:
+        versions: those that do it.
+        what: what they do.
+        met_by: the place that makes it no difference, and how.
+    """
+
+    versions: str
+    what: str
+    met_by: str
+
+
+DIFFERENCES = (
+    Difference(
+        "2.11, 2.12",
+        "the node of an autograd.Function, held by ctx or grad_fn alone, loses what it "
+        "saved when its result dies",
+        "transforms/repeated_calls.py keeps the results of _Saver, not their nodes",
+    ),
+    Difference(
+        "2.11, with CUDA built in and no card",
+        "the process ends when a thread enters a mode of fake tensors, if the thread "
+        "that was the first to do so has ended",
+        "_torch/fake_tensors.py: ready_for_threads, before simulated ranks start",
+    ),
+    Difference(
+        "2.11, 2.12",
+        "all_gather_single and reduce_scatter_single have other names",
+        "all_gather_single and reduce_scatter_single below",
+    ),
+    Difference(
+        "2.14",
+        "Function.apply is built in: it has no code object, and no frame of Python",
+        "_torch/graph.py: function_runs asks whether operators take tangents",
+    ),
+)
+
+# `getattr(x, name, default)` would warn of an old name that is there, but not used.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)
+
+
+def is_tested(version: str) -> bool:
+    """True if a version of torch is one that fsfunc is tested with.
+
+    >>> is_tested("2.13.0+cpu"), is_tested("2.10.1"), is_tested("2.15.0a0+git1234")
+    (True, False, False)
+    """
+    return _minor(OLDEST) <= _minor(version) <= _minor(NEWEST)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+if not is_tested(torch.__version__):  # once, as this is imported
+    warnings.warn(
+        f"fsfunc is tested with torch {OLDEST} to {NEWEST}, and this is "
+        f"{torch.__version__}: private functions of torch may do something else there; "
+        "`pytest tests/test_torch.py` of fsfunc's sources says which",
+        stacklevel=2,
+    )
