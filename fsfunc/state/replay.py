@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.random_blocks import BLOCK, draw, seeded
+from fsfunc.runtime.random_blocks import block_on, draw, seeded
 from fsfunc.runtime.stores import populate
 from fsfunc.state.init_tape import InitTape
 from fsfunc.state.taped_ops import Ref, TapedOp, exchange
 
 # torch computes the end of a range by other instructions than its middle, and cuts what
 # is longer than this for its threads: so pieces are cut alike, whoever asks for them.
+# (A GPU computes each element alike; there a block is one piece.)
 PIECE = 1 << 15
-STRIDE = 1 << 20  # for which memory is taken at once: a multiple of BLOCK
+STRIDE = 1 << 20  # for which memory is taken at once: a multiple of any block
 _SMALL = 1 << 10  # operators on so little are run again for every block
 
 _Span = tuple[int, int]
@@ -50,11 +51,19 @@ class Replay:
             return
         self._kept = None
         low, high = r.offset + start, r.offset + stop
-        for first in range(low // STRIDE * STRIDE, high, STRIDE):
-            a, b = max(first, low), min(first + STRIDE, high)
-            part = out[a - low : b - low]
+        device = self.tape.storages[r.storage].device
+        stride = max(STRIDE, block_on(device))
+        for first in range(low // stride * stride, high, stride):
+            a, b = max(first, low), min(first + stride, high)
+            part = made = out[a - low : b - low]
+            if (
+                out.device.type != device.type
+            ):  # of an offloaded leaf: the device's bits
+                made = torch.empty_like(part, device=device)
             populate(part)
-            self._write(ops, r.storage, a, b, part)
+            self._write(ops, r.storage, a, b, made)
+            if made is not part:
+                part.copy_(made)
 
     def _write(
         self, ops: Sequence[TapedOp], storage: int, low: int, high: int, out: Tensor
@@ -65,9 +74,10 @@ class Replay:
             at, size = low - only.target.offset, only.target.numel
             draw(only.fill, only.stream, out, at, size)  # type: ignore[arg-type]
             return
-        numel = self.tape.storages[storage].numel
-        for first in range(low // BLOCK * BLOCK, high, BLOCK):
-            end = min(first + BLOCK, numel)
+        about = self.tape.storages[storage]
+        numel, block = about.numel, block_on(about.device)
+        for first in range(low // block * block, high, block):
+            end = min(first + block, numel)
             a, b = max(first, low), min(end, high)
             self._block(ops, storage, (first, end), (a, b), out[a - low : b - low])
 
@@ -248,8 +258,10 @@ def _run(memory: _ReplayMemory, op: TapedOp, start: int, stop: int) -> None:
     elif op.how == "copy":
         memory.piece(r, start, stop).copy_(memory.piece(op.reads[0], start, stop))
     elif op.how == "math":
-        for first in range(start, stop, PIECE):
-            _compute(memory, op, first, min(first + PIECE, stop))
+        device = memory.tape.storages[r.storage].device
+        piece = PIECE if device.type == "cpu" else max(PIECE, block_on(device))
+        for first in range(start, stop, piece):
+            _compute(memory, op, first, min(first + piece, stop))
 
 
 def _compute(memory: _ReplayMemory, op: TapedOp, start: int, stop: int) -> None:

@@ -41,12 +41,11 @@ def step_of(names, optimizer=optimizer):
 
 
 @contextmanager
-def small_blocks(block, piece):
+def small_blocks(block, piece, stride=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_blocks, "BLOCK", block)
-        patch.setattr(replay, "BLOCK", block)
         patch.setattr(replay, "PIECE", piece)
-        patch.setattr(replay, "STRIDE", 2 * block)
+        patch.setattr(replay, "STRIDE", stride or 2 * block)
         yield
 
 
@@ -151,7 +150,8 @@ def inits(draw):
     inits(),
     st.sampled_from(SIZES),
     st.integers(0, 3),
-    st.sampled_from([(5, 5), (16, 8), (64, 32), (1 << 17, 1 << 15)]),
+    # The third as on a GPU: a block is one piece, and longer than a stride.
+    st.sampled_from([(5, 5), (16, 8), (24, 24, 5), (64, 32), (1 << 17, 1 << 15)]),
 )
 @settings(max_examples=12)
 def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
@@ -161,6 +161,27 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
         for found, then in everywhere(init, names, [n], [zero]):
             same(found, expected)
             assert torch.equal(then, after)
+
+
+def test_a_gpu_draws_many_numbers_by_one_call(monkeypatch):
+    """And any range of them has the same bits, as it is drawn by the same calls."""
+    block = random_blocks.block_on(torch.device("cuda"))
+    assert block > 16 * random_blocks.block_on(torch.device("cpu"))
+    monkeypatch.setattr(random_blocks, "block_on", lambda device: block)
+    sizes = []
+
+    def fill(x, generator):
+        """Values that depend on how many there are, as a GPU's do."""
+        sizes.append(len(x))
+        x.fill_(generator.initial_seed() % 1000 + len(x) / block)
+
+    size = 2 * block + 12_345
+    whole, part = torch.empty(size), torch.empty(block)
+    random_blocks.draw(fill, (1, 2), whole, 0, size)
+    assert sizes == [block, block, 12_345]
+    random_blocks.draw(fill, (1, 2), part, size - block, size)
+    assert sizes[3:] == [block, 12_345]
+    assert torch.equal(part, whole[-block:]) and len(whole.unique()) == 3
 
 
 def test_long_leaves_are_cut_alike():
