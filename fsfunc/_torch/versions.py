@@ -19,7 +19,7 @@ OLDEST, NEWEST = "2.11", "2.14"
 """The first and the last minor version that the tests pass on; all between do too."""
 
 
-class Difference(NamedTuple):
+class VersionDifference(NamedTuple):
     """Something that torch does in some of its versions.
 
     Attributes:
@@ -34,24 +34,24 @@ class Difference(NamedTuple):
 
 
 DIFFERENCES = (
-    Difference(
+    VersionDifference(
         "2.11, 2.12",
         "the node of an autograd.Function, held by ctx or grad_fn alone, loses what it "
         "saved when its result dies",
         "transforms/repeated_calls.py keeps the results of _Saver, not their nodes",
     ),
-    Difference(
+    VersionDifference(
         "2.11, with CUDA built in and no card",
         "the process ends when a thread enters a mode of fake tensors, if the thread "
         "that was the first to do so has ended",
         "_torch/fake_tensors.py: ready_for_threads, before simulated ranks start",
     ),
-    Difference(
+    VersionDifference(
         "2.11, 2.12",
         "all_gather_single and reduce_scatter_single have other names",
         "all_gather_single and reduce_scatter_single below",
     ),
-    Difference(
+    VersionDifference(
         "2.14",
         "Function.apply is built in: it has no code object, and no frame of Python",
         "_torch/graph.py: function_runs asks whether operators take tangents",
