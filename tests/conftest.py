@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import forking
+from tests import forking, threaded
 from tests.programs import environment
 from tests.rounding import round_by_shapes
 
@@ -46,6 +46,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    if threaded.ASKED:
+        threaded.begin()
     with warnings.catch_warnings(action="ignore"):  # torch's, of an overridden kernel
         round_by_shapes()
 
@@ -85,6 +87,14 @@ def frozen() -> None:
     """No collection looks at what there is now, of all imports: half a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def as_on_cuda() -> Iterator[None]:
+    """Backward passes run in a second thread, its context empty."""
+    end = threaded.begin()
+    yield
+    end()
 
 
 @pytest.fixture

@@ -173,6 +173,10 @@ def become(program: Program) -> None:
         os.dup2(os.open(path, how), fd)
     os.environ.clear()
     os.environ.update(program.environment)
+    if "FSFUNC_THREADED" in os.environ:
+        from tests import threaded  # imports torch
+
+        threaded.begin()
     first, *rest = program.args
     if first == "-W":
         warnings.simplefilter(rest[0])

@@ -31,6 +31,7 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
+from fsfunc.runtime.scopes import in_one_thread
 from fsfunc.sharded.inputs import check_function, refuse
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
@@ -183,9 +184,9 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
 
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
-        if mesh.backend == "abstract":
-            return _abstract(fn, mesh, args)
-        return _hosted(fn, mesh, args)
+        on_ranks = _abstract if mesh.backend == "abstract" else _hosted
+        with in_one_thread():
+            return on_ranks(fn, mesh, args)
 
     return run
 

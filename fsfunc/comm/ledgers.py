@@ -31,7 +31,7 @@ import torch
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.runtime.scopes import Scoped
+from fsfunc.runtime.scopes import Scoped, in_one_thread
 
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
@@ -117,7 +117,7 @@ def ledger() -> Iterator[Ledger]:
     (1, 12)
     """
     log = Ledger()
-    with Scoped(_LEDGERS, (*_LEDGERS.get(), log)):
+    with in_one_thread(), Scoped(_LEDGERS, (*_LEDGERS.get(), log)):
         yield log
 
 

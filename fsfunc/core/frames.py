@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsfunc.comm.attribution import INTERNAL
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
-from fsfunc.runtime.scopes import refuse_compiled
+from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 
 
@@ -285,16 +285,19 @@ class inside:
     """``with inside(value)`` makes ``value`` the frame in force.
 
     With ``users``, what runs inside counts as the user's code, not the library's.
+    Inside the outermost one backward passes find the frame: see `in_one_thread`.
     """
 
-    __slots__ = ("value", "users", "tokens")
+    __slots__ = ("value", "users", "tokens", "threads")
 
     def __init__(self, value: Frame, users: bool = False):
         self.value, self.users = value, users
 
     def __enter__(self) -> Frame:
         value = self.value
-        self.tokens: list[tuple[Any, Any]] = [(_FRAME, _FRAME.set(value))]
+        token = _FRAME.set(value)
+        self.threads = in_one_thread() if token.old_value is Token.MISSING else None
+        self.tokens: list[tuple[Any, Any]] = [(_FRAME, token)]
         if value.at is not None:
             self.tokens.append((HERE, HERE.set(value.at)))
         if self.users:
@@ -304,6 +307,8 @@ class inside:
     def __exit__(self, *_: Any) -> None:
         for var, token in self.tokens:
             var.reset(token)
+        if self.threads is not None:
+            self.threads.__exit__(None, None, None)
 
 
 def transformed(

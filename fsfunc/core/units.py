@@ -24,7 +24,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
 from fsfunc.core.outcomes import is_newborn
 from fsfunc.runtime.generators import States, generator_states, mix
-from fsfunc.runtime.scopes import refuse_compiled
+from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import row_major
@@ -179,7 +179,8 @@ class Unit:
         # other captured.
         seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
         leaves = {id(x) for x in known}
-        with torch.inference_mode(False), torch.enable_grad():
+        # inference_mode turns autograd's threads on, of which each numbers its nodes.
+        with torch.inference_mode(False), in_one_thread(), torch.enable_grad():
             start = _torch.next_sequence_number()
             out = fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")

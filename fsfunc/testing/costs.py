@@ -19,6 +19,7 @@ from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
 from fsfunc.runtime.memory import OFFLOADED, counting, fresh_buffers
+from fsfunc.runtime.scopes import in_one_thread
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 _SHOWN = 12  # collectives of a message
@@ -228,6 +229,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     observer.given("buffers", _held(given))
     try:
         with ExitStack() as stack:
+            stack.enter_context(in_one_thread())
             stack.enter_context(fresh_buffers())
             if (at := maybe_here()) is not None:  # on one device nothing is sent
                 link = _Counted(at.link, observer)

@@ -27,7 +27,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
 from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import in_one_thread, plainly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import state_in
@@ -73,6 +73,7 @@ def without_data(
         stack.enter_context(other_generators_kept(seed))
         stack.enter_context(silence() if log is None else only(log))
         stack.enter_context(plainly())
+        stack.enter_context(in_one_thread())
         if not fake:
             stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()

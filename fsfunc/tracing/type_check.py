@@ -264,9 +264,7 @@ class _Trial:
         checker.fills = self.real
         link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
         now, given = replace(at, link=link), (self.args, self.keywords)
-        # Backward passes stay in this thread, whose modes see them.
         with (
-            torch.autograd.set_multithreading_enabled(False),
             without_data(
                 given,
                 now,
