@@ -140,6 +140,12 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
+def limit_of(name: str, args: argparse.Namespace) -> float:
+    """Seconds of a pair; a rehearsal's leave room for a busy machine."""
+    slower = 5 if args.device == "cpu" else 1
+    return args.pair_limit or slower * PAIRS[name].limit
+
+
 # ------------------------------------------------------------------ what is printed
 
 COLUMNS = (

@@ -108,7 +108,7 @@ def test_an_unknown_row_is_refused_with_the_names():
 # On a card, as far as a machine without one can tell
 
 ON_CPU = ("gpu.py", "--device", "cpu", "--rounds", "2")
-ONLY = ("--only", "offload,zero3_remat", "--pair-limit", "100")
+ONLY = ("--only", "offload,zero3_remat")
 NO_CARD = {"CUDA_VISIBLE_DEVICES": ""}
 
 
