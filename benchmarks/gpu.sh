@@ -101,8 +101,8 @@ pairs() {
   local limit=$(($2 * slower)) left=$((seconds - SECONDS))
   ((limit < left)) || limit=$left
   lines=40 part "$1" "$2" "${python[@]}" gpu.py --device "$device" --only "$3" \
-    --limit $((limit > 30 ? limit - 20 : limit)) --card "$out/card.json" --json "$out/gpu.json" --add \
-    "${quick[@]}"
+    --limit $((limit > 30 ? limit - 20 : limit)) --card "$out/card.json" \
+    --json "$out/gpu.json" --add "${quick[@]}"
 }
 pairs pairs 120 eager
 part state 40 "${python[@]}" -m card.first_state --device "$device" \
