@@ -20,6 +20,7 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
+from fsfunc.runtime.host_copies import crosses, send, settle
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
@@ -60,6 +61,7 @@ def fused(
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
+        settle()  # no copy reads what is written on the host
         with torch.no_grad():
             new = writing.targets(kept)
             count_write([t for target in new for t in target.tensors])
@@ -70,6 +72,7 @@ def fused(
                         _write_row(run, row, dtype, decay)
                 else:
                     run(*columns, weight_decay=decay)
+        settle()  # what was sent to the host is read by anybody from here on
         writing.end()
         return [
             matched.restore(target.leaves, leaves)
@@ -255,11 +258,17 @@ def _write_row(
     kernel(*([x] for x in work), weight_decay=decay)
     for k, (target, source) in enumerate(zip(row, work, strict=True)):
         if k != 1 and target is not source:  # the gradients are only read
-            target.copy_(source)
+            if crosses(target, source):
+                send(target, source)  # `fused` waits for all rows in the end
+            else:
+                target.copy_(source)
 
 
 def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return space_of(x).fetch(x, dtype) if _is_offloaded(x) else dense(x, dtype)
+    if not _is_offloaded(x):
+        return dense(x, dtype)
+    # Its row is written back by a copy in the same stream, so nobody waits here.
+    return space_of(x).fetch(x, dtype, waits=False)
 
 
 def _is_offloaded(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ scopes.py           context managers for a variable, the collector, compiled fun
 generators.py       states of random generators, saved and restored; seeds
 memory.py           pools of buffers; tables by storage; the kinds of memory in a plan
 memory_spaces.py    where a tensor is stored
+host_copies.py      copies between host and GPU under way, and who waits for them
 stores.py           the host's memory, mapped files; pages, allocated and advised
 random_blocks.py    random numbers of which any range can be drawn alone
 """

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.runtime.host_copies import crosses, send, wait_for
 from fsfunc.runtime.memory import OFFLOADED, StorageTable, count_as
 from fsfunc.runtime.scopes import Scoped
 
@@ -103,7 +104,11 @@ class Store:
         )
 
     def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """The same, from a pool of this store's memory."""
+        """The same, from a pool of this store's memory.
+
+        A copy of before may still be under way there, for which a copy into it waits by
+        itself (`host_copies.send`); Python calls `host_copies.wait_for`.
+        """
         if _torch.fake_active() or torch.device(device).type == "meta":
             return self.empty(count, dtype, device)
         size = count * dtype.itemsize
@@ -137,13 +142,28 @@ class MemorySpace:
         return x
 
     def fetch(
-        self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        *,
+        waits: bool = True,
     ) -> Tensor:
-        """``x`` on the device, in ``dtype``; a copy goes to ``out`` if it is given."""
+        """``x`` on the device, in ``dtype``; a copy goes to ``out`` if it is given.
+
+        Args:
+            waits: whether Python may write ``x`` next; else see `host_copies`.
+        """
         return x if dtype is None else x.to(dtype)
 
-    def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``x`` in this space, in ``dtype``; a copy lies in memory of a pool."""
+    def put(
+        self, x: Tensor, dtype: torch.dtype | None = None, *, waits: bool = True
+    ) -> Tensor:
+        """``x`` in this space, in ``dtype``; a copy lies in memory of a pool.
+
+        Args:
+            waits: whether Python may read the result next; else see `host_copies`.
+        """
         return x if dtype is None else x.to(dtype)
 
     def new_empty(
@@ -193,28 +213,44 @@ class Offloaded(MemorySpace):
         return x if same else x.new_empty(0, device=self.device)
 
     def fetch(
-        self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        *,
+        waits: bool = True,
     ) -> Tensor:
         if out is None:
             out = x.new_empty(x.shape, dtype=dtype or x.dtype, device=self.device)
-        return out.copy_(x)
+        if not crosses(out, x):
+            return out.copy_(wait_for(x))
+        send(out, x)
+        if waits:
+            wait_for(x)
+        return out
 
-    def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def put(
+        self, x: Tensor, dtype: torch.dtype | None = None, *, waits: bool = True
+    ) -> Tensor:
         dtype = x.dtype if dtype is None else dtype
         if x.dtype == dtype and space_of(x).offloaded:
-            return x
-        room = self.store.scratch(x.numel(), dtype, self.device)
-        return room.view(x.shape).copy_(x)
+            return wait_for(x) if waits else x
+        room = self.store.scratch(x.numel(), dtype, self.device).view(x.shape)
+        if not crosses(room, x):
+            return wait_for(room).copy_(wait_for(x))
+        send(room, x)
+        return wait_for(room) if waits else room
 
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
         count = torch.Size(shape).numel()
-        return self.store.scratch(count, dtype or x.dtype, self.device).view(shape)
+        room = self.store.scratch(count, dtype or x.dtype, self.device)
+        return wait_for(room).view(shape)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
         make = self.store.scratch if scratch else self.store.empty
-        return make(x.numel(), x.dtype, self.device).view(x.shape)
+        return wait_for(make(x.numel(), x.dtype, self.device)).view(x.shape)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         count = torch.Size(shape).numel()

@@ -14,6 +14,7 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
+from fsfunc.runtime import host_copies
 from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.layout import View
@@ -119,6 +120,20 @@ class _Near(NamedTuple):
     like: Tensor  # an empty tensor of their dtype and device
 
 
+class _Coming(Handle):
+    """A fetch that was sent ahead, for which the stream waits that reads it."""
+
+    def __init__(self, full: Tensor, end: Any):
+        self.full, self.end = full, end
+
+    def wait(self) -> Tensor:
+        host_copies.arrive(self.full, self.end)
+        return self.full
+
+    def done(self) -> bool:
+        return self.end.query()
+
+
 class Gathers:
     """The gathered buffers of a call of a sharded function, and its gathers in flight.
 
@@ -164,7 +179,7 @@ class Gathers:
         self.near: dict[int, _Near] = {}
 
     def close(self) -> None:
-        """Waits for gathers in flight, and drops every buffer."""
+        """Waits for gathers in flight and for copies, and drops every buffer."""
         self.drop(self.recent)
         self.recent = []
         for call, work, _ in self.flights.values():
@@ -172,6 +187,8 @@ class Gathers:
             self.drop([call])
         self.flights.clear()
         self.near.clear()
+        # What follows may write parameters on the host, and read gradients there.
+        host_copies.settle()
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Drops the gathered buffers of ``calls``, except for those of ``but``."""
@@ -188,9 +205,17 @@ class Gathers:
                 return shard.flat.detach()
         return None if shard.whole is None or not shard.shows(dtype) else shard.whole
 
-    def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
-        """Starts a gather; returns the buffer that it fills, and its handle."""
+    def start(
+        self, shard: FlatShard, dtype: torch.dtype, ahead: bool = False
+    ) -> tuple[Tensor, Handle]:
+        """Starts a gather; returns the buffer that it fills, and its handle.
+
+        Args:
+            ahead: whether what comes next on the device is not to wait for a fetch.
+        """
         if shard.place.size == 1:  # split over no axis: a cast is all that is needed
+            if ahead:
+                return self._fetched_ahead(shard, dtype)
             source = self._fetched(shard, dtype, full=shard.whole)
             return source, Done(source)
         near = self.near.get(id(shard)) if self.near else None
@@ -240,7 +265,25 @@ class Gathers:
             count_as("gathered", [full])
         elif where is not None:
             full = full.tensor_split(where.size)[where.index]
-        return home.fetch(flat, dtype, full)
+        # It is written next by an update, which waits, or after `close`.
+        return home.fetch(flat, dtype, full, waits=False)
+
+    def _fetched_ahead(
+        self, shard: FlatShard, dtype: torch.dtype
+    ) -> tuple[Tensor, Handle]:
+        """The whole buffer on a GPU, whose copy runs beside the unit before."""
+        flat, full = shard.flat.detach(), shard.whole
+        if full is None or full.dtype != dtype:
+            full = self.pool.get(len(flat), dtype, space_of(flat).on_device(flat))
+            count_as("gathered", [full])
+        return full, _Coming(full, host_copies.send_ahead(full, flat))
+
+    def _comes_beside(self, shard: FlatShard) -> bool:
+        """True if a fetch can run beside computation: from pinned memory to a GPU."""
+        home = space_of(shard.flat)
+        if not home.offloaded or shard.place.size > 1:
+            return False
+        return host_copies.beside(shard.flat, home.on_device(shard.flat))
 
     def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """This rank's range, encoded by the message."""
@@ -311,12 +354,13 @@ class Gathers:
         name = shard.buffer
         if name in self.flights or self.whole(shard, dtype) is not None:
             return
-        if self.size == 1 or back and self.offloads:
+        beside = self.size == 1 and not back and self._comes_beside(shard)
+        if not beside and (self.size == 1 or back and self.offloads):
             space_of(shard.flat).read_ahead(shard.flat)
             return
         if not (shard.is_shared and any(c.shows(shard, c.dtype) for c in now)):
             call = GatheredCall("", (), (), shard, [], dtype)
-            call.full, work = self.start(shard, dtype)
+            call.full, work = self.start(shard, dtype, beside)
             # Its range is kept alive, so that no donated step writes into it meanwhile.
             self.flights[name] = call, work, shard.flat.detach()
 

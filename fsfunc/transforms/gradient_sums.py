@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
@@ -20,6 +21,8 @@ from fsfunc.core.reduction_hooks import (
     Observed,
     ReductionFeedback,
 )
+from fsfunc.runtime import host_copies
+from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
@@ -122,16 +125,22 @@ class GradientSums:
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
             sources.append(g)
+        comes = bool(sources) and host_copies.crosses(buffer, sources[0])
         if targets and later is not None:
-            kind = buffer.dtype
+            kind, where = buffer.dtype, _torch.device_of(buffer)
+            wait_for(buffer)  # it is the host that adds
             sources = [g if g.dtype == kind else g.to(kind) for g in sources]
+            sources = [g.to(where) for g in sources] if comes else sources
             torch._foreach_add_(targets, sources)
+        elif targets and comes:  # who reads the buffer on the host waits for it
+            host_copies.send_all(targets, sources, buffer)
         elif targets:
             torch._foreach_copy_(targets, sources)
         if at < len(buffer) and later is None:
             buffer[at:].zero_()
         for target, g in again:
-            target.add_(g.to(target.dtype))
+            wait_for(buffer)
+            target.add_(g.to(_torch.device_of(target), target.dtype))
         return buffer
 
     def _room(self, call: GatheredCall, shard: FlatShard) -> Tensor:
@@ -148,7 +157,7 @@ class GradientSums:
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
         if self.observed is not None:
-            self.observed.show(call, shard, buffer)
+            self.observed.show(call, shard, wait_for(buffer))
         due = 1  # a count: the backwards of microbatches may run in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -166,11 +175,16 @@ class GradientSums:
         before = self.partial.pop(one.key, None)
         if before is not None:
             warn_narrow(one.grad, one.due)
-            one.grad.add_(before.grad.to(one.grad.device))
+            home, grad = space_of(before.grad), before.grad
+            if _torch.device_of(one.grad) == _torch.device_of(grad):
+                wait_for(one.grad).add_(wait_for(grad))
+            else:  # its memory is used again by a copy, or by who waits for this one
+                one.grad.add_(home.fetch(grad, waits=False))
             one.count += before.count
         if one.count >= one.due and self.zero != 1:
             return False
-        one.grad = space_of(one.shard.flat).put(one.grad)
+        # Till it is added to the next one's, or fetched.
+        one.grad = space_of(one.shard.flat).put(one.grad, waits=False)
         self.partial[one.key] = one
         return True
 
@@ -185,7 +199,7 @@ class GradientSums:
         shard, buffer = one.shard, one.grad
         where = self.groups[shard.split_axes].where
         if buffer.dtype == torch.float16:
-            buffer.div_(self.before)
+            wait_for(buffer).div_(self.before)
         if where is not None and where.size > 1:
             one.work = self.send(buffer, shard, where, shard.place.size == 1)
         self.reducing.append(one)
@@ -226,7 +240,7 @@ class GradientSums:
         if replicas is None or replicas.size == 1:
             self._keep(one)
             return
-        grad = space_of(one.grad).fetch(one.grad)
+        grad = space_of(one.grad).fetch(one.grad, waits=False)
         one.work, one.grad = replicas.start("psum", grad, what=one.shard.name), None
         del grad
         self.summing.append(one)
@@ -252,15 +266,20 @@ class GradientSums:
         # Divided at once, where that dtype might not hold the sum.
         added = id(shard) in self.earlier
         if mean := given != own or own == torch.float16 or added:
+            wait_for(grad)
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(by / halved) if by != halved else grad
         if home.offloaded or grad.dtype != given:  # to where its parameters are
-            grad = home.put(grad, given)
+            # Read on the host below, by steps, or after the gradient call: `close`
+            # waits for it.
+            grad = home.put(grad, given, waits=False)
             count_as("gradients", [] if home.offloaded else [grad])
         if halved > 1 and not mean:
-            grad.mul_(halved)
+            wait_for(grad).mul_(halved)
         if before is not None:
+            wait_for(grad)
+            wait_for(before)
             if before.dtype != given:  # of calls that asked for another dtype
                 summed = before.dtype == own != torch.float16 and not added
                 before = before.div_(by) if summed and by > 1 else before
@@ -272,6 +291,7 @@ class GradientSums:
             still.discard(one.key[1])
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
+                host_copies.settle()  # it writes parameters too, which were fetched
                 self.steps.step(shard, grad, 1 if mean else by)
 
     def counts(self) -> dict[Any, int]:
@@ -293,7 +313,7 @@ class GradientSums:
             one = self.partial.pop(key)
             one.count = one.due = 1
             with label(one.name, "backward"):
-                one.grad = space_of(one.grad).fetch(one.grad)
+                one.grad = space_of(one.grad).fetch(one.grad, waits=False)
                 self._reduce(one)
                 del one
             self.settle()

@@ -16,6 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.units import Call
+from fsfunc.runtime.host_copies import crosses, send
 from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -97,16 +98,28 @@ class _Held:
         else:
             bare = torch.empty(0, dtype=torch.uint8, device=x.device)
             bytes_ = bare.set_(memory, 0, (self.size,))  # type: ignore[call-overload]
-            self.there[: self.size].copy_(bytes_)
+            _copy(self.there[: self.size], bytes_)
         self._here: weakref.ref | None = None
 
     def here(self) -> Tensor:
         found = None if self._here is None else self._here()
         if found is None:
             found = self.there.new_empty(self.there.shape, device=self.device)
-            found.copy_(self.there)
+            _copy(found, self.there)
             self._here = weakref.ref(found)
         return found
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    """Copies to and from a store, whose memory Python does not look at.
+
+    On a GPU by copies that go on: the one back waits for the one there, also in another
+    stream, and so does the next one into memory of the pool (`host_copies.send`).
+    """
+    if crosses(out, x):
+        send(out, x, private=True)
+    else:
+        out.copy_(x)
 
 
 class _Packed(NamedTuple):

@@ -25,6 +25,7 @@ from fsfunc.core.reduction_hooks import (
 )
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
+from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory import pool_of
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -88,8 +89,12 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             call = self.first_calls.begins((args[1:], keywords), found)
-            with inside(found.replace(runtimes=runtimes)):
-                out = f(*args, **keywords)
+            try:
+                with inside(found.replace(runtimes=runtimes)):
+                    out = f(*args, **keywords)
+            except BaseException:
+                settle()  # whoever catches it may write parameters on the host
+                raise
             runtime.gathers.close()
             if found.tracer is not None:
                 found.tracer.returned(args, out)
