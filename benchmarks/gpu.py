@@ -119,18 +119,14 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         waiting = [Process(args.only[0], task, folder)]
         try:
             for i, name in enumerate(args.only):
-                left = args.limit - (time.monotonic() - start)
-                if left <= 0:
-                    found[name] = {"error": "not begun: the time was over"}
-                    print(rows(name, found[name]), flush=True)
-                    continue
-                if i + 1 < len(args.only):  # its imports do not keep the card waiting
-                    waiting.append(Process(args.only[i + 1], task, folder))
                 begun = time.monotonic()
-                found[name] = waiting.pop(0).finish(
-                    args.pair_limit or PAIRS[name].limit
-                )
-                found[name]["wall_seconds"] = time.monotonic() - begun
+                if begun - start >= args.limit:
+                    found[name] = {"error": "not begun: the time was over"}
+                else:
+                    if i + 1 < len(args.only):  # imports while the card is at work
+                        waiting.append(Process(args.only[i + 1], task, folder))
+                    found[name] = waiting.pop(0).finish(limit_of(name, args))
+                    found[name]["wall_seconds"] = time.monotonic() - begun
                 print(rows(name, found[name]), flush=True)
                 if args.json:
                     args.json.write_text(json.dumps({"pairs": found}, indent=1))
@@ -210,7 +206,7 @@ def gib(count: float | None) -> float | None:
 
 def last_line(found: dict[str, dict[str, Any]], names: list[str]) -> str:
     right = [n for n in names if "error" not in found[n]]
-    ratios = ", ".join(f"{n} {found[n]['ratio']:.2f}" for n in right)
+    ratios = ", ".join(f"{n} {found[n].get('ratio', 0):.2f}" for n in right)
     return f"== {len(right)} of {len(names)} pairs; ours / theirs: {ratios}"
 
 

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # not within a program's time: an import cut short breaks others
+
+import fsfunc  # noqa: F401
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 RUNS_THE_MODULE = """
@@ -54,9 +57,10 @@ def run(code: str, name: str, names: dict[str, Any], limit: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=int, default=20, help="seconds of a program")
+    parser.add_argument("--limit", type=int, help="seconds of a program")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
+    args.limit = args.limit or (20 if args.device == "cuda" else 100)
     signal.signal(signal.SIGALRM, late(args.limit))
     torch.set_default_device(args.device)
     names: dict[str, Any] = {"__name__": "readme"}
