@@ -92,6 +92,7 @@ def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:
         )
 
 
+@functools.cache  # it is asked of each result, and the driver answers slowly
 def check_device(device: torch.device) -> None:
     """Refuses tensors without data of a device that this torch cannot run.
 

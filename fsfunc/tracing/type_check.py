@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -28,6 +29,8 @@ from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
 from fsfunc.tracing.typed_operators import SharedOp
+
+_LOG = logging.getLogger(__name__)
 
 
 def check(
@@ -209,6 +212,7 @@ class _Trial:
             self.turn += 1
             found = self.attempt(at)
         if found is None:
+            _LOG.info("a step does not run without data: it is checked on copies")
             self.real, self.turn = True, 0
             found = self.attempt(at) or self.run(at, counts=True)
         return found
@@ -244,7 +248,8 @@ class _Trial:
             return self.run(at, **how)
         except refused:
             raise
-        except Exception:
+        except Exception:  # the caller tries it otherwise, at last with real values
+            _LOG.debug("a run that checks a step's types raised", exc_info=True)
             return None
 
     def run(
