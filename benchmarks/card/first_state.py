@@ -61,7 +61,7 @@ def by_torch(size: Size, device: str) -> list[Any]:
 
 def steps(size: Size, device: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """(what makes the state, what trains it a step and returns (state, loss))."""
-    mesh = ff.make_mesh({"data": 1}, "processes", timeout=60)
+    mesh = ff.make_mesh({"data": 1}, "processes")
     train = ours.train_step(functional_loss(size, ff.unit, ff.remat))
     step = ff.precision(train, compute=torch.bfloat16, reduce=torch.float32)
     step = ff.shard(step, mesh, "data", zero=3)
