@@ -24,13 +24,13 @@ MESHES = [(None, 3), (1, 3), (2, 0), (2, 3), (3, 1), (4, 2), (3, 3)]
 ROWS = 12
 
 
-def drawn():
-    """Parameters that the card draws: more than one block of random numbers, too."""
+def drawn(side=400):
+    """Parameters that the device draws."""
 
     def normal(*shape):
         return torch.randn(*shape, device=DEVICE) / 4
 
-    large = torch.empty(400, 400, device=DEVICE).uniform_(-1, 1)
+    large = torch.empty(side, side, device=DEVICE).uniform_(-1, 1)
     blocks = [{"w": normal(WIDTH, WIDTH), "v": normal(WIDTH, WIDTH)} for _ in range(2)]
     return {"blocks": blocks, "large": large, "scale": normal(7)}
 
@@ -44,6 +44,11 @@ def loss(params, x):
 @ff.unit
 def head(params, x):
     return (x @ params["large"][:WIDTH]).square().mean() + params["scale"].sum() ** 2
+
+
+def in_blocks():
+    """`drawn`, of which one leaf is more than one block of random numbers."""
+    return drawn(400 if DEVICE.type == "cpu" else 2200)
 
 
 OPTIMIZER = ff.sharded_adam(1e-2, eps=1e-3)
@@ -70,7 +75,7 @@ def test_a_drawn_state_is_the_same_on_any_mesh(ranks, zero):
         def main():
             torch.manual_seed(3)
             batch = batch_of(mesh, ranks)
-            state = ff.init_state(step, drawn, OPTIMIZER, batch)
+            state = ff.init_state(step, in_blocks, OPTIMIZER, batch)
             found = ff.unshard(state.params)
             assert {x.device.type for x in tree.leaves(found)} == {DEVICE.type}
             return found
@@ -82,7 +87,7 @@ def test_a_drawn_state_is_the_same_on_any_mesh(ranks, zero):
     for found in everywhere(main_of(step, mesh, ranks), ranks, mesh):
         same(found, expected)
     values = expected["large"].flatten()
-    assert len(values.unique()) > 0.99 * len(values)
+    assert len(values.unique()) > 0.5 * len(values)
 
 
 @pytest.mark.parametrize("where", ["in place", "abstract"])
