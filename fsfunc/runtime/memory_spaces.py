@@ -224,7 +224,7 @@ class Offloaded(MemorySpace):
             out = x.new_empty(x.shape, dtype=dtype or x.dtype, device=self.device)
         if not crosses(out, x):
             return out.copy_(wait_for(x))
-        send(out, x)
+        send(out, x, private=waits)
         if waits:
             wait_for(x)
         return out
@@ -238,7 +238,7 @@ class Offloaded(MemorySpace):
         room = self.store.scratch(x.numel(), dtype, self.device).view(x.shape)
         if not crosses(room, x):
             return wait_for(room).copy_(wait_for(x))
-        send(room, x)
+        send(room, x, private=waits)
         return wait_for(room) if waits else room
 
     def new_empty(

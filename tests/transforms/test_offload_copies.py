@@ -14,7 +14,8 @@ import torch
 
 from fsfunc import _torch
 from fsfunc.runtime import host_copies
-from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.runtime.memory_spaces import Offloaded, space_of
+from fsfunc.runtime.stores import Folder, HostMemory
 from tests.checks import same, simulated
 from tests.models import chain, floats, layers
 from tests.transforms.test_offload import ADAM, OPTIMIZERS, tied, trained
@@ -179,3 +180,90 @@ def test_any_optimizer_waits(late, name, kinds):
         optimizer, tied, *given, names, **dict.fromkeys(kinds.split(), "host")
     )
     same(found[0][0], expected[0][0])
+
+
+@pytest.mark.parametrize("kinds", ["moments", "moments activations"])
+def test_a_step_that_is_not_sharded_waits_too(late, kinds):
+    given = layers(3, make=floats), floats(64, 4), simulated(1), ("offload", "donate")
+    step = OPTIMIZERS["clipped"], chain()
+    expected = trained(*step, *given)
+    found = trained(*step, *given, **dict.fromkeys(kinds.split(), "host"))
+    assert late.copies
+    same(found[0][0], expected[0][0])
+
+
+@pytest.mark.parametrize("how", ["new", "like", "put"])
+def test_memory_of_a_pool_is_written_when_copies_of_it_are_over(late, how):
+    home, x = Offloaded(HostMemory(), torch.device("cpu")), torch.arange(4.0)
+    there = home.put(x, waits=False)
+    back = home.fetch(there, waits=False)
+    assert there.isnan().all() and torch.equal(back, x)
+    at = there.data_ptr()
+    del there
+    y = x + 1
+    beside = home.copied(y.double())
+    if how == "put":
+        room = home.put(beside, torch.float32)
+    else:
+        room = home.new_empty(x, [4]) if how == "new" else home.empty_like(x, True)
+        room.copy_(y)
+    assert room.data_ptr() == at
+    host_copies.settle()
+    assert torch.equal(room, y)
+
+
+def test_what_waits_is_read_and_written_at_once(late):
+    home, x = Offloaded(HostMemory(), torch.device("cpu")), torch.arange(4.0)
+    there = home.put(x.double(), torch.float32)
+    assert torch.equal(there, x)
+    back = home.fetch(there, torch.bfloat16)
+    there.zero_()
+    host_copies.settle()
+    assert back.dtype == torch.bfloat16 and torch.equal(back.float(), x)
+
+
+def test_a_mapped_file_is_kept_till_its_copy_is_over(late, tmp_path):
+    late.pinned, home = False, Offloaded(Folder(tmp_path), torch.device("cpu"))
+    there = home.put(torch.arange(4.0), waits=False)
+    assert torch.equal(there, torch.arange(4.0))  # the driver has waited
+    alive = weakref.ref(_torch.storage(there))
+    home.fetch(there, waits=False)
+    del there
+    home.store._twin = home.store._spare = None
+    assert alive() is not None
+    host_copies.settle()
+    assert alive() is None
+
+
+def test_a_cast_has_little_of_both_dtypes_on_the_device(late, monkeypatch):
+    monkeypatch.setattr(host_copies, "_PIECE", 3)
+    home, x = Offloaded(HostMemory(), torch.device("cpu")), torch.arange(8.0)
+    there = home.copied(x)
+    late.copies = 0
+    assert torch.equal(home.fetch(there, torch.float64), x.double())
+    assert late.copies == 3
+
+
+def test_a_copy_waits_for_one_of_the_same_memory_in_another_stream(late):
+    home = Offloaded(HostMemory(), torch.device("cpu"))
+    there = home.put(torch.arange(4.0), waits=False)
+    assert late.said == []
+    with late.inside(late.other):
+        home.fetch(there, waits=False)
+    assert late.said == ["side waits for a copy in main"]
+    home.fetch(there, waits=False)
+    assert late.said[1:] == ["main waits for a copy in side"]
+    host_copies.settle()
+
+
+def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
+    """Not into memory that kernels may be at, and nobody reads it too early."""
+    given = layers(4, make=floats), floats(4, 4), simulated(1), ("shard", "offload")
+    expected = trained(ADAM, chain(), *given)
+    monkeypatch.setattr(host_copies, "beside", lambda host, there: True)
+    found = trained(ADAM, chain(), *given, params="host")
+    same(found[0][0], expected[0][0])
+    sent, arrived = "side waits for main", "main waits for a copy in side"
+    said = [x for x in late.said if x in (sent, arrived)]
+    after = [said[i + 1] for i, x in enumerate(said) if x == sent]
+    assert after == [arrived] * 2 * 3  # in two steps
