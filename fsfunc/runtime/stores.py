@@ -8,12 +8,14 @@ import mmap
 import os
 import sys
 import tempfile
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.runtime.memory_spaces import Store, over_storage
+from fsfunc import _torch
+from fsfunc.runtime.memory_spaces import Store, over_storage, used_again
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
@@ -48,13 +50,54 @@ def advise(x: Tensor, how: int) -> None:
 
 
 class HostMemory(Store):
-    """The host's memory, pinned where the device is a GPU."""
+    """The host's memory, pinned where the device is a GPU.
+
+    torch's allocator of pinned memory rounds up to a power of two, so 1.1 GB would take
+    2. Where that costs more than a little, memory is pinned here, and kept for the next
+    one of its size, as that allocator does too: to pin takes longer than to copy.
+    """
 
     kind = "host"
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        pinned = device.type == "cuda"
+        size, pinned = count * dtype.itemsize, device.type == "cuda"
+        if pinned and (1 << (size - 1).bit_length()) - size > _WASTE:
+            if (storage := _PINNED.get(size)) is not None:
+                return used_again(over_storage(storage, count, dtype))
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+_WASTE = 1 << 24  # bytes
+
+
+def _pin(storage: torch.UntypedStorage) -> bool:
+    """Pins memory; False where the system refuses, as by ``ulimit -l``."""
+    cuda: Any = torch.cuda.cudart()
+    return int(cuda.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)) == 0
+
+
+class _Pinned:
+    """Pinned memory of any size. It is never unpinned: copies may be under way."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, list[torch.UntypedStorage]] = {}  # by size
+        self._lock = Lock()
+
+    def get(self, size: int) -> torch.UntypedStorage | None:
+        """A storage that nobody uses, for `used_again`; None: it cannot be pinned."""
+        with self._lock:
+            alike = self.storages.setdefault(size, [])
+            for storage in alike:
+                if _torch.uses_of(storage._cdata) == 1:
+                    return storage
+            storage = torch.UntypedStorage(size)  # so large: on pages of its own
+            if not _pin(storage):
+                return None
+            alike.append(storage)
+            return storage
+
+
+_PINNED = _Pinned()
 
 
 class Folder(Store):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsfunc import _torch
-from fsfunc.runtime import host_copies
+from fsfunc.runtime import host_copies, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from tests.checks import same, simulated
@@ -267,3 +267,48 @@ def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
     said = [x for x in late.said if x in (sent, arrived)]
     after = [said[i + 1] for i, x in enumerate(said) if x == sent]
     assert after == [arrived] * 2 * 3  # in two steps
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The bytes that were pinned here, as on a machine with a GPU."""
+    sizes = []
+    monkeypatch.setattr(stores, "_PINNED", stores._Pinned())
+    monkeypatch.setattr(stores, "_WASTE", 1 << 10)
+    monkeypatch.setattr(stores, "_pin", lambda x: sizes.append(x.nbytes()) or True)
+    return sizes
+
+
+def test_large_memory_is_pinned_as_it_is_and_used_again(late, pinned):
+    """torch would take half as much again or more, and to pin anew takes long."""
+    store, cuda = HostMemory(), torch.device("cuda")
+    x = store.empty(5_000, torch.float32, cuda)
+    y = store.empty(5_000, torch.float32, cuda)
+    assert pinned == [20_000] * 2 and x.data_ptr() != y.data_ptr()
+    host_copies.send(x, torch.ones(5_000))
+    at = x.data_ptr()
+    del x
+    z = HostMemory().empty(10_000, torch.bfloat16, cuda)
+    assert len(pinned) == 2 and z.data_ptr() == at and space_of(z).offloaded
+    z.zero_()  # who had it before is through with it
+    host_copies.settle()
+    assert not z.any()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_that_torch_pins_as_well(monkeypatch, pinned, refused):
+    """What is near a power of two, and what the system does not let us pin."""
+    asked, empty = [], torch.empty
+
+    def noted(*size, pin_memory=False, **how):
+        asked.append(pin_memory)
+        return empty(*size, **how)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    if refused:
+        monkeypatch.setattr(stores, "_pin", lambda x: False)
+    count = 5_000 if refused else 4_096
+    HostMemory().allocate(count, torch.float32, torch.device("cuda"))
+    assert asked[-1] and not pinned
+    HostMemory().allocate(count, torch.float32, torch.device("cpu"))
+    assert not asked[-1]
