@@ -60,6 +60,12 @@ def fused(
     writing = Writing(matched)
 
     def commit() -> list[Tree]:
+        try:
+            return write()
+        finally:  # what was sent to the host is read by anybody from here on
+            settle()
+
+    def write() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
         settle()  # no copy reads what is written on the host
         with torch.no_grad():
@@ -72,7 +78,6 @@ def fused(
                         _write_row(run, row, dtype, decay)
                 else:
                     run(*columns, weight_decay=decay)
-        settle()  # what was sent to the host is read by anybody from here on
         writing.end()
         return [
             matched.restore(target.leaves, leaves)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.units import Call
-from fsfunc.runtime.host_copies import crosses, send
+from fsfunc.runtime.host_copies import crosses, send, wait_for
 from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -118,8 +118,8 @@ def _copy(out: Tensor, x: Tensor) -> None:
     """
     if crosses(out, x):
         send(out, x, private=True)
-    else:
-        out.copy_(x)
+    else:  # a pool's memory may have been a GPU's before
+        wait_for(out).copy_(wait_for(x))
 
 
 class _Packed(NamedTuple):

@@ -77,7 +77,10 @@ def offload(
     zero 1 and 2; so in the backward pass transfers do not overlap with computation. A
     step reads parameters twice (at zero 1 and 2 once) and writes gradients once (at
     zero=1 whole, to be fetched again and reduced); an update reads and writes each
-    moment once. On disk, blocks are allocated when memory is made: under ``donate`` in
+    moment once. To and from a GPU, copies of pinned memory run while Python goes on,
+    casts are computed there, and a rank that gathers from nobody fetches the next unit
+    beside the forward of this one; gradient calls, sharded calls and updates end when
+    what they copied has arrived (but for activations). On disk, blocks are allocated when memory is made: under ``donate`` in
     the first step alone. Files have no names: two runs may share a folder, and a run
     that is killed leaves nothing there.
 
