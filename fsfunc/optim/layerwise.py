@@ -99,7 +99,8 @@ class Trust:
             safe = torch.where(usable, of_updates, 1) + self.eps
             ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
             if not all(adapted[j] for j in members):
-                which = torch.tensor([adapted[j] for j in members], device=ratio.device)
+                like = {"dtype": torch.bool, "device": ratio.device}
+                which = torch.tensor([adapted[j] for j in members], **like)
                 ratio = torch.where(which, ratio, 1)
             out.append(ratio)
         return out

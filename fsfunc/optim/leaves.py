@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import composable
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
@@ -63,22 +63,41 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     )
 
 
-def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Zeros like ``x``, on its device, or where `init_state` wants moments to lie."""
-    store = moments_store()
-    device = space_of(x).on_device(x).device
-    if store is None:
-        return torch.zeros_like(x, dtype=dtype, device=device)
-    return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape).zero_()
+def filled_like(params: Tree, value: float) -> Tree:
+    """The same, of any one number."""
+    return map_flat(
+        lambda tensors: [_room(t, None).fill_(value) for t in tensors],
+        params,
+        rest=None,
+    )
 
 
 def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """``params`` in memory of their own, and None for what is not trainable."""
     return map_flat(
-        lambda tensors: [t.detach().to(dtype or t.dtype, copy=True) for t in tensors],
+        lambda tensors: [_room(t, dtype).copy_(t.detach()) for t in tensors],
         params,
         rest=None,
     )
+
+
+def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if moments_store() is None:
+        return torch.zeros_like(x, dtype=dtype, device=computing_device(x))
+    return _room(x, dtype).zero_()
+
+
+def _room(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
+    store, device = moments_store(), computing_device(x)
+    if store is None:
+        return torch.empty_like(x, dtype=dtype, device=device, requires_grad=False)
+    return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
+
+
+def computing_device(x: Tensor) -> torch.device:
+    """The device that computes with ``x``, also where it lies with the host."""
+    return _torch.device_of(space_of(x).on_device(x))
 
 
 def warn_narrow_moments(
@@ -285,10 +304,20 @@ def _fits(leaf: Any, other: Any) -> bool:
             return plain and leaf.part_shape == other.shape
         if not _same_place(leaf, other):
             return False
-        return leaf.part_shape == other.part_shape and leaf.device == other.device
+        alike = leaf.part_shape == other.part_shape
+        return alike and _computing(leaf) == _computing(other)
     if not isinstance(other, Tensor):
         return False
-    return leaf.shape == other.shape and leaf.device == other.device
+    return leaf.shape == other.shape and _computing(leaf) == _computing(other)
+
+
+def _computing(leaf: Sharded | Tensor) -> torch.device:
+    """Where a leaf is computed with: some of a state may be offloaded, others not."""
+    if not any_offloaded():
+        return leaf.device
+    if not isinstance(leaf, Sharded):
+        return computing_device(leaf)
+    return computing_device(leaf.local if leaf.packed is None else leaf.packed.flat)
 
 
 def said(leaf: Any) -> str:

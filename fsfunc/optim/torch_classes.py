@@ -107,8 +107,11 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     dtype = torch.float64 if wide else torch.float32
     there = fused or kind is torch.optim.ASGD
     foreach = o.get("foreach") is not False and not fused  # None: on a GPU
+    rounded = {
+        k: torch.tensor(v, dtype=dtype, device="cpu").item() for k, v in numbers.items()
+    }
     return Kept(
-        {k: torch.tensor(v, dtype=dtype).item() for k, v in numbers.items()},
+        rounded,
         moments,
         dict.fromkeys(numbers, (dtype, device if there else torch.device("cpu"))),
         afresh=bool(o.get("dampening")),  # SGD: its first momentum is the gradient

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.optim.descent import is_misread
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Tree, map_flat
+from fsfunc.optim.leaves import Tree, filled_like
 from fsfunc.optim.matching import Matched, update_of
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -158,7 +158,7 @@ class _TorchFunctions:
     @cached_property
     def defaults(self) -> dict[str, Any]:
         """The options of the class at the first step."""
-        return self.at(0)([torch.zeros(1)]).defaults
+        return self.at(0)([torch.zeros(1, device=_HOST)]).defaults
 
     def at(self, count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:
         """The class with its options after so many updates."""
@@ -178,10 +178,7 @@ class _TorchFunctions:
     def init(self, params: Tree) -> TorchState:
         kept = self.kept()
 
-        def started(k: str) -> Callable[[list[Tensor]], list[Tensor]]:
-            return lambda ts: [kept.start(k, t) for t in ts]
-
-        moments = {k: map_flat(started(k), params, rest=None) for k in kept.moments}
+        moments = {k: filled_like(params, x) for k, x in kept.moments.items()}
         return TorchState(0, dict(kept.numbers), moments)
 
     def _matched(self, grads: Tree, state: TorchState, params: Tree) -> Matched:
@@ -240,7 +237,7 @@ class _TorchFunctions:
     def _following(self, state: TorchState) -> dict[str, Any]:
         """The numbers after a step, which follow from those before it."""
         with at_rest():
-            p = torch.zeros(2)
+            p = torch.zeros(2, device=_HOST)
             kept = self.kept()
             moments = {k: [kept.start(k, p)] for k in kept.moments}
             plain = {"fused": False} if self.defaults.get("fused") else {}

@@ -231,9 +231,11 @@ class Gathers:
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source
+            # By what is sent: an offloaded range stands for its device by no elements.
+            count = where.size * like.numel()
+            kind = dtype if source is None else like.dtype
             like = space_of(like).on_device(like) if self.offloads else like
-            kind = dtype if source is None else source.dtype
-            full = self.pool.get(where.size * like.numel(), kind, like)
+            full = self.pool.get(count, kind, like)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:

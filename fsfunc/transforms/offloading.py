@@ -80,9 +80,9 @@ def offload(
     moment once. To and from a GPU, copies of pinned memory run while Python goes on,
     casts are computed there, and a rank that gathers from nobody fetches the next unit
     beside the forward of this one; gradient calls, sharded calls and updates end when
-    what they copied has arrived (but for activations). On disk, blocks are allocated when memory is made: under ``donate`` in
-    the first step alone. Files have no names: two runs may share a folder, and a run
-    that is killed leaves nothing there.
+    what they copied has arrived (but for activations). On disk, blocks are allocated
+    when memory is made: under ``donate`` in the first step alone. Files have no names:
+    two runs may share a folder, and a run that is killed leaves nothing there.
 
     Source: FairScale's OffloadModel and FSDP's cpu_offload and ssd_offload; ZeRO-
     Offload (Ren et al., 2021).
