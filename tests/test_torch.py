@@ -749,6 +749,17 @@ def test_the_versions_that_are_tested_are_named_alike_everywhere():
     assert tested and tested.groups() == (versions.OLDEST, versions.NEWEST)
 
 
+def test_a_generator_that_nobody_else_holds_is_gone():
+    generator = torch.Generator()
+    reference = versions.generator_reference(generator)
+    what = "remat restores generators that a unit makes for itself, or none at all"
+    assert reference() is generator, breaks(what)
+    other, generator = generator, None
+    assert reference() is other, breaks(what)
+    del other
+    assert reference() is None, breaks(what)
+
+
 def test_fake_modes_may_be_entered_in_threads_that_end():
     program = """
         from threading import Thread

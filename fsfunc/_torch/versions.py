@@ -9,7 +9,11 @@ when the versions it is for are not supported any more.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +52,11 @@ DIFFERENCES = (
     ),
     VersionDifference(
         "2.11, 2.12",
+        "a torch.Generator takes no weak references",
+        "generator_reference below, which counts references",
+    ),
+    VersionDifference(
+        "2.11, 2.12",
         "all_gather_single and reduce_scatter_single have other names",
         "all_gather_single and reduce_scatter_single below",
     ),
@@ -65,6 +74,25 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or (
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
+
+
+def generator_reference(generator: torch.Generator) -> Callable[[], Any]:
+    """A function that returns the generator while somebody else holds it, else None."""
+    try:
+        return weakref.ref(generator)
+    except TypeError:
+        return partial(_if_held, [generator])
+
+
+def _if_held(holder: list[Any]) -> Any:
+    return holder[0] if _holds(holder) > _ALONE else None
+
+
+def _holds(holder: list[Any]) -> int:
+    return sys.getrefcount(holder[0])
+
+
+_ALONE = _holds([object()])  # where the list alone holds it
 
 
 def is_tested(version: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -123,7 +123,8 @@ def _place(unit: str) -> str:
 def _kind(x: Any) -> Any:
     """The part of a leaf that a program depends on, for comparison."""
     if isinstance(x, Tensor) or is_sharded(x):
-        return tuple(x.shape), x.dtype
+        where = x.device if is_sharded(x) else _torch.device_of(x)
+        return tuple(x.shape), x.dtype, where
     try:
         hash(x)
     except TypeError:

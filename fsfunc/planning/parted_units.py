@@ -55,7 +55,10 @@ class PartedUnits:
             return fn
         first: dict[int, int] = {}
         kinds = [
-            (x.shape, x.dtype, x.stride(), x.requires_grad, first.setdefault(id(x), i))
+            (
+                *(x.shape, x.dtype, x.stride(), _torch.device_of(x)),
+                *(x.requires_grad, first.setdefault(id(x), i)),
+            )
             if isinstance(x, Tensor)
             else x
             for i, x in enumerate(leaves)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pickle import dumps
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
+from fsfunc._torch.versions import generator_reference
 from fsfunc.runtime.scopes import draws_in_graph
 
 MASK = 2**64 - 1
@@ -113,7 +113,7 @@ class NotedDraws(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[weakref.ref[torch.Generator], Tensor]] = []
+        self.seen: list[tuple[Callable[[], Any], Tensor]] = []
 
     @property
     def found(self) -> States:
@@ -124,7 +124,7 @@ class NotedDraws(TorchFunctionMode):
         g = (kwargs or {}).get("generator")
         if isinstance(g, torch.Generator) and g is not torch.default_generator:
             if all(g is not one for one, _ in self.found):
-                self.seen.append((weakref.ref(g), g.get_state()))
+                self.seen.append((generator_reference(g), g.get_state()))
         return func(*args, **(kwargs or {}))
 
 

@@ -113,7 +113,8 @@ def test_a_saved_state_is_loaded_on_any_mesh(tmp_path, ranks, zero, where):
         batch = batch_of(mesh, ranks)
         make = ff.abstract_state if where == "abstract" else ff.init_state
         empty = make(step, drawn, OPTIMIZER, batch)
-        state = ff.load(path, empty)
+        there = {"device": DEVICE} if where == "abstract" else {}
+        state = ff.load(path, empty, **there)
         found = ff.unshard((state.params, state.opt_state))
         kinds = {x.device.type for x in tree.leaves(found[0])}
         assert kinds == {DEVICE.type}
