@@ -258,8 +258,7 @@ def _write_row(
     sum) would give garbage, silently. Row by row, for of gradients in fewer bits there
     is to be no whole in ``dtype``.
     """
-    beside = any_offloaded() and len(set(map(_is_offloaded, row))) > 1
-    work = [_here(t, dtype) if beside else dense(t, dtype) for t in row]
+    work = [dense(t, dtype) for t in brought(row, dtype)]
     kernel(*([x] for x in work), weight_decay=decay)
     for k, (target, source) in enumerate(zip(row, work, strict=True)):
         if k != 1 and target is not source:  # the gradients are only read
@@ -269,11 +268,21 @@ def _write_row(
                 target.copy_(source)
 
 
-def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if not _is_offloaded(x):
-        return dense(x, dtype)
-    # Its row is written back by a copy in the same stream, so nobody waits here.
-    return space_of(x).fetch(x, dtype, waits=False)
+def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Tensors that are computed with each other: on the device, if only some are.
+
+    Where all of them lie with the host, it is the host that computes.
+
+    Args:
+        dtype: of those that are brought; by default their own.
+    """
+    if not any_offloaded() or len(set(map(_is_offloaded, row))) == 1:
+        return list(row)
+    # Who writes them back does so by a copy in the same stream, and an update of the
+    # host's waits for all copies first: nobody waits here.
+    return [
+        space_of(x).fetch(x, dtype, waits=False) if _is_offloaded(x) else x for x in row
+    ]
 
 
 def _is_offloaded(x: Tensor) -> bool:

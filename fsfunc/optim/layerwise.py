@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.compiled_rules import compiled_direction
 from fsfunc.optim.descent import SgdState, sgd
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import brought, fused
 from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import Row, row_norms, rows_of
@@ -126,10 +126,11 @@ class Trust:
                 flats, buffers.groups, ratios, strict=True
             ):
                 if packed is None:
-                    flat.mul_(ratio[0].to(flat.dtype))
+                    flat.mul_(ratio[0].to(flat.device, flat.dtype))
                     continue
                 parts = [flat[a:b] for a, b in packed.ranges]
-                torch._foreach_mul_(parts, list(ratio.to(flat.dtype).unbind()))
+                factors = ratio.to(flat.device, flat.dtype).unbind()
+                torch._foreach_mul_(parts, list(factors))
         return matched.restore(buffers.rebuild(flats), matched.nothing)
 
 
@@ -239,7 +240,8 @@ def lamb(
 
         def kernel(*columns: Any, weight_decay: tuple[float, int]) -> None:
             decay, j = weight_decay
-            fused_adam(*columns, lr=rates[j], weight_decay=decay, **how)
+            lr = rates[j].to(columns[0][0].device)  # norms are where one computes
+            fused_adam(*columns, lr=lr, weight_decay=decay, **how)
 
         # A fused call has one rate, so each leaf is one of its own.
         commit = fused(matched, kernel, [(d, j) for j, d in enumerate(decays)])
@@ -259,7 +261,7 @@ def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Ro
     groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.spread(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
-        u = step(*row, decay)[0]
+        u = step(*brought(row), decay)[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 

@@ -163,3 +163,62 @@ def test_an_update_of_moments_with_the_host(kind):
         pairs = zip(tree.leaves(list(found)), tree.leaves(list(expected)), strict=True)
         near = [torch.isclose(a, b, rtol=1e-5, atol=1e-5).flatten() for a, b in pairs]
         assert torch.cat(near).float().mean() > 0.99
+
+
+def weights_alone(path, leaf):
+    return leaf.ndim > 1
+
+
+OPTIMIZERS = {
+    "clipped": lambda: ff.chain(ff.clip_by_global_norm(0.1), ADAM),
+    "moments in bf16": lambda: ff.sharded_adam(
+        1e-2, eps=1e-3, moment_dtype=torch.bfloat16
+    ),
+    "some decay": lambda: ff.sharded_adam(1e-2, eps=1e-3, mask=weights_alone),
+    "nesterov": lambda: ff.sgd(0.1, momentum=0.9, nesterov=True),
+    "lion": lambda: ff.lion(1e-2),
+    "lamb": lambda: ff.lamb(1e-2, eps=1e-3),
+    "lars": lambda: ff.lars(1e-1, trust_coefficient=0.1),
+    "adafactor": lambda: ff.adafactor(1e-2),
+    "muon": lambda: ff.muon(1e-2),
+    "shampoo": lambda: ff.shampoo(1e-2),
+    "schedule free": lambda: ff.schedule_free(ff.sgd(1.0), 1e-2),
+    "torch's RMSprop": lambda: ff.from_torch(torch.optim.RMSprop, lr=1e-2),
+    "torch's Adagrad": lambda: ff.from_torch(torch.optim.Adagrad, lr=1e-2),
+    "torch's SGD": lambda: ff.from_torch(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "masters": lambda: ff.master_weights(ADAM),
+    "averaged": lambda: ff.ema(ADAM, 0.9),
+    "averaged at the end": lambda: ff.swa(ADAM, start=0, every=1),
+    "scaled loss": lambda: ff.loss_scale(ADAM),
+    "finite alone": lambda: ff.apply_if_finite(ADAM),
+    "in the backward": lambda: ff.step_in_backward(ADAM),
+    "in parts": lambda: ff.partition(
+        {"up": ff.lamb(1e-2, eps=1e-3), "down": ADAM},
+        lambda path, leaf: "up" if path.endswith("w") else "down",
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", ["params", "moments", "params moments"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_meets_what_lies_elsewhere(name, kinds):
+    """Parameters, gradients and moments come together where one of them computes."""
+    optimizer, mesh = OPTIMIZERS[name](), simulated(2)
+    unit = ff.unit(lambda p, x: x + torch.tanh(x @ p["w"]) @ p["v"])
+    grad = ff.value_and_grad(models.chain(unit))
+
+    def main(kinds):
+        torch.manual_seed(0)
+        params, batch = example()
+        mine = ff.local_batch(batch, mesh, "data")
+        step = ff.shard(optimizer(grad), mesh, "data")
+        step = offloaded(step, kinds, "host") if kinds else step
+        state = ff.init_state(step, params, optimizer, mine)
+        for _ in range(2):
+            state, metrics = step(state, mine)
+        return on_host((metrics["loss"], ff.unshard(state.params)))
+
+    expected = ff.spmd(main, mesh)("")
+    for found, right in zip(ff.spmd(main, mesh)(kinds), expected, strict=True):
+        for x, y in zip(tree.leaves(found), tree.leaves(right), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
