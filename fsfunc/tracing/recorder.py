@@ -332,7 +332,7 @@ class Recorder(Findings, Tracer, Watcher):
     def read(self, values: Sequence[Any], library: bool) -> None:
         """Hears that a torch function read these; ``library``: that it called."""
         f = frame()
-        if not f.path:
+        if not (f.path or library):  # the library's own Functions answer for themselves
             self.takes("an operator", values)
         for x in values:
             path = self.path_of(x)

@@ -140,8 +140,8 @@ def watching_gathers(monkeypatch):
     """(counts, look): each ``look()`` appends how many gathered buffers are alive."""
     gathered, alive, start = [], [], Gathers.start
 
-    def watched(runtime, shard, dtype):
-        full, work = start(runtime, shard, dtype)
+    def watched(runtime, *given):
+        full, work = start(runtime, *given)
         gathered.append(weakref.ref(full))
         return full, work
 

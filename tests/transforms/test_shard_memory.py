@@ -39,8 +39,8 @@ def deep(depth, unit=flat):
 def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit):
     start, fulls, found = Gathers.start, [], []
 
-    def watched(runtime, shard, dtype):
-        full, work = start(runtime, shard, dtype)
+    def watched(runtime, *given):
+        full, work = start(runtime, *given)
         if not ff.recording():  # then without data
             fulls.append(weakref.ref(full))
         return full, work
