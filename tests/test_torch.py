@@ -760,6 +760,35 @@ def test_a_generator_that_nobody_else_holds_is_gone():
     assert reference() is None, breaks(what)
 
 
+def test_the_node_of_a_function_lives_as_long_as_is_said():
+    """Whoever holds it; and in every version while something above it is held."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[override]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[override]
+            return g * 2
+
+    what = "the second half of a split backward finds no nodes"
+    y = Twice.apply(torch.ones(1, requires_grad=True))
+    edge, above = torch.autograd.graph.get_gradient_edge(y), y.sin().grad_fn
+    node, token = edge.node, edge.ownership_token
+    del y, edge
+    assert node.next_functions, breaks(what)
+    token = None
+    assert node.next_functions, breaks(what)
+    above = None
+    try:
+        alive = bool(node.next_functions)
+    except RuntimeError:
+        alive = False
+    assert alive == versions.FUNCTIONS_ARE_OWNED, breaks(what)
+    assert token is above is None
+
+
 def test_fake_modes_may_be_entered_in_threads_that_end():
     program = """
         from threading import Thread

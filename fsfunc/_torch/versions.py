@@ -2,8 +2,8 @@
 
 Nothing here asks for a version to decide what to do: a function that stands for two of
 torch's is the one that this torch has, and what a private function does is tried once,
-where it is first needed. `DIFFERENCES` says why such code is there, so that it can go
-when the versions it is for are not supported any more.
+here or where it is first needed. `DIFFERENCES` says why such code is there, so that it
+can go when the versions it is for are not supported any more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ DIFFERENCES = (
         "2.11, 2.12",
         "the node of an autograd.Function, held by ctx or grad_fn alone, loses what it "
         "saved when its result dies",
-        "transforms/repeated_calls.py keeps the results of _Saver, not their nodes",
+        "transforms/repeated_calls.py keeps the results of _Saver, not their nodes; "
+        "pipelining/backward_split.py keeps a node above one that waits for its weight "
+        "gradient, and with it what that one saved where the graph is retained",
     ),
     VersionDifference(
         "2.11, with CUDA built in and no card",
@@ -74,6 +76,30 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or (
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _functions_are_owned() -> bool:
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = _Same.apply(torch.zeros((), requires_grad=True)).grad_fn
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
+
+
+# At import, where no mode of a caller's sees its operators.
+FUNCTIONS_ARE_OWNED = _functions_are_owned()
+"""True if whoever holds the node of an autograd.Function keeps it alive."""
 
 
 def generator_reference(generator: torch.Generator) -> Callable[[], Any]:

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc import _torch
 from fsfunc._torch import products
+from fsfunc._torch.versions import FUNCTIONS_ARE_OWNED
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.memory import BufferPool
 
@@ -41,14 +42,15 @@ class WeightGroup:
     Args:
         nodes: all of them; ``leaves``: those that are parameters.
         users: deferred nodes that late edges come from.
-        found: what has arrived: edges into the group, and cotangents.
+        found: what has arrived: edges into the group, each with what keeps its node
+            alive, and cotangents.
         number: the highest in autograd's own order; 0 where there are leaves alone.
     """
 
     nodes: list[Any] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     users: set[Any] = field(default_factory=set)
-    found: list[tuple[Edge, Any]] = field(default_factory=list)
+    found: list[tuple[GradientEdge, Any]] = field(default_factory=list)
     crossed: bool = False
     number: int = 0
 
@@ -80,7 +82,7 @@ class SplitBackward:
         self.names = {get_gradient_edge(x).node: x for x in parameters}
         self.kept: dict[Any, Any] = {}  # by deferred node, in backward order
         self.inner: set[Any] = set()
-        self.early: list[Edge] = []
+        self.early: list[GradientEdge] = []
         self.late: dict[Any, list[Edge]] = {}
         whole = WeightGroup(leaves=list(self.names))
         self.group_of: dict[Any, WeightGroup] = {edge.node: whole for edge in roots}
@@ -100,8 +102,9 @@ class SplitBackward:
                 owning.add(node)
         group_of = _grouped(below, owning - inner, leaves)
         users = _users(below, inner, group_of)
+        owners = {} if FUNCTIONS_ARE_OWNED else _owners(below, self.roots)
         groups = list(dict.fromkeys(group_of.values()))
-        early: list[Edge] = []
+        early: list[GradientEdge] = []
         late: dict[Any, list[Edge]] = defaultdict(list)
         for c, by_user in users.items():
             user, group = next(iter(by_user)), group_of[c]
@@ -111,10 +114,11 @@ class SplitBackward:
                 late[user] += dict.fromkeys(by_user[user])
                 group.users.add(user)
             else:
-                early += dict.fromkeys(e for edges in by_user.values() for e in edges)
+                into = dict.fromkeys(e for edges in by_user.values() for e in edges)
+                early += [GradientEdge(*edge, owners.get(c)) for edge in into]
         for group in groups:
             if group.crossed:
-                early += [(leaf, 0) for leaf in group.leaves]
+                early += [GradientEdge(leaf, 0) for leaf in group.leaves]
         groups.sort(key=lambda g: g.number, reverse=True)
         self.inner, self.early, self.late = inner, early, dict(late)
         self.group_of, self.groups = group_of, groups
@@ -127,7 +131,7 @@ class SplitBackward:
             if edge.node in self.inner or (group is not None and group.crossed):
                 roots.append((edge, g))
             elif group is not None:
-                self._arrive((edge.node, edge.output_nr), g)
+                self._arrive(edge, g)
         found: Sequence[Tensor | None] = [None] * count
         if roots:
             found = self._run_inner(roots)
@@ -142,7 +146,7 @@ class SplitBackward:
         try:
             found = torch.autograd.grad(
                 [edge for edge, _ in roots],
-                [*self.wanted, *(GradientEdge(*edge) for edge in self.early)],
+                [*self.wanted, *self.early],
                 [g for _, g in roots],
                 retain_graph=bool(hooks),
                 allow_unused=True,
@@ -154,10 +158,10 @@ class SplitBackward:
             self._arrive(edge, g)
         return found
 
-    def _arrive(self, edge: Edge, g: Tensor | None) -> None:
+    def _arrive(self, edge: GradientEdge, g: Tensor | None) -> None:
         """Takes what crosses an edge of the frontier."""
         if g is not None:
-            self.group_of[edge[0]].found.append((edge, g))
+            self.group_of[edge.node].found.append((edge, g))
 
     def _keep(self, node: Any, grads: Sequence[Tensor | None]) -> None:
         self.kept[node] = grads
@@ -186,9 +190,9 @@ class SplitBackward:
             if roots and inputs:
                 torch.autograd.backward(roots, grads, inputs=inputs)
         else:
-            targets = [GradientEdge(*edge) for edge in edges]
+            targets = [GradientEdge(*edge, _owner(edge[0], node)) for edge in edges]
             found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
-            for edge, g in zip(edges, found, strict=True):
+            for edge, g in zip(targets, found, strict=True):
                 self._arrive(edge, g)
         for group in groups:
             group.users.discard(node)
@@ -210,7 +214,7 @@ class SplitBackward:
     def _finish(self, group: WeightGroup) -> None:
         found, group.found = group.found, []
         if found:
-            roots = [GradientEdge(*edge) for edge, _ in found]
+            roots = [edge for edge, _ in found]
             leaves = [self.names[leaf] for leaf in group.leaves]
             pull_back(roots, [g for _, g in found], [], leaves, self.pool)
 
@@ -247,6 +251,30 @@ def _users(
     for c in under & users.keys():
         group_of[c].crossed = True
     return users
+
+
+def _owners(
+    below: dict[Any, list[Edge]], roots: Iterable[GradientEdge]
+) -> dict[Any, Any]:
+    """By node of an autograd.Function: the lowest thing that keeps it alive.
+
+    For torch's versions that do not count who holds such a node in Python: it goes with
+    its last user there, which is freed before the node's turn comes.
+    """
+    tokens = {e.node: e.ownership_token for e in roots if e.ownership_token is not None}
+    owners = dict(tokens)
+    for node in reversed(below):  # users before the used
+        owner = owners[node] if _torch.is_function_node(node) else node
+        for used, _ in below[node]:
+            if used not in tokens and _torch.is_function_node(used):
+                owners[used] = owner
+    return owners
+
+
+def _owner(node: Any, user: Any) -> Any:
+    """``user``, itself no Function's, if ``node`` lives by it alone, else None."""
+    owned = not _torch.is_function_node(node) or FUNCTIONS_ARE_OWNED
+    return None if owned else user
 
 
 def _grouped(
