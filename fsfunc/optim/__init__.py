@@ -20,6 +20,7 @@ backward_steps.py   step_in_backward
 torch_optimizers.py torch_classes.py   from_torch; what torch's own classes keep
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
 leaves.py in_place.py   leaves as few flat tensors, updated in place
+places.py           where tensors of the host meet those of the device
 matrix/             Muon and Shampoo: whole matrices, each on one rank
 """
 

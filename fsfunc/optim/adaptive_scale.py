@@ -24,7 +24,7 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
-from fsfunc.optim.leaves import Tree, check_unfollowed
+from fsfunc.optim.leaves import Tree, check_unfollowed, computing_device
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
@@ -274,7 +274,8 @@ class _AdaScale:
     def init(self, params: Tree) -> AdaScaleState:
         _, wide = by_axes(params)
         # Where updates will leave them: what is loaded or compiled finds it so.
-        devices = (x.device for x in tree.leaves(params) if isinstance(x, Tensor))
+        tensors = (x for x in tree.leaves(params) if isinstance(x, Tensor))
+        devices = map(computing_device, tensors)
         like = {"dtype": wide, "device": next(devices, torch.device("cpu"))}
         variance, square, iterations = (torch.zeros((), **like) for _ in range(3))
         gain = torch.ones((), **like)

@@ -18,6 +18,7 @@ from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
 from fsfunc.optim.matching import update_of
 from fsfunc.optim.optimizer import Commit
+from fsfunc.optim.places import room_like
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
@@ -178,5 +179,6 @@ def _wide(leaf: Any, rule: ElementRule) -> Any:
     if not trainable(leaf):
         return leaf
     x = local(leaf).detach()
-    wide = x.float() if rule.weight_decay else torch.zeros_like(x, dtype=torch.float32)
+    wide = room_like(x, torch.float32)
+    wide = wide.copy_(x) if rule.weight_decay else wide.zero_()
     return leaf.with_local(wide) if is_sharded(leaf) else wide

@@ -16,8 +16,9 @@ from fsfunc.comm.mesh import here
 from fsfunc.optim.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.optim.leaves import local, trainable
 from fsfunc.optim.matching import Matched
+from fsfunc.optim.places import fetched, meeting
 from fsfunc.runtime.generators import mix
-from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
+from fsfunc.runtime.memory_spaces import moments_store, space_of
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -150,9 +151,8 @@ class CodedStep:
         """
         tensors = [t for pair in where for t in pair]
         tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
-        beside = [space_of(t).offloaded for t in tensors] if any_offloaded() else []
-        if any(beside) and not all(beside):
-            self._write_here(number, group, cuts, where)
+        if (device := meeting(tensors)) is not None:
+            self._write_on(device, number, group, cuts, where)
             return
         for start, stop in _blocks(cuts):
             param = cuts[0].param
@@ -164,11 +164,16 @@ class CodedStep:
                 if isinstance(param, _torch.FakeTensor):
                     return  # nothing is written, and each chunk is as the first
 
-    def _write_here(
-        self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
+    def _write_on(
+        self,
+        device: torch.device,
+        number: int,
+        group: CodeGroup,
+        cuts: Sequence[Stretch],
+        where: Moved,
     ) -> None:
         """The same on the device, where some tensors are offloaded."""
-        come = lambda x: space_of(x).fetch(x)  # noqa: E731
+        come = lambda x: fetched(x, device, waits=True)  # noqa: E731
         mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
         # What was brought is a copy, to be written over.
         work = [come(old) for old, _ in where]

@@ -21,6 +21,7 @@ from fsfunc.optim.leaves import (
     Mask,
     Tree,
     chosen,
+    computing_device,
     map_flat,
     warn_narrow_moments,
     zeros_like,
@@ -28,7 +29,9 @@ from fsfunc.optim.leaves import (
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
+from fsfunc.optim.places import brought_with
 from fsfunc.optim.schedules import check_params_given
+from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import is_sharded
 
 Kernel = Callable[..., None]
@@ -305,14 +308,15 @@ def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
     columns = [b.tensors for b in matched.buffers]
     with torch.no_grad():
         return [
-            _most(row, step, decay)
+            _most(*brought_with(row, decay), step=step)
             for *row, decay in zip(
                 *columns, matched.spread(rule.decays(matched)), strict=True
             )
         ]
 
 
-def _most(row: Sequence[Tensor], step: Equation, decay: Any) -> Tensor:
+def _most(*given: Any, step: Equation) -> Tensor:
+    *row, decay = given
     p = row[0]
     most = torch.zeros(1, dtype=torch.float32, device=p.device)
     if not p.numel():
@@ -331,6 +335,9 @@ def _most(row: Sequence[Tensor], step: Equation, decay: Any) -> Tensor:
 def _fit(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
     """True if the next moments, times ``scale``, fit float16 on every rank."""
     leaves = [matched.trees[0][matched.active[k[0]]] for k in matched.members]
+    if any_offloaded():  # ranks agree on their devices
+        pairs = zip(largest, matched.buffers[0].tensors, strict=True)
+        largest = [most.to(computing_device(p)) for most, p in pairs]
     flags = [
         torch.where(most * scale < _LIMIT, torch.zeros_like(most), torch.inf)
         for most in largest

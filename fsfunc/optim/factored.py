@@ -13,9 +13,20 @@ from torch.linalg import vector_norm
 
 from fsfunc import tree
 from fsfunc.comm.mesh import here
-from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    along,
+    computing_device,
+    device_with,
+    local,
+    paths_of,
+    said,
+    trainable,
+)
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.places import brought, returned, room_like
 from fsfunc.optim.reductions import over_axes
 from fsfunc.optim.schedules import (
     Schedule,
@@ -23,7 +34,6 @@ from fsfunc.optim.schedules import (
     check_ranges,
     rate_at,
 )
-from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import Box, boxes
@@ -36,12 +46,13 @@ class FactoredLeaf:
         self.at, self.shape = at, tuple(param.shape)
         self.p, self.g = local(param), local(grad)
         self.wide = wide(self.p.dtype)
-        self.device = space_of(self.p).on_device(self.p).device
+        self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
         self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
             self.axes = tuple(sorted(param.layout.axes))
             self.boxes = _boxes(param.layout) if self.axes else self.boxes
+        self.moments = moments
         self.row, self.col, self.variance = moments
         self.denominator: Any = None
         self.power: Any = None
@@ -81,9 +92,11 @@ class FactoredLeaf:
     def learn(self, rows: Tensor, cols: Tensor, weight: Any) -> None:
         """Takes in the whole sums: the second moments are other tensors then."""
         if not self.factored:
+            self.g, self.variance = brought([self.g, self.variance])
             square = self.g.to(self.wide).square().view(self.variance.shape)
             self.variance = self.variance.lerp(square, weight)
             return
+        self.g, self.row, self.col = brought([self.g, self.row, self.col])
         r, c = self.shape[-2:]
         rows = rows.view(self.row.shape).to(self.row) / max(c, 1)
         cols = cols.view(self.col.shape).to(self.col) / max(r, 1)
@@ -92,6 +105,15 @@ class FactoredLeaf:
 
     def direct(self, out: Tensor, eps1: float | None) -> None:
         """Writes the update before it is scaled; ``out`` is dense."""
+        if out.device != self.g.device:  # it is computed on the device, and goes back
+            here = torch.empty_like(out, device=self.g.device)
+            self._write(here, eps1)
+            out.copy_(here)
+        else:
+            self._write(out, eps1)
+        self.g = None  # what was brought of it is done with
+
+    def _write(self, out: Tensor, eps1: float | None) -> None:
         least = torch.finfo(self.p.dtype).eps if eps1 is None else eps1
         if not self.factored:
             estimate = self.variance.clamp(min=least * least).rsqrt_()
@@ -102,6 +124,11 @@ class FactoredLeaf:
         for (box, g), (_, u) in zip(*boxes, strict=True):
             torch.mul(_within(self.row, box), _within(self.col, box), out=u)
             u.div_(_within(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
+
+    def kept(self) -> list[Tensor | None]:
+        """The second moments of the next step, where those of this one lie."""
+        new = zip((self.row, self.col, self.variance), self.moments, strict=True)
+        return [x if x is old else returned(x, old, keeps=True) for x, old in new]
 
     def rms(self, power: Tensor) -> Tensor:
         return (power / max(math.prod(self.shape), 1)).sqrt()
@@ -240,10 +267,9 @@ def adafactor(
         with torch.no_grad():
             leaves = _leaves(matched, state)
             sums = whole_sums(leaves)
-            dense: Any = {"memory_format": torch.contiguous_format}
             flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [torch.zeros_like(x, dtype=wide(x.dtype), **dense) for x in flats]
+                [room_like(x, wide(x.dtype)).zero_() for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)
@@ -272,14 +298,15 @@ def _init(params: Tree) -> AdafactorState:
                 return None
             shape = [*leaf.shape]
             shape[short] = 1
-            return torch.zeros(shape, dtype=wide(leaf.dtype), device=leaf.device)
+            return torch.zeros(shape, dtype=wide(leaf.dtype), device=device_with(leaf))
 
         return tree.map(zeros, params, is_leaf=is_sharded)
 
     def variance(leaf: Any) -> Any:
         if not trainable(leaf) or leaf.ndim > 1:
             return None
-        zeros = torch.zeros_like(local(leaf), dtype=wide(leaf.dtype))
+        how: Any = {"dtype": wide(leaf.dtype), "device": device_with(leaf)}
+        zeros = torch.zeros_like(local(leaf), **how)
         return leaf.with_local(zeros) if is_sharded(leaf) else zeros
 
     vectors = tree.map(variance, params, is_leaf=is_sharded)
@@ -321,8 +348,7 @@ def _next(
     columns = [list(column) for column in _columns(matched, state)]
     for leaf in leaves:
         i = matched.active[leaf.at]
-        new = leaf.row, leaf.col, leaf.variance
-        for column, x in zip(columns, new, strict=True):
+        for column, x in zip(columns, leaf.kept(), strict=True):
             old = column[i]
             column[i] = old.with_local(x) if is_sharded(old) else x
     trees = [tree.unflatten(matched.treedef, column) for column in columns]

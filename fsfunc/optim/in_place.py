@@ -20,6 +20,7 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
+from fsfunc.optim.places import brought
 from fsfunc.runtime.host_copies import crosses, send, settle
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.donated import Everything
@@ -266,27 +267,6 @@ def _write_row(
                 send(target, source)  # `fused` waits for all rows in the end
             else:
                 target.copy_(source)
-
-
-def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Tensors that are computed with each other: on the device, if only some are.
-
-    Where all of them lie with the host, it is the host that computes.
-
-    Args:
-        dtype: of those that are brought; by default their own.
-    """
-    if not any_offloaded() or len(set(map(_is_offloaded, row))) == 1:
-        return list(row)
-    # Who writes them back does so by a copy in the same stream, and an update of the
-    # host's waits for all copies first: nobody waits here.
-    return [
-        space_of(x).fetch(x, dtype, waits=False) if _is_offloaded(x) else x for x in row
-    ]
-
-
-def _is_offloaded(x: Tensor) -> bool:
-    return space_of(x).offloaded
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,12 @@ from torch import Tensor
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.compiled_rules import compiled_direction
 from fsfunc.optim.descent import SgdState, sgd
-from fsfunc.optim.in_place import brought, fused
-from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Mask, Tree, computing_device, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import Row, row_norms, rows_of
 from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, described
+from fsfunc.optim.places import brought_with, room_like
 from fsfunc.optim.reductions import into_parts
 from fsfunc.optim.schedules import (
     Schedule,
@@ -93,8 +94,12 @@ class Trust:
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
         adapted = matched.decays(1, self.mask)
         out = []
-        pairs = zip(norms[:count], norms[count:], matched.members, strict=True)
-        for of_params, of_updates, members in pairs:
+        flats = matched.buffers[0].tensors
+        columns = norms[:count], norms[count:], matched.members, flats
+        for of_params, of_updates, members, flat in zip(*columns, strict=True):
+            if of_params.device != of_updates.device:  # one of them lies with the host
+                where = computing_device(flat)
+                of_params, of_updates = of_params.to(where), of_updates.to(where)
             usable = (of_params != 0) & (of_updates != 0)
             safe = torch.where(usable, of_updates, 1) + self.eps
             ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
@@ -120,7 +125,7 @@ class Trust:
         buffers = matched.buffers[1]
         flats = buffers.tensors
         if not own:
-            flats = [t.clone(memory_format=torch.contiguous_format) for t in flats]
+            flats = [room_like(t).copy_(t.detach()) for t in flats]
         with torch.no_grad():
             for flat, (_, packed), ratio in zip(
                 flats, buffers.groups, ratios, strict=True
@@ -147,9 +152,9 @@ def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
             x = local(leaf)
             if is_sharded(leaf):
                 factor = into_parts(factor, leaf.layout.axes)
-                out[j] = leaf.with_local(x * factor.to(x.dtype))
+                out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
             else:
-                out[j] = x * factor.to(x.dtype)
+                out[j] = x * factor.to(x.device, x.dtype)
     return out
 
 
@@ -261,7 +266,7 @@ def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Ro
     groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.spread(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
-        u = step(*brought(row), decay)[0]
+        u = step(*brought_with(row, decay))[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 

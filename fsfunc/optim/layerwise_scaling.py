@@ -14,7 +14,7 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Interpretation, composable, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
-from fsfunc.optim.leaves import Tree
+from fsfunc.optim.leaves import Tree, computing_device
 from fsfunc.optim.loss_scaling import ScaleRule, Skipping
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
@@ -259,7 +259,8 @@ class _Layerwise(Skipping):
     def _overflowed(self, grads: Tree, scales: dict[str, float]) -> set[str]:
         """The units to blame, the same on all ranks; all, where the loss is."""
         near = next(x for x in tree.leaves(grads) if isinstance(x, Tensor))
-        fine = near.new_zeros((), dtype=torch.float32)
+        device = computing_device(near)
+        fine = near.new_zeros((), dtype=torch.float32, device=device)
         blamed = set()
         for name in sorted(scales):
             one = self.found.get(name)

@@ -304,15 +304,25 @@ def _fits(leaf: Any, other: Any) -> bool:
             return plain and leaf.part_shape == other.shape
         if not _same_place(leaf, other):
             return False
-        alike = leaf.part_shape == other.part_shape
-        return alike and _computing(leaf) == _computing(other)
+        return leaf.part_shape == other.part_shape and _meet(leaf, other)
     if not isinstance(other, Tensor):
         return False
-    return leaf.shape == other.shape and _computing(leaf) == _computing(other)
+    return leaf.shape == other.shape and _meet(leaf, other)
 
 
-def _computing(leaf: Sharded | Tensor) -> torch.device:
-    """Where a leaf is computed with: some of a state may be offloaded, others not."""
+def _meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
+    """True if leaves are on one device, or computed with there.
+
+    Some of a state may be offloaded, others not; and what was computed of an offloaded
+    one, by the host, lies beside it and is no part of its store.
+    """
+    if leaf.device == other.device:
+        return True
+    return any_offloaded() and device_with(leaf) == device_with(other)
+
+
+def device_with(leaf: Sharded | Tensor) -> torch.device:
+    """The device that computes with a leaf; see `computing_device`."""
     if not any_offloaded():
         return leaf.device
     if not isinstance(leaf, Sharded):

@@ -29,6 +29,8 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
+from fsfunc.optim.places import brought_with, returned
+from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import is_sharded
 
 Decay = float | Tensor
@@ -131,7 +133,7 @@ class Matched:
         params, grads, *moments = self.buffers
         columns = [b.tensors for b in self.buffers]
         rows = [
-            rule(*row, decay)
+            _computed(rule, row, decay, as_params)
             for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
         made = [params if as_params else grads, *moments]
@@ -214,6 +216,19 @@ _WHOLE = (
     "optimizer.init(placed) does; for a state that was made before, name what has the "
     'layouts of parameters: ff.place(step, state, ..., like={"opt_state/*": "params"})'
 )
+
+
+def _computed(
+    rule: Rule, row: Sequence[Tensor], decay: Decay, as_params: bool
+) -> Sequence[Tensor]:
+    """The results of a rule, each where what it is the next of lies."""
+    made = rule(*brought_with(row, decay))
+    if not any_offloaded():
+        return made
+    param, grad, *moments = row
+    first = returned(made[0], param if as_params else grad, keeps=as_params)
+    rest = zip(made[1:], moments, strict=True)
+    return [first, *(returned(x, m, keeps=True) for x, m in rest)]
 
 
 def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from fsfunc.optim.optimizer import (
     described,
     then,
 )
+from fsfunc.optim.places import returned
 from fsfunc.optim.reductions import tree_scale
 from fsfunc.optim.schedules import check_params_given
 
@@ -198,7 +199,8 @@ def clip_by_value(max_value: float) -> Optimizer:
     """
 
     def clipped(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.clamp(-max_value, max_value) for t in tensors]
+        each = [(t.clamp(-max_value, max_value), t) for t in tensors]
+        return [returned(x, t) for x, t in each]
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(clipped, grads), state

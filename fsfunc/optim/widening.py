@@ -22,6 +22,7 @@ from fsfunc.optim.leaves import (
     Tree,
     along,
     chosen,
+    copied,
     local,
     map_flat,
     paths_of,
@@ -36,8 +37,10 @@ from fsfunc.optim.optimizer import (
     apply_updates,
     described,
 )
+from fsfunc.optim.places import room_like
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.donated import Donation
@@ -69,10 +72,13 @@ class Narrow:
         return chosen(self.treedef, there, values)
 
     def floats(self) -> Tree:
-        """Copies in float32 where the parameters have 16 bits; None elsewhere."""
+        """Copies in float32 where the parameters have 16 bits; None elsewhere.
+
+        They lie where the parameters do.
+        """
         with torch.no_grad():
-            low = self.only(self.params)
-            return map_flat(lambda ts: [t.float() for t in ts], low)
+            low, wide = self.only(self.params), torch.float32
+            return map_flat(lambda ts: [space_of(t).put(t, wide) for t in ts], low)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +211,7 @@ class _Masters(Widened):
 
     def init(self, params: Tree) -> MasterState:
         low = Narrow(params)
-        master = low.floats()
+        master = copied(low.only(params), torch.float32)
         return MasterState(master, self.optimizer.init(low.merged(params, master)))
 
     def wide(self, state: MasterState, low: Narrow) -> Tree:
@@ -301,7 +307,7 @@ class _Rounded(Widened):
 
     def rounded(self, state: RoundingState, wide: Tree) -> Tree:
         out = map_flat(
-            lambda ts: [torch.zeros_like(t, dtype=torch.bfloat16) for t in ts], wide
+            lambda ts: [room_like(t, torch.bfloat16).zero_() for t in ts], wide
         )
         leaves, treedef = tree.flatten(wide, is_sharded)
         places = zip(leaves, tree.leaves(out, is_sharded), strict=True)

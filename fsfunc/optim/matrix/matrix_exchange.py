@@ -16,7 +16,15 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import asks, here
 from fsfunc.optim.element_rules import Codec, ElementRule
-from fsfunc.optim.leaves import Mask, Tree, local, paths_of, said, trainable
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    device_with,
+    local,
+    paths_of,
+    said,
+    trainable,
+)
 from fsfunc.optim.matching import Matched, decays
 from fsfunc.optim.matrix.matrix_owners import (
     Cost,
@@ -26,7 +34,9 @@ from fsfunc.optim.matrix.matrix_owners import (
     owners_of,
     ranks_of,
 )
+from fsfunc.optim.places import on_device, room_like
 from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Owned, Placement
 from fsfunc.sharded.slices import take
@@ -84,7 +94,7 @@ class MatrixExchange:
         found: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if leaf.numel():
-                key = *ranks_of(leaf, share), leaf.device
+                key = *ranks_of(leaf, share), device_with(leaf)
                 found.setdefault(key, []).append(i)
         self.buckets: list[_Bucket] = []
         for (axes, copies, fixed, _), positions in found.items():
@@ -132,7 +142,8 @@ class MatrixExchange:
         """The parts of what ``fn`` makes of the matrices, whose parts are given.
 
         Args:
-            parts: of each leaf, what this rank holds; all of one dtype.
+            parts: of each leaf, what this rank holds; all of one dtype, on the device
+                that computes with the leaf.
             fn: from the matrices that this rank owns, by position, to what goes back:
                 matrices of the same shapes, of the dtype of the parts.
 
@@ -296,12 +307,15 @@ def directions(
     It lies as the parameters do, in their dtypes; leaves of one buffer in a buffer.
 
     Args:
-        parts: of each active leaf what this rank holds, of one dtype.
+        parts: of each active leaf what this rank holds, of one dtype, wherever.
         fn: as of `MatrixExchange.map`.
     """
-    made = exchange.map(parts, fn)
     params = matched.buffers[0]
     leaves = matched.columns[0]
+    if any_offloaded():  # products of matrices and messages are the device's
+        here = zip(parts, leaves, strict=True)
+        parts = [on_device(x, device_with(leaf)) for x, leaf in here]
+    made = exchange.map(parts, fn)
     factors = [1.0] * len(made) if factors is None else factors
     rows = list(zip(leaves, made, factors, strict=True))
     if matched.differentiated:
@@ -311,7 +325,7 @@ def directions(
             for leaf, x in zip(leaves, out, strict=True)
         ]
         return matched.restore(out, matched.nothing)
-    out = params.rebuild([torch.zeros_like(x) for x in params.tensors])
+    out = params.rebuild([room_like(x).zero_() for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
         local(leaf).copy_(x)
         if factor != 1:

@@ -26,6 +26,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described
+from fsfunc.optim.places import brought
 from fsfunc.optim.schedules import Schedule
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
@@ -254,6 +255,7 @@ class _Muon:
         _, grads, momenta = (b.tensors for b in matched.buffers)
         out = []
         for g, v in zip(grads, momenta, strict=True):
+            g, v = brought([g, v])
             g = g.to(v.dtype)
             u = v.lerp(g, 1 - self.momentum)
             u = g.lerp(u, self.momentum) if self.nesterov else u

@@ -12,7 +12,15 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    along,
+    device_with,
+    local,
+    trainable,
+    zeros_like,
+)
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
@@ -24,6 +32,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Commit, Optimizer, described, then
+from fsfunc.optim.places import on_device, returned
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -105,7 +114,7 @@ class Preconditioning:
 
         def scaled(n: int, value: float, what: str) -> Any:
             owns = exchange.owns(k)
-            x = torch.eye(n if owns else 0, dtype=dtype, device=leaf.device)
+            x = torch.eye(n if owns else 0, dtype=dtype, device=device_with(leaf))
             if not where:
                 return x.mul_(value)
             layout = Layout((n, n), dtype, where, f"{name}/{what}")
@@ -126,13 +135,15 @@ class Preconditioning:
     def step(
         self, g: Tensor, old: Preconditioners, refresh: bool
     ) -> tuple[Tensor, Preconditioners]:
-        """The update of one matrix, and what is kept of it."""
+        """The update of one matrix, on its device, and what is kept of it."""
         out, new = torch.empty_like(g), []
         weight = 1.0 if self.b2 == 1 else 1 - self.b2
         for (rows, columns), kept in zip(
             _blocks(g.shape, self.block), zip(*old, strict=True), strict=True
         ):
-            left, right, left_root, right_root = map(local, kept)
+            before = list(map(local, kept))
+            here = [on_device(x, g.device) for x in before]
+            left, right, left_root, right_root = here
             x = g[rows, columns].to(left.dtype)
             left = torch.addmm(left, x, x.T, beta=self.b2, alpha=weight)
             right = torch.addmm(right, x.T, x, beta=self.b2, alpha=weight)
@@ -141,6 +152,10 @@ class Preconditioning:
                 right_root = inverse_root(right, self.eps)
             out[rows, columns] = left_root @ x @ right_root
             made = (left, right, left_root, right_root)
+            made = [
+                old if x is it else returned(x, old, keeps=True)
+                for old, it, x in zip(before, here, made, strict=True)
+            ]
             pairs = zip(kept, made, strict=True)
             new.append([o.with_local(x) if is_sharded(o) else x for o, x in pairs])
         return out, Preconditioners(*zip(*new, strict=True))
