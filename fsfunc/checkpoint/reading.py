@@ -31,6 +31,7 @@ from fsfunc.checkpoint.stored import (
     bytes_of,
     open_regular,
 )
+from fsfunc.runtime import host_copies
 from fsfunc.runtime.stores import populate
 from fsfunc.sharded.slices import Box
 
@@ -152,15 +153,21 @@ def copy(into: memoryview, source: memoryview) -> None:
     ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
 
 
-def threads() -> ThreadPoolExecutor:
-    """Threads that read, each with a slab of memory of its own."""
-    return ThreadPoolExecutor(THREADS, "read", _make_slab)
+def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:
+    """Threads that read, each with a slab of memory of its own.
+
+    On a GPU they write ``targets`` in the caller's streams: behind the zeros that were
+    put there, and ahead of whoever reads them (a cast may go on when a thread ends).
+    """
+    streams = host_copies.streams_of(targets)
+    return ThreadPoolExecutor(THREADS, "read", _begin, (streams,))
 
 
 _LOCAL = threading.local()
 
 
-def _make_slab() -> None:
+def _begin(streams: Sequence[Any]) -> None:
+    host_copies.enter(streams)
     # An element across an edge is read with the block after it.
     _LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
 
@@ -309,7 +316,8 @@ def read(stored: Stored, wanted: Iterable[Request]) -> None:
     by_file: dict[str, list[Request]] = defaultdict(list)
     for request in wanted:
         by_file[request.chunk.file].append(request)
-    with threads() as pool:
+    targets = (request.target for some in by_file.values() for request in some)
+    with threads(targets) as pool:
         for name, some in by_file.items():
             with Blocks(stored, name, pool) as file:
                 file.read(some)

@@ -28,6 +28,7 @@ from fsfunc.checkpoint.stored import (
     StoredTensor,
 )
 from fsfunc.comm.mesh import Here
+from fsfunc.runtime import host_copies
 from fsfunc.sharded.donated import hold
 from fsfunc.transforms.donation import version
 
@@ -50,6 +51,7 @@ class SaveTask:
     others: Others | None = None  # who save it too
     _finished: bool = False
     _versions: list[int] = field(default_factory=list)
+    _made: list[Any] = field(default_factory=list)  # the ends of what makes the tensors
 
     def __post_init__(self) -> None:
         held = self.contents.tensors.values()
@@ -131,6 +133,7 @@ class SaveTask:
                 self.finish()
                 return
             self.others = Others(self.at, self.path)
+        self._made = host_copies.ends_of(h.part for h in self.contents.tensors.values())
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self
@@ -167,6 +170,8 @@ class SaveTask:
         """The body of the thread."""
         said, others = "", self.others
         try:
+            for end in self._made:  # the caller's streams still compute what is saved
+                end.synchronize()
             self.write()
             if self.first and others is not None:
                 others.wait()
@@ -181,7 +186,8 @@ class SaveTask:
                 attempt(partial(others.wait, all_of_them=True))
             folders.discard(self.folder)
         self.release()
-        self.contents, self._versions = Contents(), []  # it may be kept for long
+        # It may be kept for long.
+        self.contents, self._versions, self._made = Contents(), [], []
 
     # What the first rank makes of all reports
 

@@ -20,7 +20,7 @@ pinned memory of its own: into it before the call returns, and from it soon afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +60,10 @@ class CUDA:
         """The one on the host, and the one on the device."""
         return (x, out) if out.is_cuda else (out, x)
 
+    def has(self, x: Tensor) -> bool:
+        """True if ``x`` lies on a GPU."""
+        return x.is_cuda
+
     def stream(self, there: Tensor) -> Any:
         """The current stream of the device of ``there``."""
         return torch.cuda.current_stream(there.device)
@@ -85,6 +89,10 @@ class CUDA:
 
     def inside(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
+
+    def enter(self, stream: Any) -> None:
+        """Makes it the current stream of its device, in this thread."""
+        torch.cuda.set_stream(stream)
 
     def side(self, there: Tensor) -> Any:
         """The stream in which copies run ahead, one for each device."""
@@ -164,6 +172,29 @@ def wait_for(host: Tensor) -> Tensor:
     if _LAST.facts and (last := _LAST.get(host)) is not None:
         last.end.synchronize()
     return host
+
+
+# A thread begins in the default streams: nothing there comes after what the caller's
+# streams were given. So who hands tensors to a thread hands one of these with them.
+
+
+def streams_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The current streams of the devices that tensors lie on; none of the host's."""
+    return list({x.device: GPU.stream(x) for x in tensors if GPU.has(x)}.values())
+
+
+def ends_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The ends of what these streams were given so far; ``synchronize`` waits for one.
+
+    Cost: the caller waits for nothing.
+    """
+    return [GPU.end(stream) for stream in streams_of(tensors)]
+
+
+def enter(streams: Iterable[Any]) -> None:
+    """Has the rest of this thread work in streams, of `streams_of`."""
+    for stream in streams:
+        GPU.enter(stream)
 
 
 def settle() -> None:

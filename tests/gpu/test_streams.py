@@ -14,6 +14,7 @@ from fsfunc.testing import poison
 from tests.checks import simulated
 from tests.gpu.programs import (
     ADAM,
+    CYCLES,
     DEVICE,
     REHEARSED,
     close,
@@ -171,3 +172,15 @@ def test_units_in_streams_of_their_own(around):
 
     expected = gradient([None] * 3)
     same(gradient([stream(), stream(), None]), expected)
+
+
+@pytest.mark.parametrize("save", [ff.save, lambda *a: ff.save_async(*a).wait()])
+def test_checkpoints_of_a_state_that_is_still_computed(tmp_path, save):
+    """What a stream has not finished is saved whole, and loaded behind its zeros."""
+    with within(stream()):
+        sleep(20 * CYCLES)
+        state = {"w": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE)}
+        save(tmp_path / "a", state)
+        sleep(20 * CYCLES)
+        loaded = ff.load(tmp_path / "a", ff.tree.map(torch.zeros_like, state))
+        same(loaded, state)
