@@ -6,7 +6,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,11 +178,11 @@ class CallTensors:
         """Puts another tensor in a buffer's place."""
         self._held[name] = x, _NEW
 
-    def current(self, name: str) -> Tensor:
-        """A buffer as it now is, to hand on."""
-        if name in self._held and self._is_changed(name):
-            return self._held[name][0]
-        return self.buffers[name]
+    def current(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Buffers as they now are, to hand on."""
+        found = {n: self.buffers[n] for n in names}
+        changed = self._changed_of(found.keys() & self._held.keys())
+        return found | {n: self._held[n][0] for n in changed}
 
     def changed(self) -> dict[str, Tensor]:
         """The buffers that were written.
@@ -191,7 +191,8 @@ class CallTensors:
             RuntimeError: there are some, without ``mutable=True``; or a parameter was.
         """
         self.given._check_parameters()
-        found = {n: x for n, (x, _) in self._held.items() if self._is_changed(n)}
+        changed = self._changed_of(self._held)
+        found = {n: x for n, (x, _) in self._held.items() if n in changed}
         if found and not self.mutable:
             names = ", ".join(map(repr, found))
             raise RuntimeError(
@@ -207,20 +208,25 @@ class CallTensors:
                 )
         return found
 
-    def _is_changed(self, name: str) -> bool:
-        x, version = self._held[name]
-        if x._version != version:
-            return True
-        before = self.buffers[name]
-        if name in self._trusted or x is before:
-            return False
-        # Some operators write what they say they read, and .data counts nothing.
-        if _is_virtual((x, before)):
-            return name in self.part.hidden
-        if not _equal(x, before):
-            self.part.hidden.add(name)
-            return True
-        return False
+    def _changed_of(self, names: Iterable[str]) -> set[str]:
+        """Those of the buffers held that were written."""
+        changed, doubtful = set(), {}
+        for name in names:
+            x, version = self._held[name]
+            before = self.buffers[name]
+            if x._version != version:
+                changed.add(name)
+            elif name in self._trusted or x is before:
+                continue
+            elif _is_virtual((x, before)):
+                changed |= self.part.hidden & {name}
+            else:
+                doubtful[name] = x, before
+        # Some operators write what they say they read, and .data counts nothing. Any
+        # call may do so for the first time, so each one is asked for values.
+        unlike = _unlike(doubtful)
+        self.part.hidden |= unlike
+        return changed | unlike
 
 
 _NEW = -1  # a version that no tensor has
@@ -242,6 +248,37 @@ def _equal(x: Tensor, before: Tensor) -> bool:
         if torch.equal(x, before):
             return True
         return bool(((x == before) | (x != x) & (before != before)).all())
+
+
+def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
+    """The names of pairs of which the values differ; NaN equals NaN.
+
+    Cost: of all pairs on a device one wait for it.
+    """
+    far: dict[torch.device, dict[str, Tensor]] = {}
+    found = set()
+    for name, (x, before) in pairs.items():
+        if x.shape != before.shape or x.device != before.device or _is_near(x):
+            found |= set() if _equal(x, before) else {name}
+            continue
+        with _torch.beneath_functorch(), torch.no_grad():
+            x, before = _torch.unwrapped(x), _torch.unwrapped(before)
+            unlike = (x != before) & ((x == x) | (before == before))
+            far.setdefault(x.device, {})[name] = unlike.any()
+    with _torch.beneath_functorch():
+        for some in far.values():
+            answers = _answers(torch.stack(list(some.values())))
+            found |= {name for name, yes in zip(some, answers, strict=True) if yes}
+    return found
+
+
+def _is_near(x: Tensor) -> bool:
+    """True if nobody waits to know a value."""
+    return x.is_cpu
+
+
+def _answers(asked: Tensor) -> list[bool]:
+    return asked.tolist()
 
 
 def _own(x: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class _Part:
         outer.attributes.enter()
         hooks = outer.late_hooks[id(m)].found()
         params = {n: given.params[n] for n in self.params}
-        buffers = {n: given.current(n) for n in self.buffers}
+        buffers = given.current(self.buffers)
         asked = Extras(given.mutable, outer.fills, tuple(hooks))
         out, changed, seen = self.called(params, buffers, args, keywords, asked)
         for name, x in changed.items():

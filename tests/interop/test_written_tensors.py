@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsfunc as ff
+from fsfunc.interop import call_tensors
 from tests.checks import with_ledger
 from tests.interop.models import close, seeded
 
@@ -69,9 +70,20 @@ class Statistics(nn.Module):
         return F.batch_norm(y, self.mean, self.var, training=update)
 
 
+@pytest.fixture(params=["near", "far"])
+def asked(request, monkeypatch):
+    """The questions for which one waits; with "far", where tensors are on a device."""
+    found, ask = [], call_tensors._answers
+    said = lambda x: found.append(len(x)) or ask(x)  # noqa: E731
+    monkeypatch.setattr(call_tensors, "_answers", said)
+    if request.param == "far":
+        monkeypatch.setattr(call_tensors, "_is_near", lambda x: False)
+    return found
+
+
 @pytest.mark.parametrize("units", [(), Statistics])
 @pytest.mark.parametrize("how", ["data", "batch_norm"])
-def test_hidden_writes_are_seen_in_every_call(how, units):
+def test_hidden_writes_are_seen_in_every_call(how, units, asked):
     module = Statistics(how)
     apply, params, buffers = ff.from_module(copy.deepcopy(module), units)
 
@@ -94,6 +106,41 @@ def test_hidden_writes_are_seen_in_every_call(how, units):
             out = apply(params, buffers, X, update)
         close(out, expected, 0.0)
         close(buffers, dict(module.named_buffers()), 0.0)
+
+
+class Read(nn.Module):
+    """Reads three buffers, of which one has NaN and one is written if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("a", torch.tensor([torch.nan, 0.0, torch.inf, -1.0]))
+        self.register_buffer("b", torch.arange(3))
+        self.register_buffer("c", torch.ones(2, 2, dtype=torch.complex64))
+
+    def forward(self, x, value=None):
+        if value is not None:
+            self.a.data[0] = value
+        y = x * self.weight + self.a.nan_to_num(0.0, 0.0)
+        return y + self.b.sum() + self.c.real.sum()
+
+
+@pytest.mark.parametrize("units", [(), Read])
+def test_buffers_are_compared_by_one_question_a_call(units, asked, request):
+    """On a device; on the CPU by none that one waits for."""
+    apply, params, buffers = ff.from_module(Read(), units)
+    step = ff.remat(ff.value_and_grad(lambda p: apply(p, buffers, X).sum()))
+    step(params)
+    asked.clear()
+    out, new = apply(params, buffers, X, mutable=True)
+    assert new["a"] is buffers["a"] and new["c"] is buffers["c"]
+    assert asked == ([3] if "far" in request.node.callspec.id else [])
+    for value in (1.0, torch.nan):
+        if value == value:
+            with pytest.raises(RuntimeError, match="writes the buffer 'a'"):
+                apply(params, buffers, X, value)
+        else:
+            apply(params, buffers, X, value)
 
 
 class Checkpointing(nn.Module):
