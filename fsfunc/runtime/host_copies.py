@@ -87,6 +87,17 @@ class CUDA:
     def is_pinned(self, host: Tensor) -> bool:
         return host.is_pinned()
 
+    def pin(self, address: int, size: int, device: torch.device) -> bool:
+        """Pins memory; False where the system refuses, as by ``ulimit -l``."""
+        cuda: Any = torch.cuda.cudart()
+        with torch.cuda.device(device):  # else GPU 0 gets a context too
+            refused = int(cuda.cudaHostRegister(address, size, 0))
+            if refused:
+                # CUDA keeps the error for whoever asks next: that is a kernel's launch.
+                with suppress(RuntimeError):
+                    torch.ones(1, device=device)
+        return not refused
+
     def inside(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
 

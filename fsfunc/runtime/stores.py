@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.runtime import host_copies
 from fsfunc.runtime.memory_spaces import Store, over_storage, used_again
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
@@ -62,18 +63,12 @@ class HostMemory(Store):
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size, pinned = count * dtype.itemsize, device.type == "cuda"
         if pinned and (1 << (size - 1).bit_length()) - size > _WASTE:
-            if (storage := _PINNED.get(size)) is not None:
+            if (storage := _PINNED.get(size, device)) is not None:
                 return used_again(over_storage(storage, count, dtype))
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 _WASTE = 1 << 24  # bytes
-
-
-def _pin(storage: torch.UntypedStorage) -> bool:
-    """Pins memory; False where the system refuses, as by ``ulimit -l``."""
-    cuda: Any = torch.cuda.cudart()
-    return int(cuda.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)) == 0
 
 
 class _Pinned:
@@ -83,7 +78,7 @@ class _Pinned:
         self.storages: dict[int, list[torch.UntypedStorage]] = {}  # by size
         self._lock = Lock()
 
-    def get(self, size: int) -> torch.UntypedStorage | None:
+    def get(self, size: int, device: torch.device) -> torch.UntypedStorage | None:
         """A storage that nobody uses, for `used_again`; None: it cannot be pinned."""
         with self._lock:
             alike = self.storages.setdefault(size, [])
@@ -91,7 +86,7 @@ class _Pinned:
                 if _torch.uses_of(storage._cdata) == 1:
                     return storage
             storage = torch.UntypedStorage(size)  # so large: on pages of its own
-            if not _pin(storage):
+            if not host_copies.GPU.pin(storage.data_ptr(), size, device):
                 return None
             alike.append(storage)
             return storage

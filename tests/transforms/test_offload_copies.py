@@ -54,6 +54,7 @@ class Late(host_copies.CUDA):
         self.main, self.other = Stream(self, "main"), Stream(self, "side")
         self.current = self.main
         self.copies = self.raced = 0
+        self.sizes = []  # of memory that was to be pinned
 
     def crosses(self, out, x):
         if isinstance(out, _torch.FakeTensor) or isinstance(x, _torch.FakeTensor):
@@ -79,6 +80,10 @@ class Late(host_copies.CUDA):
         pass
 
     def is_pinned(self, host):
+        return self.pinned
+
+    def pin(self, address, size, device):
+        self.sizes.append(size)
         return self.pinned
 
     def end(self, stream):
@@ -270,13 +275,11 @@ def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
 
 
 @pytest.fixture
-def pinned(monkeypatch):
+def pinned(late, monkeypatch):
     """The bytes that were pinned here, as on a machine with a GPU."""
-    sizes = []
     monkeypatch.setattr(stores, "_PINNED", stores._Pinned())
     monkeypatch.setattr(stores, "_WASTE", 1 << 10)
-    monkeypatch.setattr(stores, "_pin", lambda x: sizes.append(x.nbytes()) or True)
-    return sizes
+    return late.sizes
 
 
 def test_large_memory_is_pinned_as_it_is_and_used_again(late, pinned):
@@ -296,7 +299,7 @@ def test_large_memory_is_pinned_as_it_is_and_used_again(late, pinned):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_memory_that_torch_pins_as_well(monkeypatch, pinned, refused):
+def test_memory_that_torch_pins_as_well(monkeypatch, late, pinned, refused):
     """What is near a power of two, and what the system does not let us pin."""
     asked, empty = [], torch.empty
 
@@ -305,10 +308,36 @@ def test_memory_that_torch_pins_as_well(monkeypatch, pinned, refused):
         return empty(*size, **how)
 
     monkeypatch.setattr(torch, "empty", noted)
-    if refused:
-        monkeypatch.setattr(stores, "_pin", lambda x: False)
+    late.pinned = not refused
     count = 5_000 if refused else 4_096
     HostMemory().allocate(count, torch.float32, torch.device("cuda"))
-    assert asked[-1] and not pinned
+    assert asked[-1] and bool(pinned) is refused
     HostMemory().allocate(count, torch.float32, torch.device("cpu"))
     assert not asked[-1]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_pinning_that_is_refused_leaves_no_error(monkeypatch, code):
+    """CUDA would raise it in the next kernel's launch, whosever that is."""
+    said, device = [], torch.device("cuda", 1)
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):
+            said.append((address, size, flags))
+            return code
+
+    def launched(*size, device):
+        said.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    @contextmanager
+    def entered(device):
+        said.append("in")
+        yield
+        said.append("out")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch, "ones", launched)
+    assert host_copies.CUDA().pin(64, 128, device) is (code == 0)
+    assert said == ["in", (64, 128, 0), *[device] * code, "out"]
