@@ -5,7 +5,8 @@ computed on the device. Who waits for what:
 
 - kernels and copies of the same stream come after it anyway;
 - a copy in another stream, of the same host memory, waits for it on the device;
-- memory on the device is kept from reuse in other streams until it is over;
+- memory on the device is kept from reuse in other streams until it is over, or, of a
+  copy that was sent ahead, by its reader, whose stream waits for it (`arrive`);
 - pinned memory that is freed is kept by torch's allocator until it is over;
 - **Python, before it reads or writes that host memory**: `wait_for` one tensor, or
   `settle` all. Gradient calls, sharded calls and updates end with that, as what comes
@@ -131,12 +132,13 @@ def beside(host: Tensor, there: Tensor) -> bool:
     return crosses(there, host) and GPU.is_pinned(host)
 
 
-def send(out: Tensor, x: Tensor, private: bool = False) -> Tensor:
+def send(out: Tensor, x: Tensor, private: bool = False, ahead: bool = False) -> Tensor:
     """Copies ``x`` into ``out``, between the host and a device; returns ``out``.
 
     Args:
         private: whether Python never reads the one on the host, and writes it after
             `wait_for` alone: `settle` does not wait for this copy.
+        ahead: whether `arrive` keeps the memory on the device.
     """
     host, there = GPU.here(out, x)
     stream = _begin(host, there)
@@ -145,7 +147,9 @@ def send(out: Tensor, x: Tensor, private: bool = False) -> Tensor:
     else:  # the device has room for few elements in both dtypes
         for a, b in zip(out.split(_PIECE), x.split(_PIECE), strict=True):
             GPU.copy(a, b)
-    _end(host, there, stream, private, out is host)
+    if not ahead:  # in another stream it is not used again before
+        GPU.keep(there, stream)
+    _end(host, stream, private, out is host)
     return out
 
 
@@ -155,27 +159,31 @@ def send_all(outs: Sequence[Tensor], xs: Sequence[Tensor], host: Tensor) -> None
     GPU.copy_all(outs, xs)
     for x in xs:
         GPU.keep(x, stream)
-    _end(host, xs[0], stream, False, True)
+    _end(host, stream, False, True)
 
 
 def send_ahead(out: Tensor, x: Tensor) -> Any:
     """Copies host memory ``x`` to a device beside what it computes.
 
     Returns:
-        the end of the copy, for which the stream that reads ``out`` is to wait: see
-        :func:`arrive`.
+        the end of the copy. Who reads ``out`` gives it to :func:`arrive`; if nobody
+        does, that is told the stream in which ``out`` was made, before that is free. So
+        memory is used again in the order of its stream. (If torch kept it until an
+        event is over, a host that runs ahead would take new memory for each unit.)
     """
     side, current = GPU.side(out), GPU.stream(out)
     # The memory of `out` was another's, whose kernels may still be in `current`.
     side.wait_stream(current)
     with GPU.inside(side):
-        send(out, x)
+        send(out, x, ahead=True)
         return GPU.end(side)
 
 
-def arrive(out: Tensor, end: Any) -> None:
-    """Lets the current stream wait for a copy that was sent ahead."""
-    GPU.stream(out).wait_event(end)
+def arrive(out: Tensor, end: Any, stream: Any = None) -> None:
+    """Lets a stream, by default the current one, wait for a copy sent ahead."""
+    stream = GPU.stream(out) if stream is None else stream
+    stream.wait_event(end)
+    GPU.keep(out, stream)
 
 
 def wait_for(host: Tensor) -> Tensor:
@@ -229,12 +237,8 @@ def _begin(host: Tensor, there: Tensor) -> Any:
     return stream
 
 
-def _end(
-    host: Tensor, there: Tensor, stream: Any, private: bool, to_host: bool
-) -> None:
+def _end(host: Tensor, stream: Any, private: bool, to_host: bool) -> None:
     """Notes a copy that was put into ``stream``."""
-    # If it was made in another stream, that may not use its memory again before.
-    GPU.keep(there, stream)
     end, pinned = GPU.end(stream), GPU.is_pinned(host)
     if not pinned and (private or to_host):
         end.synchronize()  # it is over, or as good as that

@@ -123,12 +123,20 @@ class _Near(NamedTuple):
 class _Coming(Handle):
     """A fetch that was sent ahead, for which the stream waits that reads it."""
 
+    awaited = False
+
     def __init__(self, full: Tensor, end: Any):
         self.full, self.end = full, end
+        self.stream = host_copies.GPU.stream(full)
 
     def wait(self) -> Tensor:
         host_copies.arrive(self.full, self.end)
+        self.awaited = True
         return self.full
+
+    def __del__(self) -> None:
+        if not self.awaited:  # an error came first; its memory may be free next
+            host_copies.arrive(self.full, self.end, self.stream)
 
     def done(self) -> bool:
         return self.end.query()

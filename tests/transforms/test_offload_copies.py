@@ -16,6 +16,7 @@ from fsfunc import _torch
 from fsfunc.runtime import host_copies, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
+from fsfunc.transforms import gathers
 from tests.checks import same, simulated
 from tests.models import chain, floats, layers
 from tests.transforms.test_offload import ADAM, OPTIMIZERS, tied, trained
@@ -54,7 +55,7 @@ class Late(host_copies.CUDA):
         self.main, self.other = Stream(self, "main"), Stream(self, "side")
         self.current = self.main
         self.copies = self.raced = 0
-        self.sizes = []  # of memory that was to be pinned
+        self.sizes, self.kept = [], []  # of what was to be pinned; by streams
 
     def crosses(self, out, x):
         if isinstance(out, _torch.FakeTensor) or isinstance(x, _torch.FakeTensor):
@@ -77,7 +78,7 @@ class Late(host_copies.CUDA):
         self.current = before
 
     def keep(self, there, stream):
-        pass
+        self.kept.append(stream.name)
 
     def is_pinned(self, host):
         return self.pinned
@@ -272,6 +273,24 @@ def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
     said = [x for x in late.said if x in (sent, arrived)]
     after = [said[i + 1] for i, x in enumerate(said) if x == sent]
     assert after == [arrived] * 2 * 3  # in two steps
+    assert set(late.kept) == {"main"}  # there it is used again in the stream's order
+
+
+def test_what_was_sent_ahead_and_is_not_read(late):
+    """Its memory is free when the copy is over, for the stream that it was made in."""
+    home, room = Offloaded(HostMemory(), torch.device("cpu")), torch.empty(4)
+    there = home.copied(torch.arange(4.0))
+    coming = gathers._Coming(room, host_copies.send_ahead(room, there))
+    with late.inside(late.other):
+        assert late.said == ["side waits for main"]
+        del coming
+    assert late.said[1:] == ["main waits for a copy in side"]
+    coming = gathers._Coming(room, host_copies.send_ahead(room, there))
+    coming.wait()
+    seen = len(late.said)
+    del coming
+    assert len(late.said) == seen and set(late.kept) == {"main"}
+    host_copies.settle()
 
 
 @pytest.fixture
