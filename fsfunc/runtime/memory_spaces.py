@@ -43,7 +43,7 @@ class Store:
 
     kind = ""
 
-    _spare: list[tuple[int, torch.UntypedStorage]]  # by the bytes that were asked for
+    _spare: list[tuple[torch.device, int, torch.UntypedStorage]]  # (device, bytes, it)
     _twin: Store | None
     _lock: Any
 
@@ -111,10 +111,12 @@ class Store:
         """
         if _torch.fake_active() or torch.device(device).type == "meta":
             return self.empty(count, dtype, device)
-        size = count * dtype.itemsize
+        device, size = torch.device(device), count * dtype.itemsize
         with self._lock:
-            for asked, storage in self._spare:
-                if asked == size and _torch.uses_of(storage._cdata) == 1:
+            for on, asked, storage in self._spare:
+                # Of one device: its mark says so, and it may be pinned for that.
+                same = asked == size and on == device
+                if same and _torch.uses_of(storage._cdata) == 1:
                     return over_storage(storage, count, dtype)
             # Of a twin: a mark that refers to this store would keep its pool alive.
             if self._twin is None:
@@ -122,7 +124,7 @@ class Store:
                 self._twin._begin()
             found = self._twin.empty(count, dtype, device)
             if size:
-                self._spare.append((size, found.untyped_storage()))
+                self._spare.append((device, size, found.untyped_storage()))
             return found
 
 

@@ -218,6 +218,17 @@ def test_memory_of_a_pool_is_written_when_copies_of_it_are_over(late, how):
     assert torch.equal(room, y)
 
 
+def test_memory_of_a_pool_stays_with_its_device():
+    """Where to it is fetched stands by the memory, and it may be pinned for that."""
+    store = Folder(".")
+    store.allocate = lambda count, dtype, device: torch.empty(count, dtype=dtype)
+    for name in "cpu", "cuda:0", "cuda:1", "cuda:0":
+        room = store.scratch(4, torch.float32, name)
+        assert space_of(room).device == torch.device(name)
+        del room
+    assert len(store._spare) == 3
+
+
 def test_what_waits_is_read_and_written_at_once(late):
     home, x = Offloaded(HostMemory(), torch.device("cpu")), torch.arange(4.0)
     there = home.put(x.double(), torch.float32)
