@@ -63,6 +63,14 @@ DIFFERENCES = (
         "all_gather_single and reduce_scatter_single below",
     ),
     VersionDifference(
+        "2.11, 2.12",
+        "torch.utils.checkpoint leaves its hooks on when the function raises, and takes "
+        "them off once nobody holds the error: in another thread it says that this "
+        "failed",
+        "tests/derivatives/test_refusals.py, which lets it be said: the call is "
+        "torch's and the user's, and the error is refused either way",
+    ),
+    VersionDifference(
         "2.14",
         "Function.apply is built in: it has no code object, and no frame of Python",
         "_torch/graph.py: function_runs asks whether operators take tangents",

@@ -31,6 +31,11 @@ def attempted(name, zero):
             assert not log.records or name in LATE
 
 
+# torch 2.11 and 2.12 end it when the error is gone, in a thread without its hooks.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object _checkpoint_without_reentrant"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize(
     ("name", "zero"), [(name, (1, 3)[i % 2]) for i, name in enumerate(EVERY)]
 )
