@@ -64,9 +64,8 @@ DIFFERENCES = (
     ),
     VersionDifference(
         "2.11, 2.12",
-        "torch.utils.checkpoint leaves its hooks on when the function raises, and takes "
-        "them off once nobody holds the error: in another thread it says that this "
-        "failed",
+        "torch.utils.checkpoint leaves its hooks on when the function raises, until "
+        "nobody holds the error: in another thread they cannot be taken off, and it says so",
         "tests/derivatives/test_refusals.py, which lets it be said: the call is "
         "torch's and the user's, and the error is refused either way",
     ),

@@ -116,12 +116,13 @@ def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
         return None
     name = getattr(func, "__name__", "?")
     inner = sys._getframe(2).f_code.co_filename.startswith(_INNER)
-    if inner or name == "_set_grad_enabled":  # by a unit's first call alone, say
+    if inner or name in _SWITCHES:  # by a unit's first call alone, say
         return None
     inner = is_internal() or _torch.current_node() is not None
     return NumbersGiven(name, tuple(found), source_line(), inner, is_own_call())
 
 
+_SWITCHES = {"_set_grad_enabled", "_set_multithreading_enabled"}
 _TENSORS, _NUMERIC = {Tensor, _torch.FakeTensor}, (int, float, complex)
 
 
