@@ -65,7 +65,7 @@ DIFFERENCES = (
     VersionDifference(
         "2.11, 2.12",
         "torch.utils.checkpoint leaves its hooks on when the function raises, until "
-        "nobody holds the error: in another thread they cannot be taken off, and it says so",
+        "nobody holds the error: in another thread they cannot be taken off, it says",
         "tests/derivatives/test_refusals.py, which lets it be said: the call is "
         "torch's and the user's, and the error is refused either way",
     ),
