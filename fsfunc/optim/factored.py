@@ -44,7 +44,8 @@ class FactoredLeaf:
 
     def __init__(self, at: int, param: Any, grad: Any, moments: Sequence[Any]):
         self.at, self.shape = at, tuple(param.shape)
-        self.p, self.g = local(param), local(grad)
+        self.p: Tensor = local(param)
+        self.g: Any = local(grad)  # None when it is used
         self.wide = wide(self.p.dtype)
         self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
@@ -111,7 +112,7 @@ class FactoredLeaf:
             out.copy_(here)
         else:
             self._write(out, eps1)
-        self.g = None  # what was brought of it is done with
+        self.g = None  # or what was brought of all leaves would be held
 
     def _write(self, out: Tensor, eps1: float | None) -> None:
         least = torch.finfo(self.p.dtype).eps if eps1 is None else eps1

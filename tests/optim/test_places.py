@@ -2,9 +2,10 @@
 
 The device is "meta" here, which needs no GPU and computes nothing, and the host's
 memory is real: a mode holds each operation to tensors of one of them, as a GPU does.
-That the numbers are right is seen where the device is the CPU, and on a card.
+That the numbers are right is seen where the device is the CPU.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,11 @@ from fsfunc.optim.optimizer import apply_updates
 from fsfunc.runtime.memory_spaces import Offloaded, moments_go_to, space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.offloading import settled_in
-from tests.checks import simulated
+from tests.checks import same, simulated
 from tests.optim.optimizers import EVERY, TORCHS
 from tests.optim.shards import layouts, mixed, placed, whole
 from tests.optim.trees import donated
 
-DEVICE = torch.device("meta")
 AXES = {"data": 1, "model": 1}  # what is on "meta" cannot be sent
 
 
@@ -83,14 +83,14 @@ def moved(values, to):
     return tree.map(one, values, is_leaf=is_sharded)
 
 
-def laid(values, store, dtype):
+def laid(values, store, dtype, device):
     """The tree on the device, but for what is sharded, where a store is given."""
 
     def to(x, sharded):
-        dt = dtype if x.is_floating_point() else x.dtype
-        if store is not None and sharded:
-            return store.empty(x.numel(), dt, DEVICE).view(x.shape)
-        return torch.empty(x.shape, dtype=dt, device=DEVICE)
+        kind = dtype if x.is_floating_point() else x.dtype
+        if store is None or not sharded:
+            return x.to(device, kind, copy=True)
+        return store.empty(x.numel(), kind, device).view(x.shape).copy_(x)
 
     return moved(values, to)
 
@@ -106,9 +106,9 @@ def places(values):
     return [where(x) for x in tree.leaves(values, is_leaf=is_sharded)]
 
 
-def given(matrices, dtype):
+def given(matrices, dtype, seed):
     """What a rank holds: leaves of all layouts; or matrices alone."""
-    values, plan = mixed(AXES) if matrices else (whole(0), None)
+    values, plan = mixed(AXES) if matrices else (whole(seed), None)
     plan = layouts(values, AXES) if plan is None else plan
     return placed(values, {k: replace(x, dtype=dtype) for k, x in plan.items()})
 
@@ -121,30 +121,50 @@ NAMES = [x for x in EVERY if x not in ALONE and (x not in TORCHS or x == OF_TORC
 KINDS = ["params", "moments", "params moments"]
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_computed_with_each_other_lies_together(name, kinds):
-    """In three steps: into new memory, into the old, and as an update."""
+def stepped(name, kinds, device):
+    """Parameters and updates of four steps.
+
+    The first is made in new memory, the second in the old, the third of gradients on
+    the device, and the last one by updates.
+    """
     stores = {kind: Host() for kind in kinds.split()}
     params_in, moments_in = stores.get("params"), stores.get("moments")
     dtype = torch.bfloat16 if name in NARROW else torch.float32
-
-    def main():
-        optimizer, values = EVERY[name](), given(name in MATRICES, dtype)
-        with Apart():
-            params = laid(values, params_in, dtype)
-            grads = floating(laid(values, params_in, dtype))
-            with moments_go_to(moments_in):
-                state = optimizer.init(params)
-            state = settled_in(moments_in, state) if moments_in else state
-            before = places(params)
-            params, state = optimizer.apply(grads, state, params)
-            assert places(params) == before
-            with donated(params, state):
+    matrices, optimizer = name in MATRICES, EVERY[name]()
+    of_params, of_grads = (given(matrices, dtype, seed) for seed in (0, 1))
+    how = {"dtype": dtype, "device": device}
+    with Apart() if device.type == "meta" else nullcontext():
+        params = laid(of_params, params_in, **how)
+        near, far = (floating(laid(of_grads, x, **how)) for x in (None, params_in))
+        with moments_go_to(moments_in):
+            state = optimizer.init(params)
+        state = settled_in(moments_in, state) if moments_in else state
+        before, seen = places(params), []
+        for grads, over in (far, False), (far, True), (near, False):
+            with donated(params, state) if over else nullcontext():
                 params, state = optimizer.apply(grads, state, params)
             assert places(params) == before
-            updates, _ = optimizer.update(grads, state, params)
-            params = apply_updates(params, updates)
-            assert places(params) == before
+            seen.append(moved(params, lambda x, _: x.clone()))
+        updates, _ = optimizer.update(far, state, params)
+        params = apply_updates(params, updates)
+        assert places(params) == before
+    return seen, updates, params
 
-    ff.spmd(main, simulated(**AXES))()
+
+def on_a_rank(name, kinds, device):
+    return ff.spmd(stepped, simulated(**AXES))(name, kinds, device)[0]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_computed_with_each_other_lies_together(name, kinds):
+    """On the device, or with the host; and parameters stay where they lie."""
+    on_a_rank(name, kinds, torch.device("meta"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_are_those_of_nothing_offloaded(name):
+    """What is brought to be computed with is put back."""
+    expected = on_a_rank(name, "", torch.device("cpu"))
+    for kinds in KINDS:
+        same(on_a_rank(name, kinds, torch.device("cpu")), expected)
