@@ -344,7 +344,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     if composable():
         return [t * factor for t in tensors]
     away = any_offloaded() and any(space_of(t).offloaded for t in tensors)
-    if isinstance(factor, Tensor) and (away or len({t.device for t in tensors}) > 1):
+    if isinstance(factor, Tensor) and (away or _apart(factor, tensors)):
         each = [factor.to(t.device) for t in tensors]
         if not away:
             return [t * by for t, by in zip(tensors, each, strict=True)]
@@ -355,6 +355,17 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
         rows = zip(tensors, each, outs, strict=True)
         return [torch.mul(t, by, out=o) for t, by, o in rows]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+
+
+def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """True if a number does not multiply all of the tensors where it lies.
+
+    A device multiplies by what is on the host, but not the other way.
+    """
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        return True
+    return number.device not in devices and number.device.type != "cpu"
 
 
 def differentiated(tensors: Sequence[Tensor]) -> bool:

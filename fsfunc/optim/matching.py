@@ -30,6 +30,7 @@ from fsfunc.optim.leaves import (
     trainable,
 )
 from fsfunc.optim.places import brought_with, returned
+from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import is_sharded
 
@@ -136,6 +137,7 @@ class Matched:
             _computed(rule, row, decay, as_params)
             for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
+        settle()  # what was brought may be written by anybody from here on
         made = [params if as_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
         kept = [self.trees[0] if as_params else self.nothing, *self.trees[2:]]

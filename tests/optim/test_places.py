@@ -168,3 +168,13 @@ def test_the_bits_are_those_of_nothing_offloaded(name):
     expected = on_a_rank(name, "", torch.device("cpu"))
     for kinds in KINDS:
         same(on_a_rank(name, kinds, torch.device("cpu")), expected)
+
+
+def test_a_number_of_the_device_scales_what_the_host_computed():
+    """As an update that a function of one's own made of a gradient with the host."""
+    gain, there = torch.ones((), device="meta"), torch.ones(2, device="meta")
+    mine = Host().empty(2, torch.float32, "meta")
+    with Apart():
+        for updates in ([mine + 1], [mine + 1, there], [mine, there], [mine, mine + 1]):
+            found = ff.tree_scale(updates, gain)
+            assert [x.device for x in found] == [x.device for x in updates]
