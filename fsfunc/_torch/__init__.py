@@ -11,6 +11,7 @@ fake_modes.py fake_results.py   modes of fake tensors; results of operators on t
 products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
 operator_graphs.py  a step's operators and collectives as one graph
+scalar_graphs.py    arithmetic of scalars, taken out of such a graph
 """
 
 # First: of a torch that nobody has tried it warns before an import of its may fail.

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fsfunc._torch.scalar_graphs import ahead
+
 _LIBRARY = torch.library.Library("fsfunc", "DEF")
 _SCHEMA = "(Tensor x, Tensor(a!) y, Tensor after, int number, Tensor? behind=None) "
 _RUNS = threading.local()  # ranks may be threads
@@ -155,11 +157,16 @@ def compiled(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     _behind(graph)
+    with torch.no_grad():
+        scalars = ahead(graph, inputs)
+        inputs = inputs if scalars is None else [*inputs, *scalars(*inputs)]
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without one there is no cache
     with torch.no_grad(), tracing(TracingContext(mode)):
         made: Any = compile_fx(graph, list(inputs), config_patches=options)
     release_memory()
-    return made
+    if scalars is None:
+        return made
+    return lambda *given: made(*given, *scalars(*given))
 
 
 def release_memory() -> None:
