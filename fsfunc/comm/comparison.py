@@ -197,6 +197,7 @@ def has_values(x: Any) -> bool:
 
 
 _ROW, _ROWS = 2048, 64  # words in a row; rows that fit a core's cache
+_FAR_ROWS = 4096  # rows for which a GPU takes longer than Python for three launches
 _weights: dict[torch.device, Tensor] = {}
 
 
@@ -257,19 +258,27 @@ class _Folded:
         weights = _weights_on(words.device)
         while words.numel() > _ROW:
             whole = words.numel() // _ROW * _ROW
-            rows = words[:whole].view(-1, _ROW).split(_ROWS)
+            many = _ROWS if _is_near(words) else _FAR_ROWS
+            rows = words[:whole].view(-1, _ROW).split(many)
             sums = torch.cat([self._summed(some, weights) for some in rows])
             words = torch.cat([sums.view(torch.int32), words[whole:]])
         return (words * weights[: words.numel()]).sum()
 
     def _summed(self, rows: Tensor, weights: Tensor) -> Tensor:
         room = self.rooms.get(rows.device)
-        if room is None:
-            room = self.rooms[rows.device] = weights.new_empty(_ROWS, _ROW)
+        if room is None or len(room) < len(rows):
+            room = weights.new_empty(max(_ROWS, len(rows)), _ROW)
+            self.rooms[rows.device] = room
         wide = room[: len(rows)].copy_(rows)
-        if wide.is_cpu:  # widened first: in half the time of a product of unlike kinds
+        if _is_near(
+            wide
+        ):  # widened first: in half the time of a product of unlike kinds
             return torch.mv(wide, weights)
         return wide.mul_(weights).sum(1)  # CUDA multiplies no matrices of integers
+
+
+def _is_near(x: Tensor) -> bool:
+    return x.is_cpu
 
 
 def _weights_on(device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm import comparison
 from fsfunc.comm.backends.channels import Channel
 from fsfunc.comm.comparison import RanksDiffer, checksums
 
@@ -336,3 +337,23 @@ def test_a_checksum_sees_signs_order_and_views(dtype):
 
 if __name__ == "__main__":
     main()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 130])
+def test_a_device_sums_more_rows_at_once_and_has_the_same_checksums(monkeypatch, rows):
+    """Other pieces, and products in place of a matrix's, of the same whole numbers."""
+    draw = torch.Generator().manual_seed(rows)
+    tensors = [torch.randn(rows * 2048 + more, generator=draw) for more in (0, 1, 2047)]
+    near = checksums(tensors)
+    summed, pieces = comparison._Folded._summed, []
+
+    def counted(self, rows, weights):
+        pieces.append(len(rows))
+        return summed(self, rows, weights)
+
+    monkeypatch.setattr(comparison._Folded, "_summed", counted)
+    monkeypatch.setattr(comparison, "_is_near", lambda x: False)
+    assert checksums(tensors) == near
+    assert rows < 2 or rows in pieces  # all of them at once
+    monkeypatch.setattr(comparison, "_FAR_ROWS", 100)
+    assert checksums(tensors) == near
