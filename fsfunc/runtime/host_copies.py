@@ -7,7 +7,8 @@ computed on the device. Who waits for what:
 - a copy in another stream, of the same host memory, waits for it on the device;
 - memory on the device is kept from reuse in other streams until it is over, or, of a
   copy that was sent ahead, by its reader, whose stream waits for it (`arrive`);
-- pinned memory that is freed is kept by torch's allocator until it is over;
+- pinned memory that is freed is kept by torch's allocator, or by `stores`, until it is
+  over;
 - **Python, before it reads or writes that host memory**: `wait_for` one tensor, or
   `settle` all. Gradient calls, sharded calls and updates end with that, as what comes
   next may be anybody's: so outside of them no copy is under way.
@@ -98,6 +99,18 @@ class CUDA:
                 with suppress(RuntimeError):
                     torch.ones(1, device=device)
         return not refused
+
+    def unpin(self, address: int, device: torch.device) -> None:
+        """Unpins memory that nobody copies any more."""
+        # An error is that of a kernel before, and is raised where its results are read.
+        with suppress(RuntimeError), torch.cuda.device(device):
+            self.finish(device)
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(address)
+
+    def finish(self, device: torch.device) -> None:
+        """Waits till all is over that the device was given, by anybody."""
+        torch.cuda.synchronize(device)
 
     def inside(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)

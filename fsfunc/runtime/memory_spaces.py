@@ -283,13 +283,6 @@ def over_storage(
     return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
 
-def used_again(x: Tensor) -> Tensor:
-    """``x``, of memory that a store hands out once more, as new memory is."""
-    wait_for(x)  # for copies of whoever had it before
-    _SPACES.forget(x)
-    return x
-
-
 def any_offloaded() -> bool:
     """True if any memory of this process is offloaded."""
     return bool(_SPACES.facts)

@@ -8,15 +8,16 @@ import mmap
 import os
 import sys
 import tempfile
-from threading import Lock
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.runtime import host_copies
-from fsfunc.runtime.memory_spaces import Store, over_storage, used_again
+from fsfunc.runtime.memory_spaces import Store, over_storage
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
@@ -54,8 +55,7 @@ class HostMemory(Store):
     """The host's memory, pinned where the device is a GPU.
 
     torch's allocator of pinned memory rounds up to a power of two, so 1.1 GB would take
-    2. Where that costs more than a little, memory is pinned here, and kept for the next
-    one of its size, as that allocator does too: to pin takes longer than to copy.
+    2. Where that costs more than a little, memory is pinned here.
     """
 
     kind = "host"
@@ -63,33 +63,88 @@ class HostMemory(Store):
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size, pinned = count * dtype.itemsize, device.type == "cuda"
         if pinned and (1 << (size - 1).bit_length()) - size > _WASTE:
-            if (storage := _PINNED.get(size, device)) is not None:
-                return used_again(over_storage(storage, count, dtype))
+            if (lease := _PINNED.get(size, device)) is not None:
+                return torch.frombuffer(lease, dtype=dtype, count=count)
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 _WASTE = 1 << 24  # bytes
 
 
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """A map of pinned memory, which is unmapped when it is let go of.
+
+    It is a shared one: of a private one a fork, such as a worker of a data loader,
+    would leave this process new pages to write to, and the GPU the old ones.
+    """
+
+    memory: mmap.mmap
+    device: torch.device
+
+    def lease(self, size: int) -> Any:
+        """Its first bytes, as a buffer; it is free when that is gone."""
+        return (ctypes.c_char * size).from_buffer(self.memory)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.lease(1))
+
+
 class _Pinned:
-    """Pinned memory of any size. It is never unpinned: copies may be under way."""
+    """Pinned memory of any size.
+
+    A map is free when the storage over it is. It is used again for what is at most an
+    eighth smaller, as to pin takes longer than to copy, and a step that does not donate
+    makes its state anew; no more bytes are kept free than are in use.
+
+    There is no lock: a storage may go at any time, also in here. Each change is one of
+    a list or a dict.
+    """
 
     def __init__(self) -> None:
-        self.storages: dict[int, list[torch.UntypedStorage]] = {}  # by size
-        self._lock = Lock()
+        self.free: list[_Map] = []  # the one that has been free for longest first
+        self.used: dict[int, _Map] = {}  # by identity
 
-    def get(self, size: int, device: torch.device) -> torch.UntypedStorage | None:
-        """A storage that nobody uses, for `used_again`; None: it cannot be pinned."""
-        with self._lock:
-            alike = self.storages.setdefault(size, [])
-            for storage in alike:
-                if _torch.uses_of(storage._cdata) == 1:
-                    return storage
-            storage = torch.UntypedStorage(size)  # so large: on pages of its own
-            if not host_copies.GPU.pin(storage.data_ptr(), size, device):
+    def get(self, size: int, device: torch.device) -> Any:
+        """A buffer of ``size`` bytes, for one storage; None: it cannot be pinned."""
+        if (found := self._again(size, device)) is None:
+            try:
+                found = _Map(mmap.mmap(-1, size), device)
+            except OSError:
                 return None
-            alike.append(storage)
-            return storage
+            if not host_copies.GPU.pin(found.address, size, device):
+                return None
+        lease = found.lease(size)
+        self.used[id(found)] = found
+        weakref.finalize(lease, self._is_free, found).atexit = False
+        return lease
+
+    def _again(self, size: int, device: torch.device) -> _Map | None:
+        """The smallest free map that is large enough, and not too large."""
+        for one in sorted(self.free, key=lambda x: len(x.memory)):
+            if one.device == device and size <= len(one.memory) <= size + size // 8:
+                try:
+                    self.free.remove(one)
+                except ValueError:  # another thread has it
+                    continue
+                host_copies.GPU.finish(device)  # copies of whoever had it before
+                return one
+        return None
+
+    def _is_free(self, one: _Map) -> None:
+        del self.used[id(one)]
+        self.free.append(one)
+        while _bytes(self.free) > _bytes(self.used.values()):
+            try:
+                oldest = self.free.pop(0)
+            except IndexError:  # another thread had it
+                return
+            host_copies.GPU.unpin(oldest.address, oldest.device)
+
+
+def _bytes(maps: Iterable[_Map]) -> int:
+    return sum(len(x.memory) for x in list(maps))
 
 
 _PINNED = _Pinned()

@@ -6,6 +6,7 @@ writes on the host comes only when somebody waits for it: before that there are 
 And what it reads there must not have changed by then.
 """
 
+import os
 import weakref
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from fsfunc import _torch
-from fsfunc.runtime import host_copies, stores
+from fsfunc.runtime import host_copies, memory_spaces, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.transforms import gathers
@@ -38,7 +39,7 @@ class Event:
         self.gpu, self.stream, self.number = gpu, stream, gpu.number
 
     def synchronize(self):
-        self.gpu.finish(self.number)
+        self.gpu.finish_till(self.number)
 
     def query(self):
         return False
@@ -55,7 +56,8 @@ class Late(host_copies.CUDA):
         self.main, self.other = Stream(self, "main"), Stream(self, "side")
         self.current = self.main
         self.copies = self.raced = 0
-        self.sizes, self.kept = [], []  # of what was to be pinned; by streams
+        self.sizes, self.unpinned = [], []  # of what was pinned; where it was unpinned
+        self.kept = []  # streams
 
     def crosses(self, out, x):
         if isinstance(out, _torch.FakeTensor) or isinstance(x, _torch.FakeTensor):
@@ -86,6 +88,10 @@ class Late(host_copies.CUDA):
     def pin(self, address, size, device):
         self.sizes.append(size)
         return self.pinned
+
+    def unpin(self, address, device):
+        self.finish(device)
+        self.unpinned.append(address)
 
     def end(self, stream):
         return Event(self, stream)
@@ -122,7 +128,10 @@ class Late(host_copies.CUDA):
         for out, x in zip(outs, xs, strict=True):
             self.copy(out, x)
 
-    def finish(self, number):
+    def finish(self, device):
+        self.finish_till(self.number)
+
+    def finish_till(self, number):
         while self.queue and self.queue[0][0] <= number:
             _, storage, first, made, due = self.queue.pop(0)
             if not due:
@@ -321,11 +330,44 @@ def test_large_memory_is_pinned_as_it_is_and_used_again(late, pinned):
     host_copies.send(x, torch.ones(5_000))
     at = x.data_ptr()
     del x
-    z = HostMemory().empty(10_000, torch.bfloat16, cuda)
+    assert late.queue
+    z = HostMemory().empty(9_000, torch.bfloat16, cuda)
     assert len(pinned) == 2 and z.data_ptr() == at and space_of(z).offloaded
-    z.zero_()  # who had it before is through with it
+    assert not late.queue  # who had it before is through with it
+    assert z.untyped_storage().nbytes() == 18_000
+    store.empty(5_000, torch.float32, torch.device("cuda:1"))
+    assert len(pinned) == 3  # that one is another's
     host_copies.settle()
-    assert not z.any()
+
+
+def test_no_more_pinned_memory_is_kept_than_is_used(late, pinned):
+    store, cuda = HostMemory(), torch.device("cuda")
+    kept = [store.empty(5_000 + 500 * i, torch.float32, cuda) for i in range(4)]
+    at = [x.data_ptr() for x in kept]
+    host_copies.send(kept[0], torch.ones(5_000))
+    del kept[:2]
+    assert not late.unpinned and late.queue
+    del kept[:1]
+    assert sorted(late.unpinned) == sorted(at[:2]) and not late.queue
+    spaces = len(memory_spaces._SPACES.facts)
+    del kept[:]
+    assert sorted(late.unpinned) == sorted(at)
+    assert len(memory_spaces._SPACES.facts) == spaces - 1
+    host_copies.settle()
+
+
+def test_a_fork_does_not_part_pinned_memory_from_its_pages(pinned):
+    x = HostMemory().empty(5_000, torch.float32, torch.device("cuda"))
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.read(read, 1)
+        x.fill_(2.0)  # as the GPU does, which has the pages of before
+        os._exit(0)
+    x.fill_(1.0)
+    os.write(write, b"x")
+    os.waitpid(child, 0)
+    os.close(read), os.close(write)
+    assert x.eq(2.0).all()
 
 
 @pytest.mark.parametrize("refused", [False, True])
