@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
+from fsfunc.optim.places import some_offloaded
 from fsfunc.optim.matching import Decay, Matched
-from fsfunc.runtime.memory_spaces import any_offloaded
 
 Formula = Callable[..., Any]
 
@@ -77,9 +77,9 @@ def compiled_direction(rule: Any, count: Any, matched: Matched) -> Any:
 
 def _is_plain(matched: Matched) -> bool:
     """True if real tensors are updated, all on the device."""
-    if any_offloaded() or frame().tracer is not None:
+    if frame().tracer is not None or _torch.fake_active() or not matched.active:
         return False
-    return not _torch.fake_active() and bool(matched.active)
+    return not some_offloaded(*(b.tensors for b in matched.buffers))
 
 
 def _are_dense(tensors: Sequence[Tensor]) -> bool:

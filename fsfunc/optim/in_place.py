@@ -20,9 +20,9 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.places import brought
+from fsfunc.optim.places import brought, some_offloaded
 from fsfunc.runtime.host_copies import crosses, send, settle
-from fsfunc.runtime.memory_spaces import any_offloaded, space_of
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -212,9 +212,12 @@ def _alike(
     matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
-    if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):
+    if not decays or decays.count(decays[0]) < len(decays):
         return None
     params, *moments = (target.tensors for target in new)
+    grads = matched.buffers[1].tensors
+    if some_offloaded(params, grads, *moments):
+        return None
     if (kind := matched.kind) is not None:
         kind = kind[:2]
     else:
@@ -225,7 +228,6 @@ def _alike(
         kind = devices.pop(), dtypes.pop()  # moments lie beside their parameters
     if not all(map(Tensor.numel, params)):
         return None
-    grads = matched.buffers[1].tensors
     return {(*kind, decays[0]): [params, grads, *moments]}
 
 
@@ -242,7 +244,9 @@ def count_write(tensors: Sequence[Tensor]) -> None:
 def _ready(matched: Matched, columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
     """True if a kernel can read and write all columns as they are."""
     known = matched.kind is not None and matched.kind.dense
-    return not any_offloaded() and (known or all(map(partial(_are, dtype), columns)))
+    if some_offloaded(*columns):
+        return False
+    return known or all(map(partial(_are, dtype), columns))
 
 
 def _are(dtype: torch.dtype, column: list[Tensor]) -> bool:

@@ -8,6 +8,7 @@ goes to where that lies, at once, so that the device never has it of all leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Ten
     # Who writes them back does so by a copy in the same stream, and an update of the
     # host's waits for all copies first: nobody waits here.
     return [fetched(x, device, dtype) for x in row]
+
+
+def some_offloaded(*columns: list[Tensor]) -> bool:
+    """True if one of these tensors is; memory of others (activations) may be too."""
+    if not any_offloaded():
+        return False
+    return any(space_of(x).offloaded for x in chain.from_iterable(columns))
 
 
 def meeting(row: Sequence[Tensor]) -> torch.device | None:

@@ -72,7 +72,7 @@ _WASTE = 1 << 24  # bytes
 
 
 @dataclass(frozen=True, eq=False)
-class _Map:
+class _PinnedMap:
     """A map of pinned memory, which is unmapped when it is let go of.
 
     It is a shared one: of a private one a fork, such as a worker of a data loader,
@@ -103,14 +103,14 @@ class _Pinned:
     """
 
     def __init__(self) -> None:
-        self.free: list[_Map] = []  # the one that has been free for longest first
-        self.used: dict[int, _Map] = {}  # by identity
+        self.free: list[_PinnedMap] = []  # the one that has been free for longest first
+        self.used: dict[int, _PinnedMap] = {}  # by identity
 
     def get(self, size: int, device: torch.device) -> Any:
         """A buffer of ``size`` bytes, for one storage; None: it cannot be pinned."""
         if (found := self._again(size, device)) is None:
             try:
-                found = _Map(mmap.mmap(-1, size), device)
+                found = _PinnedMap(mmap.mmap(-1, size), device)
             except OSError:
                 return None
             if not host_copies.GPU.pin(found.address, size, device):
@@ -120,7 +120,7 @@ class _Pinned:
         weakref.finalize(lease, self._is_free, found).atexit = False
         return lease
 
-    def _again(self, size: int, device: torch.device) -> _Map | None:
+    def _again(self, size: int, device: torch.device) -> _PinnedMap | None:
         """The smallest free map that is large enough, and not too large."""
         for one in sorted(self.free, key=lambda x: len(x.memory)):
             if one.device == device and size <= len(one.memory) <= size + size // 8:
@@ -132,7 +132,7 @@ class _Pinned:
                 return one
         return None
 
-    def _is_free(self, one: _Map) -> None:
+    def _is_free(self, one: _PinnedMap) -> None:
         del self.used[id(one)]
         self.free.append(one)
         while _bytes(self.free) > _bytes(self.used.values()):
@@ -143,7 +143,7 @@ class _Pinned:
             host_copies.GPU.unpin(oldest.address, oldest.device)
 
 
-def _bytes(maps: Iterable[_Map]) -> int:
+def _bytes(maps: Iterable[_PinnedMap]) -> int:
     return sum(len(x.memory) for x in list(maps))
 
 

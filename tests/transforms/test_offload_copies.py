@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fsfunc import _torch
+from fsfunc.optim import in_place
 from fsfunc.runtime import host_copies, memory_spaces, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
@@ -205,6 +206,17 @@ def test_a_step_that_is_not_sharded_waits_too(late, kinds):
     found = trained(*step, *given, **dict.fromkeys(kinds.split(), "host"))
     assert late.copies
     same(found[0][0], expected[0][0])
+
+
+def test_an_update_of_what_is_not_offloaded_is_one_kernel(late, monkeypatch):
+    """Though activations lie elsewhere, and what a pool keeps for the next ones."""
+    monkeypatch.setattr(in_place, "_write_row", None)
+    given = layers(3, make=floats), floats(64, 4), simulated(1), ("shard", "offload")
+    trained(ADAM, chain(), *given, activations="host")
+    assert late.copies
+    with pytest.raises(TypeError):
+        trained(ADAM, chain(), *given, moments="host")
+    host_copies.settle()
 
 
 @pytest.mark.parametrize("how", ["new", "like", "put"])
