@@ -43,7 +43,9 @@ class Store:
 
     kind = ""
 
-    _spare: list[tuple[torch.device, int, torch.UntypedStorage]]  # (device, bytes, it)
+    # (device, bytes, storage), the one that was used last at the end.
+    _spare: list[tuple[torch.device, int, torch.UntypedStorage]]
+    _most: int  # bytes of these that were in use at once
     _twin: Store | None
     _lock: Any
 
@@ -53,7 +55,7 @@ class Store:
         return self
 
     def _begin(self) -> None:
-        self._spare, self._twin, self._lock = [], None, Lock()
+        self._spare, self._most, self._twin, self._lock = [], 0, None, Lock()
 
     def __str__(self) -> str:
         return self.kind or type(self).__name__
@@ -104,8 +106,11 @@ class Store:
         )
 
     def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """The same, from a pool of this store's memory.
+        """The same, from a pool of this store's memory, perhaps with more behind it.
 
+        Sizes vary, as lengths of sequences do: it may be memory of up to twice the
+        size, and the pool has never more than twice what was in use at once. (Twice, as
+        one half of a step may use other sizes than the other.)
         A copy of before may still be under way there, for which a copy into it waits by
         itself (`host_copies.send`); Python calls `host_copies.wait_for`.
         """
@@ -113,19 +118,41 @@ class Store:
             return self.empty(count, dtype, device)
         device, size = torch.device(device), count * dtype.itemsize
         with self._lock:
-            for on, asked, storage in self._spare:
+            best, least = None, 2 * size + 1
+            for i, (on, has, storage) in enumerate(self._spare):
                 # Of one device: its mark says so, and it may be pinned for that.
-                same = asked == size and on == device
-                if same and _torch.uses_of(storage._cdata) == 1:
-                    return over_storage(storage, count, dtype)
+                if size <= has < least and on == device:
+                    if _torch.uses_of(storage._cdata) == 1:
+                        best, least = i, has
+                        if has == size:
+                            break
+            if best is not None:
+                self._spare.append(one := self._spare.pop(best))
+                return over_storage(one[2], count, dtype)
             # Of a twin: a mark that refers to this store would keep its pool alive.
             if self._twin is None:
                 self._twin = copy.copy(self)
                 self._twin._begin()
+            self._make_room(size)
             found = self._twin.empty(count, dtype, device)
             if size:
                 self._spare.append((device, size, found.untyped_storage()))
             return found
+
+    def _make_room(self, size: int) -> None:
+        """Frees what was not used for longest, if ``size`` more were too much."""
+        free = {
+            i for i, x in enumerate(self._spare) if _torch.uses_of(x[2]._cdata) == 1
+        }
+        total = sum(x[1] for x in self._spare) + size
+        self._most = max(self._most, total - sum(self._spare[i][1] for i in free))
+        gone = set()
+        for i in sorted(free):
+            if total <= 2 * self._most:
+                break
+            gone.add(i)
+            total -= self._spare[i][1]
+        self._spare = [x for i, x in enumerate(self._spare) if i not in gone]
 
 
 def _described(x: Any) -> str:

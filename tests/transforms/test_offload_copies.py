@@ -247,7 +247,29 @@ def test_memory_of_a_pool_stays_with_its_device():
         room = store.scratch(4, torch.float32, name)
         assert space_of(room).device == torch.device(name)
         del room
-    assert len(store._spare) == 3
+
+
+def test_a_pool_of_many_sizes_does_not_grow():
+    """Lengths of sequences vary; and one size after the other is used all the time."""
+    store, made = Folder("."), []
+    store.allocate = lambda count, dtype, device: (
+        made.append(count) or torch.empty(count, dtype=dtype)
+    )
+
+    def use(*counts):
+        rooms = [store.scratch(n, torch.float32, "cpu") for n in counts]
+        assert all(room.shape == (n,) for room, n in zip(rooms, counts, strict=True))
+        assert len({room.data_ptr() for room in rooms}) == len(rooms)
+
+    for i in range(900):
+        use(*[100 + i * 577 % 900] * 4)
+        assert sum(x[1] for x in store._spare) <= 2 * 4 * 4 * 1_000
+    assert len(made) < 900 * 4 / 8
+    for _ in range(3):
+        use(*[100] * 40)
+        use(4_000)
+        seen, made = made, []
+    assert not seen
 
 
 def test_what_waits_is_read_and_written_at_once(late):
