@@ -242,10 +242,14 @@ class Leaves:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first leaf."""
+        """The device that computes with the first leaf, which may be offloaded."""
         if self.kept:
-            return _torch.device_of(self.leaves[self.kept[0]].packed.flat)
-        return self.tensors[0].device if self.tensors else None
+            x = self.leaves[self.kept[0]].packed.flat
+        elif self.tensors:
+            x = self.tensors[0]
+        else:
+            return None
+        return _torch.device_of(space_of(x).on_device(x))
 
     def args(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
         """The arguments, with ``values`` in place of ``tensors``."""

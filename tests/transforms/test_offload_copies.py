@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import fsfunc as ff
 from fsfunc import _torch
+from fsfunc.core.outcomes import Leaves
 from fsfunc.optim import in_place
 from fsfunc.runtime import host_copies, memory_spaces, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
@@ -247,6 +249,22 @@ def test_memory_of_a_pool_stays_with_its_device():
         room = store.scratch(4, torch.float32, name)
         assert space_of(room).device == torch.device(name)
         del room
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_order_of_units_is_kept_on_the_device(whole):
+    """A collective there waits for the gradients that it sends, by their token."""
+    loss, mesh = chain(), simulated(1)
+    step = ff.shard(lambda p, x: ff.value_and_grad(loss)(p, x), mesh, "data")
+
+    def main():
+        params = ff.place(step, layers(2, make=floats), floats(4, 4))
+        flat = params[0]["w"].packed.flat
+        Offloaded(HostMemory(), torch.device("meta")).mark(flat)
+        packed = {id(params[0]["w"].packed): params[0]["w"].packed} if whole else None
+        return Leaves([params[0]], [0], packed).device
+
+    assert ff.spmd(main, mesh)() == [torch.device("meta")]
 
 
 def test_a_pool_of_many_sizes_does_not_grow():
