@@ -65,7 +65,7 @@ class Meeting:
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """This rank's own copy: what another rank writes must not reach it."""
         result = self.results[self.ranks.index(rank)]
-        self._leave_stream(result, rank)
+        self._leave_stream(result)
         return result.clone() if out is None else out.copy_(result)
 
     def _join_streams(self) -> None:
@@ -75,17 +75,23 @@ class Meeting:
         """
         if not self.streams:
             return
-        self.made_in = mine = torch.cuda.current_stream()
+        here = next(self.inputs[rank] for rank in self.streams)
+        self.made_in = mine = torch.cuda.current_stream(here.device)
         for rank, stream in self.streams.items():
             if stream != mine:
                 mine.wait_stream(stream)
                 # Its rank may free it, and write there, before `mine` has read it.
                 self.inputs[rank].record_stream(mine)
 
-    def _leave_stream(self, result: Tensor, rank: int) -> None:
-        """Lets a rank's stream wait for the one in which the results were made."""
-        mine = self.streams.get(rank)
-        if mine is None or mine == self.made_in:
+    def _leave_stream(self, result: Tensor) -> None:
+        """Lets a rank's stream wait for the one in which the results were made.
+
+        The one that it is in now: it may have come in another.
+        """
+        if self.made_in is None or not result.is_cuda:
+            return
+        mine = torch.cuda.current_stream(result.device)
+        if mine == self.made_in:
             return
         mine.wait_stream(self.made_in)
         result.record_stream(mine)  # the others may drop it before it is copied
@@ -114,7 +120,7 @@ class SendMeeting(Meeting):
         """The memory that the receiver brought; nothing, where this rank sent."""
         if out is None:
             return torch.empty(0, device="cpu")
-        self._leave_stream(out, rank)
+        self._leave_stream(out)
         return out
 
 
@@ -254,7 +260,7 @@ class Baton:
         meeting = self.meetings.setdefault(key, new)
         meeting.calls[rank], meeting.inputs[rank] = call, x
         if x.is_cuda and torch.cuda.is_initialized():
-            meeting.streams[rank] = torch.cuda.current_stream()
+            meeting.streams[rank] = torch.cuda.current_stream(x.device)
         if len(meeting.calls) == len(meeting.ranks):
             del self.meetings[key]
             if wrong := meeting.mismatch():
