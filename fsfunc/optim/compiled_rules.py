@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.places import some_offloaded
 from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.places import some_offloaded
 
 Formula = Callable[..., Any]
 

@@ -62,9 +62,12 @@ def fused(
 
     def commit() -> list[Tree]:
         try:
-            return write()
-        finally:  # what was sent to the host is read by anybody from here on
-            settle()
+            found = write()
+        except BaseException:
+            settle(failed=True)
+            raise
+        settle()  # what was sent to the host is read by anybody from here on
+        return found
 
     def write() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]

@@ -155,24 +155,28 @@ def send(out: Tensor, x: Tensor, private: bool = False, ahead: bool = False) -> 
     """
     host, there = GPU.here(out, x)
     stream = _begin(host, there)
-    if out.dtype == x.dtype or x.numel() <= _PIECE or not _are_flat(out, x):
-        GPU.copy(out, x)
-    else:  # the device has room for few elements in both dtypes
-        for a, b in zip(out.split(_PIECE), x.split(_PIECE), strict=True):
-            GPU.copy(a, b)
-    if not ahead:  # in another stream it is not used again before
-        GPU.keep(there, stream)
-    _end(host, stream, private, out is host)
+    try:
+        if out.dtype == x.dtype or x.numel() <= _PIECE or not _are_flat(out, x):
+            GPU.copy(out, x)
+        else:  # the device has room for few elements in both dtypes
+            for a, b in zip(out.split(_PIECE), x.split(_PIECE), strict=True):
+                GPU.copy(a, b)
+    finally:  # if that has no room, what came before is under way
+        if not ahead:  # in another stream it is not used again before
+            GPU.keep(there, stream)
+        _end(host, stream, private, out is host)
     return out
 
 
 def send_all(outs: Sequence[Tensor], xs: Sequence[Tensor], host: Tensor) -> None:
     """Copies tensors of a device into parts of ``host``."""
     stream = _begin(host, xs[0])
-    GPU.copy_all(outs, xs)
-    for x in xs:
-        GPU.keep(x, stream)
-    _end(host, stream, False, True)
+    try:
+        GPU.copy_all(outs, xs)
+    finally:
+        for x in xs:
+            GPU.keep(x, stream)
+        _end(host, stream, False, True)
 
 
 def send_ahead(out: Tensor, x: Tensor) -> Any:
@@ -187,9 +191,13 @@ def send_ahead(out: Tensor, x: Tensor) -> Any:
     side, current = GPU.side(out), GPU.stream(out)
     # The memory of `out` was another's, whose kernels may still be in `current`.
     side.wait_stream(current)
-    with GPU.inside(side):
-        send(out, x, ahead=True)
-        return GPU.end(side)
+    try:
+        with GPU.inside(side):
+            send(out, x, ahead=True)
+            return GPU.end(side)
+    except BaseException:
+        current.wait_stream(side)
+        raise
 
 
 def arrive(out: Tensor, end: Any, stream: Any = None) -> None:
@@ -197,6 +205,11 @@ def arrive(out: Tensor, end: Any, stream: Any = None) -> None:
     stream = GPU.stream(out) if stream is None else stream
     stream.wait_event(end)
     GPU.keep(out, stream)
+
+
+def follow(there: Tensor, host: Tensor) -> None:
+    """Lets the current stream wait for the last copy of ``host``, into ``there``."""
+    GPU.keep(there, _begin(host, there))
 
 
 def wait_for(host: Tensor) -> Tensor:
@@ -229,11 +242,18 @@ def enter(streams: Iterable[Any]) -> None:
         GPU.enter(stream)
 
 
-def settle() -> None:
-    """Waits till no copy is under way but private ones."""
+def settle(failed: bool = False) -> None:
+    """Waits till no copy is under way but private ones.
+
+    Args:
+        failed: whether an error is to be raised next: a GPU's own, of which each wait
+            tells again, does not take its place.
+    """
     while _OPEN:
         # Off the list when it is over: another thread may be about to rely on it.
-        (first := _OPEN[0]).end.synchronize()
+        first = _OPEN[0]
+        with suppress(*[RuntimeError] if failed else []):
+            first.end.synchronize()
         with suppress(ValueError):
             _OPEN.remove(first)
 
@@ -260,4 +280,7 @@ def _end(host: Tensor, stream: Any, private: bool, to_host: bool) -> None:
     # By storage. A copy holds no pinned memory: that would never be free again.
     _LAST[host] = replace(one, held=None)
     if not private:
+        while _OPEN and (first := _OPEN[0]).end.query():
+            with suppress(ValueError):  # another thread has taken it off
+                _OPEN.remove(first)
         _OPEN.append(one)

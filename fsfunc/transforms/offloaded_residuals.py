@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.units import Call
-from fsfunc.runtime.host_copies import crosses, send, wait_for
+from fsfunc.runtime.host_copies import crosses, follow, send, wait_for
 from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -107,6 +107,8 @@ class _Held:
             found = self.there.new_empty(self.there.shape, device=self.device)
             _copy(found, self.there)
             self._here = weakref.ref(found)
+        elif crosses(found, self.there):  # a node of another stream may have fetched it
+            follow(found, self.there)
         return found
 
 

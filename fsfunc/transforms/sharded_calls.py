@@ -93,7 +93,9 @@ class Sharding(Interpretation):
                 with inside(found.replace(runtimes=runtimes)):
                     out = f(*args, **keywords)
             except BaseException:
-                settle()  # whoever catches it may write parameters on the host
+                settle(
+                    failed=True
+                )  # whoever catches it may write parameters on the host
                 raise
             runtime.gathers.close()
             if found.tracer is not None:

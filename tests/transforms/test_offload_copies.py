@@ -20,7 +20,7 @@ from fsfunc.optim import in_place
 from fsfunc.runtime import host_copies, memory_spaces, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
-from fsfunc.transforms import gathers
+from fsfunc.transforms import gathers, offloaded_residuals
 from tests.checks import same, simulated
 from tests.models import chain, floats, layers
 from tests.transforms.test_offload import ADAM, OPTIMIZERS, tied, trained
@@ -45,7 +45,7 @@ class Event:
         self.gpu.finish_till(self.number)
 
     def query(self):
-        return False
+        return not any(one[0] <= self.number for one in self.gpu.queue)
 
 
 class Late(host_copies.CUDA):
@@ -332,6 +332,65 @@ def test_a_copy_waits_for_one_of_the_same_memory_in_another_stream(late):
     home.fetch(there, waits=False)
     assert late.said[1:] == ["main waits for a copy in side"]
     host_copies.settle()
+
+
+def test_what_copies_are_over_is_forgotten(late):
+    home = Offloaded(HostMemory(), torch.device("cpu"))
+    kept = [home.put(torch.arange(4.0), waits=False) for _ in range(3)]
+    assert len(host_copies._OPEN) == 3
+    host_copies.wait_for(kept[1])
+    kept.append(home.put(torch.arange(4.0), waits=False))
+    assert len(host_copies._OPEN) == 2
+    host_copies.settle()
+
+
+def test_residuals_are_read_in_other_streams_when_they_are_there(late):
+    """A node in a stream of its own may be given what another one has fetched."""
+    store = HostMemory()
+    store.scratch(64, torch.uint8, "cpu")
+    held = offloaded_residuals._Held(torch.arange(64.0), store)
+    first = held.here()
+    assert late.said == []
+    with late.inside(late.other):
+        assert held.here() is first
+    assert late.said == ["side waits for a copy in main"] and late.kept[-1] == "side"
+
+
+@pytest.mark.parametrize("how", ["one", "all", "ahead"])
+def test_a_copy_that_fails_midway_is_waited_for(late, monkeypatch, how):
+    """Of a cast there may be no room for the second piece, and the first is on its way.
+
+    A GPU that has failed says so in each wait, and the first error is what is raised.
+    """
+    monkeypatch.setattr(host_copies, "_PIECE", 3)
+    home, copy = Offloaded(HostMemory(), torch.device("cpu")), late.copy
+    there, x = home.copied(torch.arange(8.0)), torch.arange(8.0)
+
+    def fails(out, x):
+        if late.copies:
+            raise torch.OutOfMemoryError("no room")
+        copy(out, x)
+
+    monkeypatch.setattr(late, "copy", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        if how == "one":
+            home.put(x, torch.float64, waits=False)
+        elif how == "all":
+            host_copies.send_all(there.split(4), x.split(4), there)
+        else:
+            host_copies.send_ahead(x.double(), there)
+            host_copies.settle()
+    assert len(host_copies._OPEN) == 1
+    assert how != "ahead" or late.said[1:] == ["main waits for side"]
+
+    def lost(number):
+        late.queue.clear()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(late, "finish_till", lost)
+    with pytest.raises(RuntimeError, match="illegal"):
+        host_copies.settle()
+    host_copies.settle(failed=True)
 
 
 def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
