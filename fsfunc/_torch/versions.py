@@ -70,6 +70,13 @@ DIFFERENCES = (
         "torch's and the user's, and the error is refused either way",
     ),
     VersionDifference(
+        "2.11, 2.12",
+        "the compiler writes silu's backward with 1 + exp(-x) in place of a sigmoid, "
+        "and shares it with silu that is computed again: kernels write and read it",
+        "tests/planning/test_device_kernels.py, which counts it: plans are of what "
+        "this torch compiles",
+    ),
+    VersionDifference(
         "2.14",
         "Function.apply is built in: it has no code object, and no frame of Python",
         "_torch/graph.py: function_runs asks whether operators take tangents",
