@@ -104,7 +104,9 @@ class _Same(torch.autograd.Function):
 
 def _functions_are_owned() -> bool:
     with torch.inference_mode(False), torch.enable_grad():
-        node: Any = _Same.apply(torch.zeros((), requires_grad=True)).grad_fn
+        node: Any = _Same.apply(
+            torch.zeros((), device="cpu", requires_grad=True)
+        ).grad_fn
     try:
         return bool(node.next_functions)
     except RuntimeError:
