@@ -92,6 +92,17 @@ def test_a_storage_has_one_key():
     assert _torch.storage_key(x) != _torch.storage_key(x * 1), breaks(what)
 
 
+def test_it_is_seen_whether_devices_have_threads():
+    seen = [_torch.device_threads()]
+    with torch.autograd.set_multithreading_enabled(False):
+        seen.append(_torch.device_threads())
+        with torch.inference_mode(False):
+            seen.append(_torch.device_threads())
+        seen.append(_torch.device_threads())
+    what = "a backward pass on a GPU finds no frame, and ranks no rank"
+    assert seen == [True, False, True, False], breaks(what)
+
+
 def test_holders_of_a_storage_are_counted():
     storage = torch.UntypedStorage(16)
     held = lambda: _torch.uses_of(storage._cdata)  # noqa: E731

@@ -95,6 +95,7 @@ from fsfunc._torch.internals import (
     compiler_at_work,
     compiler_stance,
     default_store,
+    device_threads,
     group_timeout,
     hook_tables,
     is_compiled,

@@ -40,6 +40,9 @@ def storage_uses(x: Tensor) -> int:
 # Of ``storage._cdata``: how many tensors and handles hold that storage.
 uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
+# Whether the backward passes of this thread run in threads of the devices.
+device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
+
 
 def alike(tensors: list[Tensor]) -> Callable[..., bool]:
     """``check(*others)``, of as many: whether each is like the one in its place.

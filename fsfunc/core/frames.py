@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -285,7 +285,7 @@ class inside:
     """``with inside(value)`` makes ``value`` the frame in force.
 
     With ``users``, what runs inside counts as the user's code, not the library's.
-    Inside the outermost one backward passes find the frame: see `in_one_thread`.
+    Inside, backward passes find the frame: see `in_one_thread`.
     """
 
     __slots__ = ("value", "users", "tokens", "threads")
@@ -296,7 +296,9 @@ class inside:
     def __enter__(self) -> Frame:
         value = self.value
         token = _FRAME.set(value)
-        self.threads = in_one_thread() if token.old_value is Token.MISSING else None
+        # In the outermost one; and within `inference_mode(False)`, which turns them on,
+        # or in another thread, which `asyncio.to_thread` gives the context of this one.
+        self.threads = in_one_thread() if _torch.device_threads() else None
         self.tokens: list[tuple[Any, Any]] = [(_FRAME, token)]
         if value.at is not None:
             self.tokens.append((HERE, HERE.set(value.at)))

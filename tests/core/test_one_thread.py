@@ -3,6 +3,7 @@
 Every test runs its backward passes as on CUDA (``tests/threaded.py``).
 """
 
+import asyncio
 import threading
 from contextvars import ContextVar
 
@@ -256,6 +257,25 @@ def test_a_plan_on_one_device_has_what_a_backward_pass_does():
     found = plan()
     with torch.autograd.set_multithreading_enabled(False):
         assert found == plan()
+
+
+@pytest.mark.parametrize("how", ["inference mode is left", "another thread"])
+def test_a_frame_within_a_frame_turns_threads_off_again(how):
+    seen, inner = [], ff.value_and_grad(lambda w: (seen.append(is_on()), w.sum())[1])
+
+    def within(w):
+        if how == "another thread":
+            asyncio.run(asyncio.to_thread(inner, w))
+        else:
+            with torch.inference_mode(False):
+                inner(w)
+                seen.append(is_on())
+        seen.append(is_on())
+        return w.sum()
+
+    ff.value_and_grad(within)(torch.ones(3))
+    assert seen[0] is seen[-1] is False
+    assert is_on()
 
 
 LEDGERS = """
