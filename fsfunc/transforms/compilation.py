@@ -161,6 +161,9 @@ class _Compiler:
         self._made: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
         self._made = WeakKeyDictionary()
         given = options.get("options") or {}
+        # Whether a GPU's kernels are replayed, on memory of their own.
+        self.replays = bool(given.get("triton.cudagraphs"))
+        self.replays |= options.get("mode") in ("reduce-overhead", "max-autotune")
         plain = options.get("backend", "inductor") == "inductor"
         # A unit of several graphs has more between them than its inputs.
         whole = plain and options["fullgraph"]

@@ -68,13 +68,15 @@ def offload(
     Raises:
         TypeError: a place that is neither "host" nor a path nor a store.
         ValueError: nothing to offload, or the same twice; parameters without ``shard``
-            (when the state is laid out); a state that is in another place.
+            (when the state is laid out); a state that is in another place; a unit that
+            ``jit`` compiles to a CUDA graph.
         OSError: a folder that cannot be made or written, or whose disk is full: at
             once, or in a step, which then leaves the state as it was.
 
     Cost: of what is offloaded, the device has at most the parameters of two units, or
     those of one and its gradients, on any number of ranks, and the gathered ones of
-    zero 1 and 2; so in the backward pass transfers do not overlap with computation. A
+    zero 1 and 2 (a plan for one GPU counts one unit less, as it prefetches none on one
+    rank); so in the backward pass transfers do not overlap with computation. A
     step reads parameters twice (at zero 1 and 2 once) and writes gradients once (at
     zero=1 whole, to be fetched again and reduced); an update reads and writes each
     moment once. To and from a GPU, copies of pinned memory run while Python goes on,
@@ -179,6 +181,10 @@ class _Offload(Interpretation):
         return out if before is None or not before.any else before.keep(out)
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        compiler = call.frame.compiler
+        if compiler is not None and not compiler.whole:
+            if compiler.replays and compiler.means(call):
+                raise ValueError(_REPLAYED.format(call.name))
         store = self.stores.activations
         return run if store is None else offloaded(run, call, store)
 
@@ -194,6 +200,13 @@ class _Offload(Interpretation):
                 "...), or ff.place(step, params, ...), of the offloaded step, or load "
                 "a saved one into that"
             )
+
+
+_REPLAYED = (
+    "unit {!r} is compiled by jit so that its kernels are replayed, under an offload: "
+    "these read and write the same memory each time, and what is offloaded comes to "
+    'other memory, while they run. Give jit no mode, or "max-autotune-no-cudagraphs"'
+)
 
 
 def _buffer(x: Any) -> Tensor | None:

@@ -471,3 +471,14 @@ def test_what_was_changed_in_place_is_still_refused(tmp_path):
     grad, w = ff.value_and_grad(lambda w, x: unit(w, x).sum()), floats(16, 16)
     step = ff.offload(grad, activations=tmp_path)
     refused(lambda: step(w, w), RuntimeError, "modified by an inplace operation")
+
+
+@pytest.mark.parametrize("how", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}])
+@pytest.mark.parametrize("inside", [True, False])
+def test_kernels_that_are_replayed_are_refused(inside, how):
+    jit = lambda f: ff.jit(f, **how)  # noqa: E731
+    offload = lambda f: ff.offload(f, activations="host")  # noqa: E731
+    grad = ff.value_and_grad(chain())
+    grad = offload(jit(grad)) if inside else jit(offload(grad))
+    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
+        grad(layers(1), floats(4, 4))
