@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsfunc.runtime import stores
+
 HERE = Path(__file__).parent
 
 
@@ -15,6 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(autouse=True)
+def pinned_as_it_is(monkeypatch):
+    """Small memory too is pinned by `stores`, and not by torch's allocator."""
+    monkeypatch.setattr(stores, "_WASTE", 0)
 
 
 @pytest.fixture(autouse=True)
