@@ -177,7 +177,7 @@ def test_a_rank_that_seeds_itself_does_so_on_cuda(monkeypatch, begins):
 class OnCUDA:
     """What a meeting asks a tensor on CUDA for; it notes who reads it."""
 
-    is_cuda = True
+    is_cuda, device = True, "cuda:1"
 
     def __init__(self, log):
         self.log = log
@@ -194,15 +194,19 @@ class Stream(str):
 
 
 def test_ranks_in_streams_of_their_own_wait_for_one_another(monkeypatch):
-    """Whoever completes a meeting reads all inputs, and the others what it made."""
+    """Whoever completes a meeting reads all inputs, and the others what it made.
+
+    A rank may come in one stream, and take the result in another.
+    """
     CUDA(monkeypatch).generator = torch.Generator()
     now = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(now[-1]))
+    streams = lambda device: Stream({"cuda:1": now[-1]}[device])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", streams)
     baton, call = Baton(2), SimpleNamespace(said=("all_gather",))
     result = OnCUDA(Stream.log)
     made = lambda op, inputs: Stream.log.append("made") or [result] * 2  # noqa: E731
     monkeypatch.setattr("fsfunc.comm.backends.baton.combine", made)
-    for own in ["a", "b"], ["a", "a"]:
+    for own, later in ("ab", "ab"), ("aa", "aa"), ("aa", "ba"):
         Stream.log.clear()
         for rank, stream in enumerate(own):
             now.append(stream)
@@ -210,11 +214,12 @@ def test_ranks_in_streams_of_their_own_wait_for_one_another(monkeypatch):
             meeting = baton.come(rank, new, (0, 1), call, OnCUDA(Stream.log))
         out = SimpleNamespace(copy_=lambda x: Stream.log.append("copied"))
         for rank in range(2):
+            now.append(later[rank])
             meeting.take(rank, out)
-        alone = ["made", "copied", "copied"]
-        assert Stream.log == (
-            ["b waits for a", "kept for b", "made", "a waits for b", "kept for a"]
-            + alone[1:]
-            if own == ["a", "b"]
-            else alone
-        )
+        joined = ["b waits for a", "kept for b"] if own == "ab" else []
+        left = {
+            ("ab", "ab"): ["a waits for b", "kept for a"],
+            ("aa", "aa"): [],
+            ("aa", "ba"): ["b waits for a", "kept for b"],
+        }[own, later]
+        assert Stream.log == [*joined, "made", *left, "copied", "copied"]

@@ -12,7 +12,7 @@ import torch
 import fsfunc as ff
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
-from fsfunc.comm.backends.baton import Baton, Deadlock, Meeting
+from fsfunc.comm.backends.baton import Baton, Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 
 
@@ -344,35 +344,3 @@ def test_each_rank_draws_as_if_it_were_alone():
         seeded(lambda: run(lambda: torch.rand(3 + index())))[0], expected
     )
     assert torch.equal(torch.get_rng_state(), after)
-
-
-# Streams of a GPU, of which there may be none
-
-
-def test_what_arrives_is_copied_in_the_stream_that_waited(monkeypatch):
-    """A rank may come in one stream and take the result in another, of any device."""
-    said, now = [], {"cuda:0": "own", "cuda:1": "first"}
-
-    class Stream(str):
-        def wait_stream(self, other):
-            said.append(f"{self} waits for {other}")
-
-    class OnCard:
-        is_cuda, device = True, "cuda:1"
-
-        def record_stream(self, stream):
-            said.append(f"kept for {stream}")
-
-        def clone(self):
-            said.append(f"copied in {now[self.device]}")
-
-    current = lambda device="cuda:0": Stream(now[device])  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "current_stream", current)
-    meeting = Meeting((0,), inputs={0: OnCard()}, streams={0: current("cuda:1")})
-    meeting._join_streams()
-    meeting.results = [OnCard()]
-    meeting.take(0, None)
-    assert said == ["copied in first"]
-    now["cuda:1"] = "second"
-    meeting.take(0, None)
-    assert said[1:] == ["second waits for first", "kept for second", "copied in second"]
