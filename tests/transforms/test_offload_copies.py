@@ -467,6 +467,7 @@ def test_no_more_pinned_memory_is_kept_than_is_used(late, pinned):
     host_copies.settle()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_does_not_part_pinned_memory_from_its_pages(pinned):
     x = HostMemory().empty(5_000, torch.float32, torch.device("cuda"))
     read, write = os.pipe()
