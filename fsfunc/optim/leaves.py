@@ -304,20 +304,22 @@ def _fits(leaf: Any, other: Any) -> bool:
             return plain and leaf.part_shape == other.shape
         if not _same_place(leaf, other):
             return False
-        return leaf.part_shape == other.part_shape and _meet(leaf, other)
+        if leaf.part_shape != other.part_shape:
+            return False
+        return leaf.device == other.device or _meet(leaf, other)
     if not isinstance(other, Tensor):
         return False
-    return leaf.shape == other.shape and _meet(leaf, other)
+    if leaf.shape != other.shape:
+        return False
+    return leaf.device == other.device or _meet(leaf, other)
 
 
 def _meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
-    """True if leaves are on one device, or computed with there.
+    """True if leaves of two devices are computed with on one.
 
     Some of a state may be offloaded, others not; and what was computed of an offloaded
     one, by the host, lies beside it and is no part of its store.
     """
-    if leaf.device == other.device:
-        return True
     return any_offloaded() and device_with(leaf) == device_with(other)
 
 

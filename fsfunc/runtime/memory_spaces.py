@@ -299,6 +299,8 @@ class Offloaded(MemorySpace):
 
 
 _SPACES = StorageTable[Offloaded]()
+OFFLOADED_STORAGES = _SPACES.facts
+"""By storage, what is offloaded now: empty, and false, in most programs."""
 _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 
 

@@ -112,7 +112,8 @@ def leave(
             if isinstance(x, Tensor):
                 stop.add(x.grad_fn)
         nodes, count = _torch.graph_nodes(roots, stop), 0
-        nodes += [x.grad_fn for x in savers]
+        if savers:
+            nodes += [x.grad_fn for x in savers]
         for call, shard, key, start in forgotten:
             pack, unpack = _forgetting(runtime, call, shard, start)
             count += _torch.hook_saved(nodes, key, pack, unpack)

@@ -24,7 +24,7 @@ from fsfunc.core.reduction_hooks import (
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory import BufferPool, count_as
-from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.runtime.memory_spaces import OFFLOADED_STORAGES, space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import by_offset, divided_before
@@ -125,7 +125,9 @@ class GradientSums:
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
             sources.append(g)
-        comes = bool(sources) and host_copies.crosses(buffer, sources[0])
+        # Of the host's memory, which is some store's: no call where there is none.
+        comes = bool(sources and OFFLOADED_STORAGES)
+        comes = comes and host_copies.crosses(buffer, sources[0])
         if targets and later is not None:
             kind, where = buffer.dtype, _torch.device_of(buffer)
             wait_for(buffer)  # it is the host that adds

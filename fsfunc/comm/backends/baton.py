@@ -55,7 +55,8 @@ class Meeting:
 
     def complete(self) -> None:
         """Makes every member's result."""
-        self._join_streams()
+        if self.streams:
+            self._join_streams()
         op = self.calls[self.ranks[0]].said[0]
         inputs = [self.inputs[r] for r in self.ranks]
         self.results = combine(op, inputs, **self.how)
@@ -65,7 +66,8 @@ class Meeting:
     def take(self, rank: int, out: Tensor | None) -> Tensor:
         """This rank's own copy: what another rank writes must not reach it."""
         result = self.results[self.ranks.index(rank)]
-        self._leave_stream(result)
+        if self.made_in is not None:
+            self._leave_stream(result)
         return result.clone() if out is None else out.copy_(result)
 
     def _join_streams(self) -> None:
@@ -73,8 +75,6 @@ class Meeting:
 
         All ranks have one stream, the caller's, unless they enter their own.
         """
-        if not self.streams:
-            return
         here = next(self.inputs[rank] for rank in self.streams)
         self.made_in = mine = torch.cuda.current_stream(here.device)
         for rank, stream in self.streams.items():
@@ -88,7 +88,7 @@ class Meeting:
 
         The one that it is in now: it may have come in another.
         """
-        if self.made_in is None or not result.is_cuda:
+        if not result.is_cuda:
             return
         mine = torch.cuda.current_stream(result.device)
         if mine == self.made_in:
@@ -110,7 +110,8 @@ class SendMeeting(Meeting):
         return self._table("simulated ranks send one thing and receive another")
 
     def complete(self) -> None:
-        self._join_streams()
+        if self.streams:
+            self._join_streams()
         x, y = (self.inputs[r] for r in self.ranks)
         y.copy_(x)
         self.inputs.clear()
@@ -120,7 +121,8 @@ class SendMeeting(Meeting):
         """The memory that the receiver brought; nothing, where this rank sent."""
         if out is None:
             return torch.empty(0, device="cpu")
-        self._leave_stream(out)
+        if self.made_in is not None:
+            self._leave_stream(out)
         return out
 
 
@@ -145,7 +147,7 @@ def restore(state: TorchState) -> None:
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
-    else:
+    elif torch.cuda.is_initialized() or torch.initial_seed() != before:
         _begin_cuda(before)
     _torch.set_forward_ad_state(level)
     _torch.set_compiler_stance(stance)
