@@ -194,8 +194,7 @@ def test_leaves_that_are_written_by_data_come_back_as_others(zero):
         ff.spmd(partial(main, False), MESH)()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # 2.14
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_scripted_functions_run_in_units_and_by_maps_and_are_told_elsewhere():
     scripted = torch.jit.script(stepped)
     inside = ff.unit(lambda p, x: scripted(x @ p["w"], p["s"]))
