@@ -93,7 +93,8 @@ part readme 75 "${python[@]}" -m card.blocks --device "$device" \
   --json "$out/readme.json"
 cd "$root" || exit 2
 needs_card=1 signal=INT lines=25 part tests 110 "${python[@]}" -m pytest -m gpu \
-  tests/gpu -v -n 4 --tb=short -p no:cacheprovider -o faulthandler_timeout=45 \
+  tests/gpu -v -n 7 --dist loadgroup --no-loadscope-reorder --tb=short \
+  -p no:cacheprovider -p no:benchmark -o faulthandler_timeout=45 \
   --durations=8 -rfE
 cd "$benchmarks" || exit 2
 [[ $device == cpu ]] && quick=(--rounds 2) || quick=()
