@@ -258,7 +258,7 @@ def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
     far: dict[torch.device, dict[str, Tensor]] = {}
     found = set()
     for name, (x, before) in pairs.items():
-        if x.shape != before.shape or x.device != before.device or _is_near(x):
+        if x.shape != before.shape or x.device != before.device or _on_host(x):
             found |= set() if _equal(x, before) else {name}
             continue
         with _torch.beneath_functorch(), torch.no_grad():
@@ -272,7 +272,7 @@ def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
     return found
 
 
-def _is_near(x: Tensor) -> bool:
+def _on_host(x: Tensor) -> bool:
     """True if nobody waits to know a value."""
     return x.is_cpu
 

@@ -23,7 +23,7 @@ pinned memory of its own: into it before the call returns, and from it soon afte
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,7 +252,7 @@ def settle(failed: bool = False) -> None:
     while _OPEN:
         # Off the list when it is over: another thread may be about to rely on it.
         first = _OPEN[0]
-        with suppress(*[RuntimeError] if failed else []):
+        with suppress(RuntimeError) if failed else nullcontext():
             first.end.synchronize()
         with suppress(ValueError):
             _OPEN.remove(first)

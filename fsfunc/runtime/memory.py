@@ -68,12 +68,6 @@ class StorageTable(Generic[Fact]):
             self._alive[key] = weakref.ref(_torch.storage(base), forget)
         self.facts[key] = fact
 
-    def forget(self, x: Tensor) -> None:
-        """Drops the entry of a tensor's storage, which is used for something else."""
-        key = _torch.storage_key(x)
-        self.facts.pop(key, None)
-        self._alive.pop(key, None)
-
     def _forget(self, key: int, gone: Any) -> None:
         if self._alive.get(key) is gone:  # else the address is another storage's by now
             del self._alive[key]

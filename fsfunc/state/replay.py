@@ -56,9 +56,8 @@ class Replay:
         for first in range(low // stride * stride, high, stride):
             a, b = max(first, low), min(first + stride, high)
             part = made = out[a - low : b - low]
-            if (
-                out.device.type != device.type
-            ):  # of an offloaded leaf: the device's bits
+            # Of an offloaded leaf too it is the device's bits.
+            if out.device.type != device.type:
                 made = torch.empty_like(part, device=device)
             populate(part)
             self._write(ops, r.storage, a, b, made)

@@ -352,7 +352,7 @@ def test_a_device_sums_more_rows_at_once_and_has_the_same_checksums(monkeypatch,
         return summed(self, rows, weights)
 
     monkeypatch.setattr(comparison._Folded, "_summed", counted)
-    monkeypatch.setattr(comparison, "_is_near", lambda x: False)
+    monkeypatch.setattr(comparison, "_on_host", lambda x: False)
     assert checksums(tensors) == near
     assert rows < 2 or rows in pieces  # all of them at once
     monkeypatch.setattr(comparison, "_FAR_ROWS", 100)

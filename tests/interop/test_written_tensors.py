@@ -77,7 +77,7 @@ def asked(request, monkeypatch):
     said = lambda x: found.append(len(x)) or ask(x)  # noqa: E731
     monkeypatch.setattr(call_tensors, "_answers", said)
     if request.param == "far":
-        monkeypatch.setattr(call_tensors, "_is_near", lambda x: False)
+        monkeypatch.setattr(call_tensors, "_on_host", lambda x: False)
     return found
 
 
