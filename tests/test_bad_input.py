@@ -36,9 +36,9 @@ def steps_with(loss):
     return calls(train_step(loss, OPTIMIZER))
 
 
-def laid(transformed):
+def laid(transformed, **how):
     """Lays a state out for a transformed step."""
-    return ff.init_state(transformed, parameters(), OPTIMIZER, BATCH)
+    return ff.init_state(transformed, parameters(), OPTIMIZER, BATCH, **how)
 
 
 def calls(step, times=1, wrap=lambda step: step):
@@ -147,7 +147,13 @@ ASKS = r'value at .*test_bad_input.py:\d+.*record="real"'
 CASES = ODD_LEAVES | {
     "unknown axis": (
         lambda mesh: ff.shard(STEP, mesh, "dota"),
-        ValueError, 'unknown axis "dota".*data',
+        ValueError, 'unknown axis "dota" .did you mean "data"..*data',
+    ),
+    "an own value over an unknown axis": (
+        lambda mesh: laid(
+            ff.shard(STEP, mesh, "data"), layouts={"**": ff.Own("dota")}
+        ),
+        ValueError, r'did you mean "data".*averages over',
     ),
     "zero=4": (
         lambda mesh: ff.shard(STEP, mesh, "data", zero=4),

@@ -16,6 +16,7 @@ from typing import Any
 
 from fsfunc.runtime.scopes import Scoped
 from fsfunc.sharded.placements import row_major
+from fsfunc.tree.structure import meant
 
 Axis = str | tuple[str, ...]
 
@@ -76,7 +77,8 @@ class Mesh:
         names = axis_names(axis)
         for name in names:
             if name not in self.axes:
-                raise ValueError(f'unknown axis "{name}": this is {self}')
+                near = meant(name, self.axes) if isinstance(name, str) else ""
+                raise ValueError(f'unknown axis "{name}"{near}: this is {self}')
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"each axis is named once, and at least one: got {axis!r}")
         return names

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.planning.events import Op
-from fsfunc.planning.machines import Hardware, nearest
+from fsfunc.planning.machines import Hardware
+from fsfunc.tree.structure import meant
 
 
 def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> float:
@@ -138,7 +139,7 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
     if generation is not None and generation not in known:
         raise ValueError(
             f'{hardware.name} knows no attention "{generation}"'
-            f"{nearest(generation, list(known))}; it knows: {', '.join(known)}"
+            f"{meant(generation, known)}; it knows: {', '.join(known)}"
         )
     pair = known[generation or next(iter(known))]
     share = pair["backward" in op.name]

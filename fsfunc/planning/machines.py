@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from fsfunc.comm.operations import OPERATIONS
+from fsfunc.tree.structure import meant
 
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"
@@ -157,7 +157,7 @@ class Hardware:
         for name in self.pairwise:
             if name not in OPERATIONS:
                 raise ValueError(
-                    f'pairwise has "{name}"{nearest(name, list(OPERATIONS))}; the '
+                    f'pairwise has "{name}"{meant(name, OPERATIONS)}; the '
                     f"collectives are: {', '.join(OPERATIONS)}"
                 )
         for name, store in self.stores.items():
@@ -171,7 +171,7 @@ class Hardware:
         for dtype, rate in self.peak.items():
             if dtype not in DTYPES:
                 raise ValueError(
-                    f'peak has no dtype "{dtype}"{nearest(dtype, DTYPES)}; '
+                    f'peak has no dtype "{dtype}"{meant(dtype, DTYPES)}; '
                     f"it knows: {', '.join(DTYPES)}"
                 )
             _positive(f'peak["{dtype}"]', rate)
@@ -239,15 +239,9 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise TypeError(
-                f'{cls.__name__} has no field "{name}"{nearest(name, known)}; '
+                f'{cls.__name__} has no field "{name}"{meant(name, known)}; '
                 f"it has: {', '.join(known)}"
             )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a message: which of ``known`` was perhaps meant, or nothing."""
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def _positive(what: str, value: Any) -> None:

@@ -171,12 +171,18 @@ class Sharded:
     def tree_text(self) -> str:
         return f"a leaf in parts ({self.layout})"
 
+    def tree_beside(self, other: Any) -> list[Any] | None:
+        """What a map gives beside the part: a number, which is one for all of it."""
+        number = isinstance(other, Tensor) and not other.ndim
+        return [other] if number or isinstance(other, (int, float)) else None
+
     tree_advice = (
-        "One leaf is sharded and the other whole. A copy of parameters has their "
-        "layouts if it is made of the sharded ones (tree.map(torch.clone, params); "
-        "ff.init_state does so for optimizers), or by ff.place(step, state, ..., "
-        'like={"w0": "w"}) with the paths of both; in a step '
-        "ff.lay_like(whole, params) shards it"
+        "One leaf is sharded and the other whole, or sharded otherwise. A copy of "
+        "parameters has their layouts if it is made of the sharded ones (tree.map("
+        "torch.clone, params); ff.init_state does so for optimizers), or by ff.place("
+        'step, state, ..., like={"w0": "w"}) with the paths of both; in a step '
+        "ff.lay_like(whole, params) shards it. Beside a sharded leaf may stand a "
+        "number, or a tensor without dims; the sharded tree comes first"
     )
 
     def __hash__(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import Own, describe
-from fsfunc.tree.structure import matches, nearest
+from fsfunc.tree.structure import matches, meant, nearest
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
@@ -55,9 +55,11 @@ def own_of(
             continue
         over = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
         if set(over) != set(axes):
+            unknown = next((a for a in over if a not in axes), None)
+            near = "" if unknown is None else meant(unknown, axes)
             raise ValueError(
-                f"layouts: {pattern!r} is given {rule}, and the shard averages over "
-                f"{tuple(axes)}: a rank's own value is its own along all of them"
+                f"layouts: {pattern!r} is given {rule}{near}, and the shard averages "
+                f"over {tuple(axes)}: a rank's own value is its own along all of them"
             )
         found |= dict.fromkeys(_matched(pattern, leaves), rule)
     return found

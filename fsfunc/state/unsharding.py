@@ -45,7 +45,8 @@ def unshard(
         only: the one rank that gets the result; the others get None for those leaves.
 
     Raises:
-        ValueError: ``only`` where the result is differentiated.
+        ValueError: ``only`` where the result is differentiated; a leaf that carries an
+            autograd graph, outside of a sharded step.
 
     Transpose: the mean of the cotangents, of which each rank keeps its part.
 
@@ -164,17 +165,30 @@ def block_layout(x: Sharded, what: str) -> Layout:
     """The layout of a leaf's block over the axes of the enclosing ``shard``.
 
     Raises:
-        ValueError: it is packed over axes without a mean, is split over axes with one,
-            or unevenly, or is owned by a rank.
+        ValueError: there is no ``shard`` around; the leaf is packed over axes without a
+            mean, is split over axes with one, or unevenly, or is owned by a rank.
     """
     layout, means = x.layout, set(averaged_axes())
     flat = () if layout.flat is None else (layout.flat,)
     over = set(flat[0].axes) if flat else set()
     split, even = {p.axis for p in layout.splits}, _is_even(layout)
+    if not means and what == "unshard":
+        raise ValueError(
+            f"unshard outside of a sharded step: {x.name!r} carries an autograd graph, "
+            "as a state does that a step made of a batch which requires grad, and "
+            "outside nobody says whose its gradient is. Call it under torch.no_grad(), "
+            "or inside the step; a step whose batch is detached makes no graph"
+        )
+    if not means:
+        raise ValueError(
+            f"{what} outside of a sharded step: {x.name!r} has the layout {x.layout}, "
+            f"and no shard is around. Call {what} inside the step, or outside "
+            "ff.place(step, t, ...), which lays a tree out"
+        )
     if layout.owned or not over <= means or split & means or not even:
         raise ValueError(
             f"{what} in a step: {x.name!r} has the layout {x.layout}, and the shard "
-            f"around takes means over {sorted(means) or 'no axis'}: that works for "
+            f"around takes means over {sorted(means)}: that works for "
             "leaves that this shard laid out, whole or split evenly over other axes"
         )
     return Layout(layout.unit_shape, layout.dtype, flat, layout.name)

@@ -20,7 +20,7 @@ from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import GATHER, OWN
+from fsfunc.comm.typed_maps import ENTER, GATHER, OWN
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
@@ -60,6 +60,7 @@ class Checker(Tracer, Watcher, Operators):
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._whole: set[int] = set()  # memory of leaves that are one value
         self._parameters: set[int] = set()  # plain leaves that were differentiated
+        self._cast: set[int] = set()  # memory of what the user's pcast takes
         # Of Functions around collectives: the numbers that their nodes may have.
         self._functions: list[range] = []
         self._answered: set[int] = set()  # numbers of nodes whose backward sends
@@ -82,7 +83,8 @@ class Checker(Tracer, Watcher, Operators):
             return
         if not where.mean:  # of other axes: it stays whose it was
             seen = self.known.of(x)
-            summed = how.of == "P" and seen.kind is Kind.P
+            # A row of terms is typed as parts are: the library made it (`_typed`).
+            summed = how.of == "P" and seen.kind in (Kind.P, Kind.S)
             if summed and set(where.axis) & set(here().mean):
                 seen = Seen(Kind.A, f"what {how.op} gives", source_line())
             self.known.put(y, seen)
@@ -103,9 +105,12 @@ class Checker(Tracer, Watcher, Operators):
             why = "rows"  # of parts there is one dim: vmap brought the others
         if why:
             raise refusal(why, op, [seen], None)
+        kind = moved_to(how, seen.kind)
         if how.op == "enter":
             self._parameters.add(memory(x))
-        self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
+            if seen.kind is Kind.K and memory(x) in self._cast:
+                kind = Kind.A  # the user said whose it is
+        self.known.give(y, kind, f"what {how.op} gives")
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         if not where.mean or frame().path:
@@ -113,6 +118,8 @@ class Checker(Tracer, Watcher, Operators):
         seen = self.known.of(x)
         if seen.kind in PARTS and how != OWN:
             raise refusal("parts", how.op, [seen], None)
+        if how == ENTER:
+            self._cast.add(memory(x))
         if _torch.function_runs():
             self._functions.append(self.nodes.of_function())
 

@@ -38,6 +38,13 @@ class Recorded(Sharded):
     def _refuse(self, what: str) -> Any:
         raise RuntimeError(what)
 
+    def tree_beside(self, other: Any) -> list[Any] | None:
+        # What no unit takes stays a plain tensor; what one does, a later run refuses.
+        other = plain(other)
+        if isinstance(other, Tensor) and other.shape == self.layout.shape:
+            return [other]
+        return super().tree_beside(other)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

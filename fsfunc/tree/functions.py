@@ -202,6 +202,7 @@ def map(
         fn: takes a leaf and, from each of `rest`, what lies at the same place.
         tree: gives the structure.
         rest: trees that have this structure; they may go on below a leaf of `tree`.
+            Beside a sharded leaf one may have a number, for all of its elements.
         is_leaf: says of a subtree of `tree` that it counts as one leaf.
 
     Raises:
@@ -269,8 +270,25 @@ def _flatten_up_to(
         return treedef.flatten_up_to(other)
     except ValueError as error:
         found = list(differences(tree, other, is_leaf, Node.leads))
-        if not found:  # the tree's own flatten function raised
-            raise
-        raise TreeMismatch(
-            message("a tree to map over does not match the first", found)
-        ) from error
+        if found:
+            raise TreeMismatch(
+                message("a tree to map over does not match the first", found)
+            ) from error
+        if (beside := _beside(tree, other, is_leaf)) is None:
+            raise  # the tree's own flatten function raised
+        return beside
+
+
+def _beside(tree: Tree, other: Tree, is_leaf: IsLeaf | None) -> list[Any] | None:
+    """Return what stands beside each leaf, where some nodes take what is none."""
+    node = Node.of(tree, is_leaf)
+    if node.is_leaf:
+        return [other]
+    if (below := node.below(other)) is None:
+        return None
+    found: list[Any] = []
+    for mine, its in zip(node.children, below, strict=True):
+        if (beside := _beside(mine, its, is_leaf)) is None:
+            return None
+        found += beside
+    return found

@@ -172,11 +172,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{', '.join(map(repr, found))} ({len(names)} in all)"
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """The one of ``known`` that was perhaps meant, as the end of a sentence, or "".
+
+    >>> meant("dota", ["data", "pipe"]), meant("x", ["data"])
+    (' (did you mean "data"?)', '')
+    """
+    found = get_close_matches(name, list(known), 1, 0.5)
+    return f' (did you mean "{found[0]}"?)' if found else ""
+
+
 class Node(NamedTuple):
     """One level of a tree: what it is, without what lies below.
 
     A class of nodes may say what one is to a message, by a method ``tree_text``, and
-    what to do where another kind stands in its place, by ``tree_advice``.
+    what to do where another kind stands in its place, by ``tree_advice``. By a method
+    ``tree_beside(other)`` it may take what is no such node for its children in a map.
     """
 
     value: Any
@@ -208,13 +219,17 @@ class Node(NamedTuple):
 
     def leads(self, other: "Node") -> bool:
         """Return whether `map` may go on from this level into `other`."""
-        if self.is_leaf:
-            return True
+        return self.is_leaf or self.below(other.value) is not None
+
+    def below(self, other: Any) -> list[Any] | None:
+        """Return what stands beside the children in another tree; None: it differs."""
+        beside = getattr(type(self.value), "tree_beside", None)
+        if beside is not None and (found := beside(self.value, other)) is not None:
+            return found
         try:
-            self.treedef.flatten_up_to(other.value)
+            return self.treedef.flatten_up_to(other)
         except ValueError:
-            return False
-        return True
+            return None
 
     def __str__(self) -> str:
         value, kind = self.value, type(self.value).__name__
@@ -245,6 +260,8 @@ class Node(NamedTuple):
             here, there = self.treedef.entries(), actual.treedef.entries()
             if here != there:
                 return _keys_told_apart(here, there)
+        if hasattr(type(mine), "tree_text"):
+            return f"expected {self}, found {actual}. {_advice(type(mine))}"
         if len(self.children) != len(actual.children):
             return f"expected length {len(self.children)}, found {len(actual.children)}"
         return (
@@ -286,12 +303,8 @@ def differences(
     if not alike(mine, other):
         yield path, mine.told_from(other)
     elif not mine.is_leaf:
-        below = zip(
-            mine.components,
-            mine.children,
-            mine.treedef.flatten_up_to(actual),
-            strict=True,
-        )
+        others = mine.below(actual) or ()
+        below = zip(mine.components, mine.children, others, strict=True)
         for component, left, right in below:
             inner = "/".join(part for part in (path, component) if part)
             yield from differences(left, right, is_leaf, alike, inner)

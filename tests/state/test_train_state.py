@@ -132,6 +132,25 @@ def test_unshard_for_one_rank_and_to_a_dtype_of_device():
     same(every, params_of())
 
 
+def test_a_state_that_carries_a_graph_is_unsharded_as_the_error_says():
+    """A batch that requires grad makes the state that it trains differentiable."""
+
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), MESH, "data")
+        state = ff.init_state(step, params_of(), optimizer, mine())
+        plain, _ = step(state, mine())
+        state, _ = step(state, mine().requires_grad_())
+        with pytest.raises(ValueError, match="graph, as .*no_grad"):
+            ff.unshard(state)
+        with pytest.raises(ValueError, match="lay_like outside of .*no shard .*ff.pl"):
+            ff.lay_like(ff.unshard(plain.params), plain.params)
+        with torch.no_grad():
+            return ff.unshard(state), ff.unshard(plain)
+
+    for found, plain in on_each_rank(main):
+        close(found, plain, 1e-12)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "origin"),
     [
