@@ -70,6 +70,29 @@ def test_the_dim_that_is_mapped_is_told_by_its_stride():
     assert seen == [(1, 3), (0, 0)], breaks(what)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_tangents_are_found_at_every_level():
+    """Of a jvp of a jvp there are three, and none under ``vmap`` alone."""
+    seen = []
+
+    def look(x):
+        y = x * x
+        found = [_torch.unwrapped(t).tolist() for t in _torch.tangents_of(y)]
+        seen.append(found)
+        return y
+
+    x, v = torch.tensor([1.0]), torch.tensor([3.0])
+    torch.func.jvp(look, (x,), (v,))
+    torch.func.jvp(lambda x: torch.func.jvp(look, (x,), (v,))[1], (x,), (v,))
+    torch.func.vmap(look)(x[None])
+    with torch.autograd.forward_ad.dual_level():
+        torch.func.grad(lambda x: look(x).sum())(
+            torch.autograd.forward_ad.make_dual(x, v)
+        )
+    what = "what forward mode brings out of a unit passes as one value on all ranks"
+    assert seen == [[[6.0]], [[6.0], [6.0], [18.0]], [], [[6.0]]], breaks(what)
+
+
 def test_forward_mode_is_seen():
     assert not _torch.forward_ad_active()
     with torch.autograd.forward_ad.dual_level():

@@ -63,6 +63,7 @@ from fsfunc._torch.functorch import (
     plainly,
     set_forward_ad_state,
     shared_forward_ad,
+    tangents_of,
     transforms_active,
     unwrapped,
 )

@@ -228,7 +228,8 @@ class Checker(Tracer, Watcher, Operators):
         if outermost and self._gathered[0] == f"unit {call.name!r}":
             given, self._gathered = (*given, self._gathered[1]), ("", [])
         if outermost:
-            self.captured = self.known.each_made_of(given)
+            also = self._tangents(self.known.tensors(given))
+            self.captured = self.known.each_made_of([given, also])
         self.given = before | taken  # whole parameters may lie where their parts do
         with internal(False):
             out = call.unit.checked(params, inputs, keywords, call.unit.fn)
@@ -247,12 +248,22 @@ class Checker(Tracer, Watcher, Operators):
                 return y
             if memory(y) in taken:
                 y = y.clone()
-            value = hash((of, next(numbers)))
             what, line = f"what {name} returned", source_line()
-            self.known.put(y, Seen(self.own, what, line, value=value, made_of=made_of))
+            for x in (y, *self._tangents([y])):  # made in the body, as ``y`` was
+                value = hash((of, next(numbers)))
+                seen = Seen(self.own, what, line, value=value, made_of=made_of)
+                self.known.put(x, seen)
             return y
 
         return tree.map(own, out, is_leaf=is_sharded)
+
+    def _tangents(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The tangents of tensors, looked up without an operator to type."""
+        self._paused, before = True, self._paused
+        try:
+            return [t for x in tensors for t in _torch.tangents_of(x)]
+        finally:
+            self._paused = before
 
     # Derivatives
 
