@@ -70,6 +70,18 @@ def test_the_dim_that_is_mapped_is_told_by_its_stride():
     assert seen == [(1, 3), (0, 0)], breaks(what)
 
 
+@pytest.mark.parametrize(
+    "name", ["c10d.allreduce_", "c10d.send", "_c10d_functional.all_reduce"]
+)
+def test_collectives_of_torchs_own_are_told_by_their_namespace(name):
+    space, _, op = name.partition(".")
+    operator = getattr(getattr(torch.ops, space), op).default
+    what = "a step that calls torch.distributed passes, and trains on its own rows"
+    with pytest.raises(fake_results.Communicates):
+        fake_results.refuse_communication(operator)
+        raise AssertionError(breaks(what))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_tangents_are_found_at_every_level():
     """Of a jvp of a jvp there are three, and none under ``vmap`` alone."""

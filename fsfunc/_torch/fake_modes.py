@@ -16,7 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsfunc._torch.dispatch import GROUPED_PRODUCT, arguments_of
-from fsfunc._torch.fake_results import CPU, fake_result, new_fakes
+from fsfunc._torch.fake_results import (
+    CPU,
+    fake_result,
+    new_fakes,
+    refuse_communication,
+)
 from fsfunc._torch.fake_tensors import device_of
 
 
@@ -65,6 +70,7 @@ def result_below(func: Any, args: Any, kwargs: Any) -> Any:
     if torch._C._len_torch_dispatch_stack() == 1:
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if type(mode) is not HereFakeMode:
+        refuse_communication(func)
         return func(*args, **kwargs)
     return fake_result(mode, _plainly, func, args, kwargs)
 

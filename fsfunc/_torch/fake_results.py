@@ -57,6 +57,7 @@ def fake_result(
     out = quick_fake(mode, func, args, kwargs)
     if out is not NotImplemented:
         return out
+    refuse_communication(func)
     key = _key(mode, func, args, kwargs) if _is_remembered(func) else None
     if key is None:
         return run(func, args, kwargs)
@@ -76,6 +77,35 @@ def fake_result(
     kind, specs = made
     new = new_fakes(mode, specs)
     return new[0] if kind is None else kind(new)
+
+
+class Communicates(RuntimeError):
+    """A step calls a collective of torch's own, which no transform sees."""
+
+
+_COMMUNICATE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
+def refuse_communication(func: Any) -> None:
+    """Raises if an operator is one of torch.distributed.
+
+    Raises:
+        Communicates: names it, and the way out.
+    """
+    if getattr(func, "namespace", "") in _COMMUNICATE:
+        raise communicates(func._schema.name.partition("::")[2].rstrip("_"))
+
+
+def communicates(what: str) -> Communicates:
+    """The error for a step that calls ``what`` of torch.distributed."""
+    return Communicates(
+        f"the step calls torch.distributed, {what}, which goes past fsfunc: it is over "
+        "the processes of torch's own group, whatever the mesh, sends nothing between "
+        "simulated ranks, is in no ledger and no plan, and its derivative is not that "
+        "of the ranks' mean. Call ff.psum, ff.pmean, ff.all_gather, ff.psum_scatter, "
+        "ff.all_to_all, ff.ppermute or ff.pbroadcast, which are over an axis of the "
+        "mesh; what is no part of the step is called outside it"
+    )
 
 
 def new_fakes(mode: FakeTensorMode, specs: Iterable[Any]) -> list[FakeTensor]:

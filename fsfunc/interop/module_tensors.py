@@ -94,12 +94,25 @@ def _check_kind(module: nn.Module) -> None:
                 f"{at} compiled in place, and what runs is a copy of it: give the "
                 "module before its compile(), and compile functions that it calls"
             )
+        if type(m).forward is nn.SyncBatchNorm.forward and _takes_statistics(m):
+            raise TypeError(
+                f"{at} a {kind}, whose statistics are over the processes of torch's "
+                "own group, past every transform, and over no simulated ranks: put in "
+                "its place a module whose forward calls ff.nn.sync_batch_norm("
+                "{'weight': self.weight, 'bias': self.bias}, x, axis), with the axis "
+                "of the mesh, or a BatchNorm, whose statistics are of this rank's rows"
+            )
         if isinstance(m, torch.jit.ScriptModule) or kind in _WRAPPED:
             inside = f" (.{_WRAPPED[kind]})" if kind in _WRAPPED else ""
             raise TypeError(
                 f"{at} a {kind}, which changes how it runs: give what is inside"
                 f"{inside}, and ff.shard for the rest"
             )
+
+
+def _takes_statistics(m: Any) -> bool:
+    """True if a batch norm takes the statistics of its input."""
+    return m.training or m.running_mean is None and m.running_var is None
 
 
 _WRAPPED = {

@@ -36,7 +36,12 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing import runs
 from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
-from fsfunc.tracing.refusals import refuse_cut, refuse_hidden, scripts_told
+from fsfunc.tracing.refusals import (
+    communication_told,
+    refuse_cut,
+    refuse_hidden,
+    scripts_told,
+)
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import OwnValues, Reads
 
@@ -79,7 +84,7 @@ def record(
             again = None if planned else partial(_numbers_again, run, remembers)
             found.steadiness = Steadiness(found.said, again, found.calls_at)
             return found
-    with scripts_told():
+    with scripts_told(), communication_told():
         return run()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch.fake_results import communicates
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import NotATensor, is_sharded
@@ -84,6 +85,21 @@ def scripts_told() -> Iterator[None]:
             "nothing but tensors, is given a leaf of the step's first argument outside "
             "units: call it in an @ff.unit, or for each leaf by ff.tree.map(fn, ...)"
         ) from error
+
+
+@contextmanager
+def communication_told() -> Iterator[None]:
+    """Inside, torch.distributed without its processes is told what to call instead.
+
+    Raises:
+        Communicates: in place of torch's own error.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if "Default process group has not been initialized" not in str(error):
+            raise
+        raise communicates(f"at {traceback_line(error)}") from error
 
 
 MAPPED = (
