@@ -258,9 +258,9 @@ _TEXTS = {
     "unaveraged": (
         "the gradient by {first}, one value on all ranks, is this rank's own: it is "
         "read outside every unit, where no mean over the ranks is taken. An "
-        "ff.value_and_grad of the step itself takes it; else read it in a unit, or "
-        'declare that it is one value, by ff.assume(x, axis, "I"), or let it enter by '
-        'ff.pcast(x, axis, to="V")'
+        "ff.value_and_grad of the step itself takes it, of what is made of parameters "
+        'after ff.assume(x, axis, "I"), which declares that it is one value; else read '
+        'it in a unit, or let it enter by ff.pcast(x, axis, to="V")'
     ),
     "made of one": (
         "{first} is made of parameters, and differentiated where no mean over the "
