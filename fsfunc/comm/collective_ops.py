@@ -102,6 +102,9 @@ class Watcher:
     def summed(self, x: Tensor, what: str) -> None:
         """Called when ``what`` sums over a plain tensor ``x``."""
 
+    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+        """Called when ``what`` requires ``x`` to be each rank's own along an axis."""
+
 
 def watching(watcher: Watcher) -> Scoped:
     """Inside, ``watcher`` is called for every linear map."""
@@ -112,6 +115,12 @@ def claim(x: Any, what: str) -> None:
     """Tells the watcher that ``x`` must be equal on all ranks."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)
+
+
+def claim_own(x: Tensor, axis: Axis | None, what: str) -> None:
+    """Tells the watcher that ``x`` must be each rank's own along ``axis``."""
+    if axis is not None and (watcher := _WATCHER.get()) is not None:
+        watcher.owned(x, group(axis), what)
 
 
 def claiming(f: Callable[..., Any], what: str, x: Any) -> Any:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis
 from fsfunc.nn.attention_blocks import Heads
@@ -69,6 +70,8 @@ def checked(
     for condition, fit in fits.items():
         if not fit:
             raise ValueError(f"{name}: {condition}; got {said}")
+    for x in (q, k, v):
+        claim_own(x, axis, name)
     where = None if axis is None else group(axis)
     size = 1 if where is None else where.size
     masks = Masks(

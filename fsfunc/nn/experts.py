@@ -8,7 +8,9 @@ step (GShard, sections 3.1 and 3.2). A choice's place in the buffers follows fro
 
 Over the axis a rank's tokens, result and loss are its own, and the derivative by an
 expert is that of the sum of all ranks' losses (of their mean, if a `shard` averages
-over the axis): gradients of other ranks' tokens come back with them.
+over the axis): gradients of other ranks' tokens come back with them. Tokens that are
+one value on all ranks, as those of a model axis are, would count n times: each rank
+gives its share of them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
@@ -54,6 +57,9 @@ def expert_layer(
             that ``ff.place`` has split along dim 0, read in a unit.
         axis: the mesh axis that the experts are spread over; by default that of the
             leaves in ``params``, and with plain tensors none: all experts are here.
+            Over one that no ``shard`` averages over, tokens that are equal on its ranks
+            are cut first, ``ff.pcast(x, axis, to="V").chunk(n)[ff.axis_index(axis)]``,
+            and what comes out is joined, ``ff.all_gather(y, axis, to="I")``.
         grouped: see ``expert_fn``. Without it, one expert's function runs under
             ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
 
@@ -64,6 +70,8 @@ def expert_layer(
     Raises:
         ValueError: experts that the axis does not divide; parameters of another number
             of experts, or split otherwise; a routing of other tokens.
+        LawError: in the check of a sharded step, tokens that are one value on all ranks
+            of an axis that no ``shard`` averages over.
         RuntimeError: no capacity, under vmap.
 
     Cost: with a capacity C, over n ranks, one all-to-all of E C d elements each way,
@@ -88,6 +96,7 @@ def expert_layer(
             leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
     here = _checked("expert_layer", tokens, routing, axis)
+    claim_own(tokens, axis, "expert_layer")
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != here:
             path = tree.paths(params, is_sharded)[i]
@@ -153,6 +162,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     [[[0.0], [0.0]], [[3.0], [4.0]]]
     """
     _checked("dispatch", x, routing, axis)
+    claim_own(x, axis, "dispatch")
     capacity = _capacity("dispatch", routing)
     experts = len(routing.counts)
     slots = routing.indices * capacity + routing.positions

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.numerics import wide
@@ -158,4 +159,5 @@ def _parts(
             )
     if axis is not None and axis_size(axis) == 1:
         axis = None
+    claim_own(x, axis, what)
     return *parts, axis

@@ -29,6 +29,7 @@ type_check.py checker.py typed_operators.py   the type check of a sharded step
 torch_calls.py      torch functions that recorder and checker watch
 replicas.py         comparison of values that must be equal on all ranks
 types.py knowledge.py   the types, and the facts about tensors
+split_work.py       values that are each rank's own along axes without a mean
 provenance.py results.py   gradients of rows that are averaged too early
 steadiness.py       placeholders for values; steps that differ from run to run
 compared_numbers.py   numbers and words of the arguments that a step compares

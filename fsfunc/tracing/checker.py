@@ -20,7 +20,7 @@ from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, OWN
+from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, LawError
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
@@ -68,6 +68,7 @@ class Checker(Tracer, Watcher, Operators):
     # Collectives
 
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+        self.split.moved(x, how, where, y)
         if frame().path:
             return
         self._moved(x, how, where, y)
@@ -140,6 +141,12 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind in PARTS and not frame().path:
             raise refusal("lost", what, [seen], None)
 
+    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+        if where.size > 1:
+            lacking = self.split.over(where.axis) - self.split.of(x)
+            if alike := [a for a in where.axis if a in lacking]:
+                raise LawError(_ALIKE.format(what, alike[0]))
+
     def measured(self, what: str, *given: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
 
@@ -192,6 +199,7 @@ class Checker(Tracer, Watcher, Operators):
                 name = repr(path) if i == 0 and path else name
                 value = hash((i, path))
                 if isinstance(x, Sharded):
+                    self.split.add_part(x)
                     cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(_held(x), seen._replace(value=value))
@@ -220,6 +228,7 @@ class Checker(Tracer, Watcher, Operators):
         taken = set()
         for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded):
             if isinstance(x, Sharded) and x.layout.flat is None:
+                self.split.add_part(x)
                 x = x._local  # the block that was gathered
             if isinstance(x, Tensor):
                 taken.add(memory(x))
@@ -275,6 +284,9 @@ class Checker(Tracer, Watcher, Operators):
                 self._pair(x, g, averaged(x))
 
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
+        for x in self.known.tensors(of[0]):  # not what is returned beside the loss
+            if apart := self.split.of(x):
+                raise LawError(_APART.format(source_line(), min(apart)))
         self._laid(by, grads)
         inputs, found = zip(*pairs(by, grads), strict=True)
         means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
@@ -369,6 +381,23 @@ class Checker(Tracer, Watcher, Operators):
 
     def _varies(self, x: Any) -> bool:
         return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
+
+
+_ALIKE = (
+    "{0} takes each rank's own along {1!r}, and is given one value, the same on all of "
+    "its ranks, as no shard averages over {1!r}: it would be counted as often as there "
+    "are ranks, its derivatives too. Give each rank its share, mine = ff.pcast(x, "
+    '{1!r}, to="V").chunk(n)[ff.axis_index({1!r})], and ff.all_gather(y, {1!r}, '
+    'to="I") of what comes out; or leave the axis out, or average over it, '
+    "ff.shard(step, mesh, (..., {1!r})). Of what is each rank's own already "
+    'ff.pcast(x, {1!r}, to="V") says so'
+)
+_APART = (
+    "the loss of the gradient call at {0} is each rank's own along {1!r}, which no "
+    "shard averages over: there it is one value. Take ff.psum of it over {1!r} where "
+    "the ranks have parts of a sum, or ff.pmean; or average over it, ff.shard(step, "
+    "mesh, (..., {1!r}))"
+)
 
 
 def _held(leaf: Sharded) -> Any:

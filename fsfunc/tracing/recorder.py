@@ -250,6 +250,9 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
+    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+        self.plain = self.plain and where.mean
+
     def answered(self, found: bool) -> bool:
         self.plain = False  # the other answer may lead elsewhere
         return found

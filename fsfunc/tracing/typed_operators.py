@@ -37,6 +37,7 @@ from fsfunc.tracing.operators import (
 from fsfunc.tracing.provenance import Provenance
 from fsfunc.tracing.refusals import LawError, refusal
 from fsfunc.tracing.results import seen_of
+from fsfunc.tracing.split_work import SplitWork
 from fsfunc.tracing.steadiness import StandIns
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
 
@@ -69,7 +70,8 @@ class Operators(OperatorMode):
     ``events`` are what the ranks must agree on; ``draws`` whether torch's default
     generators are drawn of, in units too; ``known`` what is known of tensors;
     ``given`` the memory that the bodies of units which run were given; ``captured`` of
-    what the tensors are made that the outermost of them reads beside.
+    what the tensors are made that the outermost of them reads beside; ``split`` along
+    which axes beside ``axes`` values are each rank's own.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Operators(OperatorMode):
         self.own = Kind.A if alone else Kind.V
         self.events: list[SharedOp] = []
         self.known, self.nodes = Known(), Nodes()
+        self.split = SplitWork(axes)
         self.given: set[int] = set()
         self.draws = False
         self.captured: list[Provenance] = []
@@ -105,6 +108,7 @@ class Operators(OperatorMode):
         if self._paused or type(out) is bool:  # one that compares shapes
             return out
         self.draws = self.draws or draws(func, args, kwargs)
+        self.split.operator(func, args, kwargs, out)
         if path := frame().path:  # there all is the rank's own, whatever it does
             self._captured(path[0], args, kwargs)
             return out

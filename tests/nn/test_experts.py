@@ -366,7 +366,12 @@ def test_a_gate_that_nobody_averages_is_refused() -> None:
     """Where the experts' axis is none of the data's."""
     params, groups = drawn(4), draw(4, 5, D)
     mesh = simulated(data=2, expert=2)
-    loss = ff.unit(lambda p, x, by: loss_of("top 2")(p, x * by)[0])
+    loss_of_rank = loss_of("top 2")
+
+    @ff.unit
+    def loss(p, x, by):
+        x = ff.pcast(x, "expert", to="V")
+        return ff.psum(loss_of_rank(p, x * by)[0], "expert")
 
     def main(example, x, by=lambda: 1):
         step = ff.value_and_grad(lambda p, x: loss(p, x, by()))
