@@ -59,7 +59,8 @@ def expert_layer(
             leaves in ``params``, and with plain tensors none: all experts are here.
             Over one that no ``shard`` averages over, tokens that are equal on its ranks
             are cut first, ``ff.pcast(x, axis, to="V").chunk(n)[ff.axis_index(axis)]``,
-            and what comes out is joined, ``ff.all_gather(y, axis, to="I")``.
+            and what comes out is joined, ``ff.all_gather(y, axis, to="I")``; so enters
+            the gate, too, by ``ff.pcast``.
         grouped: see ``expert_fn``. Without it, one expert's function runs under
             ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
 

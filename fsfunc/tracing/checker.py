@@ -285,7 +285,7 @@ class Checker(Tracer, Watcher, Operators):
 
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         for x in self.known.tensors(of[0]):  # not what is returned beside the loss
-            if apart := self.split.of(x):
+            if (apart := self.split.of(x)) and not frame().path:
                 raise LawError(_APART.format(source_line(), min(apart)))
         self._laid(by, grads)
         inputs, found = zip(*pairs(by, grads), strict=True)
@@ -387,8 +387,8 @@ _ALIKE = (
     "{0} takes each rank's own along {1!r}, and is given one value, the same on all of "
     "its ranks, as no shard averages over {1!r}: it would be counted as often as there "
     "are ranks, its derivatives too. Give each rank its share, mine = ff.pcast(x, "
-    '{1!r}, to="V").chunk(n)[ff.axis_index({1!r})], and ff.all_gather(y, {1!r}, '
-    'to="I") of what comes out; or leave the axis out, or average over it, '
+    '{1!r}, to="V").chunk(n, dim)[ff.axis_index({1!r})], and ff.all_gather(y, {1!r}, '
+    'dim=dim, to="I") of what comes out; or leave the axis out, or average over it, '
     "ff.shard(step, mesh, (..., {1!r})). Of what is each rank's own already "
     'ff.pcast(x, {1!r}, to="V") says so'
 )
