@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc._torch import fake_modes, fake_results, products, versions
+from fsfunc._torch import fake_modes, fake_results, products, tangents, versions
 from tests.probes import Watch
 from tests.programs import ROOT, python
 
@@ -89,7 +89,7 @@ def test_tangents_are_found_at_every_level():
 
     def look(x):
         y = x * x
-        found = [_torch.unwrapped(t).tolist() for t in _torch.tangents_of(y)]
+        found = [_torch.unwrapped(t).tolist() for t in tangents.tangents_of(y)]
         seen.append(found)
         return y
 

@@ -8,6 +8,7 @@ fake_tensors.py     which tensors are fake
 Not exported here, as few modules use them:
 
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
+tangents.py         tangents of forward mode at each of its levels
 products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
 operator_graphs.py  a step's operators and collectives as one graph
@@ -63,7 +64,6 @@ from fsfunc._torch.functorch import (
     plainly,
     set_forward_ad_state,
     shared_forward_ad,
-    tangents_of,
     transforms_active,
     unwrapped,
 )

@@ -20,10 +20,7 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import (
-    retrieve_current_functorch_interpreter,
-    temporarily_clear_interpreter_stack,
-)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -172,26 +169,6 @@ def mapped_dim(x: Tensor) -> tuple[int, int]:
             dim, inner = maybe_get_bdim(y), get_unwrapped(y)
             return inner.stride(dim), inner.shape[dim]
     return 0, 0
-
-
-def tangents_of(x: Tensor) -> list[Tensor]:
-    """The tangents of ``x`` at every level of forward mode, and those of these."""
-    if not forward_ad_active() or not x.dtype.is_floating_point | x.dtype.is_complex:
-        return []
-    stack = get_interpreter_stack()
-    if stack and stack[-1].key() != TransformType.Jvp:
-        tangent = None
-    else:
-        tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
-    found = [] if tangent is None else [tangent]
-    if not stack:
-        return found
-    level = stack[-1].level()
-    below = [
-        get_unwrapped(y) if maybe_get_level(y) == level else y for y in [x, *found]
-    ]
-    with retrieve_current_functorch_interpreter().lower():
-        return found + [t for y in below for t in tangents_of(y)]
 
 
 def mapping_levels() -> list[int]:

@@ -77,7 +77,7 @@ class Mesh:
         names = axis_names(axis)
         for name in names:
             if name not in self.axes:
-                near = meant(name, self.axes) if isinstance(name, str) else ""
+                near = meant(str(name), self.axes)
                 raise ValueError(f'unknown axis "{name}"{near}: this is {self}')
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"each axis is named once, and at least one: got {axis!r}")

@@ -177,12 +177,11 @@ class Sharded:
         return [other] if number or isinstance(other, (int, float)) else None
 
     tree_advice = (
-        "One leaf is sharded and the other whole, or sharded otherwise. A copy of "
-        "parameters has their layouts if it is made of the sharded ones (tree.map("
-        "torch.clone, params); ff.init_state does so for optimizers), or by ff.place("
-        'step, state, ..., like={"w0": "w"}) with the paths of both; in a step '
-        "ff.lay_like(whole, params) shards it. Beside a sharded leaf may stand a "
-        "number, or a tensor without dims; the sharded tree comes first"
+        "One leaf is sharded and the other whole, or otherwise. A copy of parameters "
+        "has their layouts if it is made of the sharded ones (tree.map(torch.clone, "
+        "params); ff.init_state does so for optimizers), or by ff.place(step, state, "
+        '..., like={"w0": "w"}) with the paths of both; in a step ff.lay_like(whole, '
+        "params) shards it. Beside a leaf, its tree given first, may stand a number"
     )
 
     def __hash__(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.messages.wire import Gather, Reduction
-from fsfunc.tree.structure import matches
+from fsfunc.tree.structure import matches, nearest
 
 Rules = tuple[tuple[str, bool], ...]
 
@@ -102,12 +101,10 @@ class ShardOptions:
         again = self.reshard_after_forward
         for pattern, _ in again if isinstance(again, tuple) else ():
             if not any(matches(pattern, name) for name in names):
-                near = get_close_matches(pattern, names, 3, 0.3) or sorted(names)[:3]
                 raise ValueError(
                     f"reshard_after_forward: {pattern!r} fits no unit call and no leaf "
-                    f"that one takes; there are {', '.join(map(repr, near))} "
-                    f"({len(names)} in all). '*' stands for one name, '**' for any "
-                    "number"
+                    f"that one takes; there are {nearest(pattern, sorted(names))}. "
+                    "'*' stands for one name, '**' for any number"
                 )
 
     def gathers(self, layout: Layout) -> bool:

@@ -152,11 +152,8 @@ def _looked_into(
         if type(x) in closed and hides(x):
             first, *rest = path.split("/")
             path = "/".join([parts[int(first)] if parts else first, *rest])
-            use = (
-                "Give dict(...) of it"
-                if isinstance(x, Mapping)
-                else ("Use a dict, a tuple or a dataclass")
-            )
+            use = "Use a dict, a tuple or a dataclass"
+            use = "Give dict(...) of it" if isinstance(x, Mapping) else use
             raise TypeError(
                 f"{who} {does} a {type(x).__name__}{path and f', at {path!r},'} that "
                 "holds a tensor out of sight: no transform would gather, cast, cut or "
@@ -270,25 +267,17 @@ def _flatten_up_to(
         return treedef.flatten_up_to(other)
     except ValueError as error:
         found = list(differences(tree, other, is_leaf, Node.leads))
-        if found:
-            raise TreeMismatch(
-                message("a tree to map over does not match the first", found)
-            ) from error
-        if (beside := _beside(tree, other, is_leaf)) is None:
-            raise  # the tree's own flatten function raised
-        return beside
+        if not found:
+            return _beside(tree, other, is_leaf)
+        raise TreeMismatch(
+            message("a tree to map over does not match the first", found)
+        ) from error
 
 
-def _beside(tree: Tree, other: Tree, is_leaf: IsLeaf | None) -> list[Any] | None:
+def _beside(tree: Tree, other: Tree, is_leaf: IsLeaf | None) -> list[Any]:
     """Return what stands beside each leaf, where some nodes take what is none."""
     node = Node.of(tree, is_leaf)
     if node.is_leaf:
         return [other]
-    if (below := node.below(other)) is None:
-        return None
-    found: list[Any] = []
-    for mine, its in zip(node.children, below, strict=True):
-        if (beside := _beside(mine, its, is_leaf)) is None:
-            return None
-        found += beside
-    return found
+    pairs = zip(node.children, node.below(other) or (), strict=True)
+    return [x for mine, its in pairs for x in _beside(mine, its, is_leaf)]

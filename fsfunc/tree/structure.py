@@ -252,16 +252,14 @@ class Node(NamedTuple):
     def told_from(self, actual: "Node") -> str:
         """Return what tells the level found from this one, which was expected."""
         mine, other = self.value, actual.value
-        if type(mine) is not type(other) or self.is_leaf != actual.is_leaf:
-            kinds = type(mine), type(other)
-            advice = next(filter(None, map(_advice, kinds)), "")
+        kinds = type(mine), type(other)
+        advice = next(filter(None, map(_advice, kinds)), "")
+        if advice or kinds[0] is not kinds[1] or self.is_leaf != actual.is_leaf:
             return f"expected {self}, found {actual}{advice and '. '}{advice}"
         if isinstance(mine, Mapping):
             here, there = self.treedef.entries(), actual.treedef.entries()
             if here != there:
                 return _keys_told_apart(here, there)
-        if hasattr(type(mine), "tree_text"):
-            return f"expected {self}, found {actual}. {_advice(type(mine))}"
         if len(self.children) != len(actual.children):
             return f"expected length {len(self.children)}, found {len(actual.children)}"
         return (
@@ -303,9 +301,8 @@ def differences(
     if not alike(mine, other):
         yield path, mine.told_from(other)
     elif not mine.is_leaf:
-        others = mine.below(actual) or ()
-        below = zip(mine.components, mine.children, others, strict=True)
-        for component, left, right in below:
+        below = mine.components, mine.children, mine.below(actual) or ()
+        for component, left, right in zip(*below, strict=True):
             inner = "/".join(part for part in (path, component) if part)
             yield from differences(left, right, is_leaf, alike, inner)
 

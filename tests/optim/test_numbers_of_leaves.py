@@ -111,11 +111,15 @@ def the_number_first(s, x):
     ("step", "error", "text"),
     [
         (an_own_number, LawError, "differs from rank to rank.*ff.pmean"),
-        (a_whole_tensor, tree.TreeMismatch, "'a/b'.*Beside a sharded leaf may stand a"),
+        (
+            a_whole_tensor,
+            tree.TreeMismatch,
+            "'a/b'.*Beside a leaf, its tree given first",
+        ),
         (
             the_number_first,
             (tree.TreeMismatch, NotATensor),
-            "rates/a/b.*params/a/b.*the sharded tree comes first",
+            "rates/a/b.*params/a/b.*its tree given first",
         ),
     ],
 )
