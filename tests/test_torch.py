@@ -253,6 +253,28 @@ def test_it_is_known_when_autograd_alone_looks():
     assert seen == [False] * 4, breaks(what)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_view_of_any_dtype_is_made_anew_of_its_place(offset):
+    """``offset``: where a complex number may not begin, it is a copy."""
+    memory = torch.arange(25.0, dtype=torch.float64)
+    base = memory[:24]
+    z = base.view(torch.complex128)[2:]
+    views = [
+        base[3:].view(-1, 3).t(), z, z.conj(), z.conj().imag, z.real[::2],
+        base[1:9].view(torch.int32), base[:0], base[5].expand(2, 3),
+    ]  # fmt: skip
+    other = torch.empty(26, dtype=torch.float64)[offset:]
+    other[:25] = memory
+    for x in views:
+        y = _torch.view_at(other, _torch.place_of(x))
+        what = "a saved view of a parameter is read in another way: wrong gradients"
+        assert torch.equal(x.resolve_conj().resolve_neg(), y), breaks(what)
+        assert (y.dtype, y.shape) == (x.dtype, x.shape), breaks(what)
+        assert (y.is_conj(), y.is_neg()) == (x.is_conj(), x.is_neg()), breaks(what)
+        shares = _torch.storage_key(y) == _torch.storage_key(other)
+        assert shares or offset and x.is_complex() or not x.numel(), breaks(what)
+
+
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
     w = torch.randn(3, 3, requires_grad=True)
     v = w * 1  # a non-leaf: saved by mm as it is

@@ -3,6 +3,7 @@
 versions.py         the tested versions of torch, and what differs among them
 internals.py graph.py   storages, modules, the compiler; the autograd graph
 dispatch.py functorch.py   modes and operators; levels of torch.func
+views.py            views of memory, in any dtype, conjugated or negated
 fake_tensors.py     which tensors are fake
 
 Not exported here, as few modules use them:
@@ -111,3 +112,4 @@ from fsfunc._torch.internals import (
     tables,
     uses_of,
 )
+from fsfunc._torch.views import Place, place_of, view_at

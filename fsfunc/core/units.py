@@ -224,8 +224,8 @@ def _lies_in(x: Any, leaf: Any) -> bool:
     x, leaf = _torch.unwrapped(x), _torch.unwrapped(leaf)
     if _torch.storage_key(x) != _torch.storage_key(leaf):
         return False
-    start, reach = leaf.storage_offset(), leaf.numel()
-    return x.element_size() == 1 or start <= x.storage_offset() < start + reach
+    start, at = (t.storage_offset() * t.element_size() for t in (leaf, x))
+    return x.element_size() == 1 or start <= at < start + leaf.nbytes
 
 
 class Call:

@@ -117,7 +117,7 @@ def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
     """True if ``x`` overlaps one of ``others``, to which it is added.
 
     Args:
-        others: of the same storage, (first, last + 1) element of each.
+        others: of the same storage, (first, last + 1) byte of each.
     """
     first, stop = _reach(x)
     meets = any(first < end and start < stop for start, end in others)
@@ -126,11 +126,12 @@ def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
 
 
 def _reach(x: Tensor) -> tuple[int, int]:
-    """(first, last + 1) element of its storage that ``x`` holds."""
-    start = int(x.storage_offset())
+    """(first, last + 1) byte of its storage that ``x`` holds."""
+    size, start = x.element_size(), int(x.storage_offset())
     steps = zip(x.shape, x.stride(), strict=True)
     last = start + sum((n - 1) * step for n, step in steps)
-    return (start, int(last + 1)) if x.numel() else (start, start)
+    stop = int(last + 1) if x.numel() else start
+    return start * size, stop * size
 
 
 _held: Counter[int] = Counter()

@@ -153,8 +153,7 @@ class InitTape(_torch.DispatchMode):
             self._shadows[key] = fake_modes.fake_of(self.fake, whole)
             self._know(self._shadows[key], whole)
         with torch.no_grad():
-            base = self._shadows[key].view(x.dtype)
-            return base.as_strided(x.shape, x.stride(), x.storage_offset())
+            return _torch.view_at(self._shadows[key], _torch.place_of(x))
 
     def _check_size(self, x: Tensor) -> None:
         storage = self.storages[self._numbers[_torch.storage_key(x)]]

@@ -227,7 +227,7 @@ def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
     for path, x in leaves.items():
         if path not in trained or not isinstance(x, Tensor) or not x.numel():
             continue
-        key = _torch.storage_key(x), x.storage_offset(), x.numel()
+        key = _torch.storage_key(x), x.storage_offset() * x.element_size(), x.nbytes
         if (other := paths.setdefault(key, path)) != path:
             raise ValueError(
                 f"one tensor is at {other!r} and at {path!r}: each path has a gradient "

@@ -179,8 +179,7 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
             if mode is None:
                 storages[key].untyped_storage().copy_(x.untyped_storage())
             space_of(x).mark(storages[key])
-        whole = storages[key].view(x.dtype)
-        part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+        part = _torch.view_at(storages[key], _torch.place_of(x))
     return part.requires_grad_(x.requires_grad)
 
 

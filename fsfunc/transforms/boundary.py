@@ -7,8 +7,8 @@ The unit's own graph, in between, is ordinary:
 ``_Exit``   outputs the unit's outputs. Its backward runs first, and gathers again.
 
 After the forward pass the unit's part of the graph is walked once, and saved tensors
-that lie in the gathered buffer get hooks, which keep (shape, stride, offset) instead of
-the data. Nothing is hooked while the function runs, so autograd's version checks and
+that lie in the gathered buffer get hooks, which keep their place there instead of the
+data. Nothing is hooked while the function runs, so autograd's version checks and
 other hooks keep working; and as a hooked tensor is unpacked with its history, the
 backward can be differentiated again.
 """
@@ -205,19 +205,28 @@ _NOTHING = torch.empty(0)
 def _forgetting(
     runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, start: int
 ) -> tuple[Any, Any]:
-    """Hooks that replace a saved tensor by its place in the buffer."""
+    """Hooks that replace a saved tensor by its place in the buffer.
+
+    Args:
+        start: the element of its storage at which the buffer began.
+    """
+    kind = call.dtype
 
     def pack(x: Tensor) -> tuple[Any, ...]:
-        return x.shape, x.stride(), x.storage_offset() - start
+        if x.dtype is kind and not (x.is_conj() or x.is_neg()):
+            return x.shape, x.stride(), x.storage_offset() - start
+        return (_torch.place_of(x, start * kind.itemsize),)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
         if _torch.LOOKING.on:
             return _NOTHING
-        shape, stride, offset = packed
         full = call.full
         if full is None:  # read outside the unit's backward: gathered for this alone
             with label(call.name, "backward"):
                 full = runtime.gathers.gather_again(shard, call)
+        if len(packed) == 1:
+            return _torch.view_at(full, *packed)
+        shape, stride, offset = packed
         return full.as_strided(shape, stride, full.storage_offset() + offset)
 
     return pack, unpack

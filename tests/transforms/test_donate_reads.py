@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.sharded.donated import overlaps
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import same, unchanged
 from tests.models import chain, floats, layers
@@ -190,3 +191,18 @@ def test_donated_is_not_donated_whatever_is_read(name, stack, plan, late):
         late = [what for what, use, after in plan if after or use == "returned"]
         read = set(late) - RIGHT
         assert read - ({"frozen"} if name not in ALL else set())
+
+
+def test_leaves_of_other_dtypes_in_one_memory_are_seen_to_overlap():
+    memory = torch.arange(16.0, dtype=torch.float64)
+    pairs = torch.view_as_complex(memory.view(8, 2))
+    cases = [
+        (memory[8:], pairs[4:], True),
+        (memory[:8], pairs[4:], False),
+        (memory[:4].view(torch.float32), memory[4:8], False),
+        (memory[4:8].view(torch.int32), memory[4:5], True),
+    ]
+    for first, second, meet in cases:
+        ends: list[tuple[int, int]] = []
+        assert not overlaps(first, ends)
+        assert overlaps(second, ends) == meet
