@@ -113,9 +113,10 @@ def value_and_grad(
         # Inside a unit a derivative is this rank's own: transforms do not see it.
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
-        seed = one_number() if f.seed is None else f.seed
+        if f.seed is None:
+            f = f.replace(seed=one_number(), seeded=len(f.numbers))
         axes = None if f.path else collective_axes()
-        with inside(f.replace(seed=seed)), collecting_axes(axes):
+        with inside(f), collecting_axes(axes):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             call = call.replace(create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)

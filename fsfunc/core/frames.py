@@ -189,7 +189,10 @@ class Frame(Replaced):
             ``shard`` is a ``ShardRuntime``.
         micro: (index, count) in each enclosing loop over microbatches, outermost first.
         varies: (index, count) along each enclosing axis of ``shard``.
-        seed: the random number of the enclosing gradient call, if any.
+        seed: the random number of the enclosing gradient call, if any; ``seeded``: how
+            many units are around that call.
+        drawing: the names of units that draw random numbers outside gradient calls, as
+            far as the step's recordings know.
         path: the names of the enclosing units; ``numbers``: their call numbers.
         counter: numbers the unit calls made here.
         casts: the dtypes of ``precision``, if any.
@@ -209,6 +212,8 @@ class Frame(Replaced):
     micro: tuple[tuple[int, int], ...] = ()
     varies: tuple[tuple[int, int], ...] = ()
     seed: int | None = None
+    seeded: int = 0
+    drawing: frozenset[str] = frozenset()
     path: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
     counter: Counter = field(default_factory=Counter)

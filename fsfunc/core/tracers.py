@@ -120,6 +120,7 @@ class FirstCalls:
     Attributes:
         own_paths: the paths of a returned state at which each rank has its own value;
             None until a call has been checked.
+        drawing: the names of units that draw random numbers outside gradient calls.
         ran: whether the function was run without data since its last real call.
     """
 
@@ -128,6 +129,7 @@ class FirstCalls:
     def __init__(self) -> None:
         self._known: set[Any] = set()
         self.own_paths: set[str] | None = None
+        self.drawing: frozenset[str] = frozenset()
 
     def check(
         self,
@@ -143,9 +145,15 @@ class FirstCalls:
             at: the rank; ``axes``: those over which the loss is a mean.
         """
 
-    def note(self, own_paths: Iterable[str], draws: bool) -> None:
-        """Adds to ``own_paths``; ``draws``: if the default generators are drawn of."""
+    def note(
+        self, own_paths: Iterable[str], draws: bool, drawing: Iterable[str]
+    ) -> None:
+        """Adds to ``own_paths`` and to ``drawing``.
+
+        ``draws``: if the default generators are drawn of.
+        """
         self.own_paths = (self.own_paths or set()).union(own_paths)
+        self.drawing |= frozenset(drawing)
 
     def check_returned(self, out: Any) -> None:
         """Raises if a real call returns a tensor of the run that checked it."""

@@ -23,7 +23,7 @@ from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
 from fsfunc.core.outcomes import is_newborn
-from fsfunc.runtime.generators import States, generator_states, mix
+from fsfunc.runtime.generators import OwnDraws, States, generator_states, mix
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -265,15 +265,22 @@ class Call:
             level=f.level if f.path else _torch.current_level(),
         )
         states: States = []
+        own: OwnDraws | None = None
+        failed = True
         try:
-            if f.seed is not None and (f.tracer is None or f.tracer.draws):
+            if f.tracer is not None and not f.tracer.draws:
+                pass
+            elif f.seed is not None:
                 # From the gradient call, the unit call and the microbatch of the global
                 # batch: so a recompute draws the same, whatever the schedule.
                 states = generator_states()
-                index = row_major((*f.varies, *f.micro))
+                index, numbers = row_major((*f.varies, *f.micro)), numbers[f.seeded :]
                 seed = mix(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
+            elif f.varies and not f.path and _differs(f):
+                draws = self.unit.__name__ in f.drawing
+                own = OwnDraws(row_major((*f.varies, *f.micro)), draws=draws)
             now = running()
             phase = "recompute" if now.recompute else "forward"
             with inside(within, users=f.tracer is None), label(self.name, phase):
@@ -291,13 +298,16 @@ class Call:
                     if now.around is not None:
                         fn = functools.partial(now.around, fn)
                     out = self.unit.checked(params, inputs, keywords, fn)
-                if casts is None or casts.output is None:
-                    return out
-                with internal():
-                    return _cast(out, casts.output)
+                if casts is not None and casts.output is not None:
+                    with internal():
+                        out = _cast(out, casts.output)
+                failed = False
+                return out
         finally:
             for g, state in states:
                 g.set_state(state)
+            if own is not None:
+                own.end(failed)
 
     def _cast(
         self, casts: Casts, params: Any, inputs: Any, keywords: Any
@@ -321,6 +331,11 @@ _UNSCALED = (
 )
 _PARTS = ("params", "inputs", "keywords")
 _VERSION = operator.attrgetter("_version")
+
+
+def _differs(f: Frame) -> bool:
+    """True where another rank's data differ, and numbers that are made now count."""
+    return any(count > 1 for _, count in f.varies) and not _torch.fake_active()
 
 
 def _tensors(given: list[Any]) -> list[Tensor]:

@@ -39,9 +39,11 @@ from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
+from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tracing.programs import Program
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.runs import Noted
 
@@ -144,9 +146,12 @@ class Pipelining(Interpretation):
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         outer, call = frame(), GradientCall(f, (0,), False, args, keywords)
         batches = self._batches(call)
+        within = outer.replace(micro=(*outer.micro, (0, self.n)))
+        if outer.seed is None and any(_draws(b.cut.program) for b in batches):
+            within = within.replace(seed=one_number())  # as in a gradient call
         worker = Worker(
             lambda out: (out, None, None), batches, self.owners, self._where(),
-            outer.replace(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
+            within, len(outer.micro), (),
         )  # fmt: skip
         found = [returned for returned, _, _ in self._run(worker, forward_only)]
         out = forwarded(found, [b.share for b in batches])
@@ -318,6 +323,11 @@ class RecordedPipelining(Noted, Pipelining):
 def _own(out: Any) -> Any:
     """A pipeline's results, typed as this rank's own."""
     return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
+
+
+def _draws(program: Program) -> bool:
+    """True if a loss draws random numbers, in its units or between them."""
+    return bool(program.draws) or any(call.draws for call in program.calls)
 
 
 def _detached(x: Any) -> Any:

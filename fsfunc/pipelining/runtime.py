@@ -28,7 +28,7 @@ from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.schedule_rounds import ScheduleRounds
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
-from fsfunc.runtime.generators import States, generators_kept, mix
+from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.runtime.scopes import plainly
 from fsfunc.tracing.programs import Value
@@ -317,9 +317,7 @@ def _check_undrawn(states: States) -> None:
     """Raises where the loss drew numbers outside units that its program has not."""
     if _torch.fake_active():
         return  # fake tensors draw nothing
-    with _torch.beneath_all_modes():  # the states are no memory of the step
-        drawn = any(not torch.equal(g.get_state(), state) for g, state in states)
-    if drawn:
+    if are_drawn(states):
         raise RuntimeError(
             "the loss draws random numbers outside every unit, and drew none when it "
             f"was recorded: {CAPTURED}"

@@ -90,6 +90,38 @@ def generators_kept(more: Iterable[Any] = ()) -> Iterator[States]:
         set_generators(states)
 
 
+class OwnDraws:
+    """The generators as they are for a rank alone; the ranks go on with equal ones.
+
+    As if one number had been drawn (equal on ranks whose generators were), mixed with
+    ``index`` to seed them, and nothing else; if nothing is drawn, not even that number.
+
+    Args:
+        index: of the rank, and what else tells its numbers from others'.
+        draws: whether something is drawn, as far as is known; if not, it is looked for.
+    """
+
+    def __init__(self, *index: int, draws: bool):
+        self.before = generator_states()
+        seed = mix(one_number(), *index)
+        for g, _ in self.before:
+            g.manual_seed(seed)
+        self.seeded = None if draws else generator_states()
+
+    def end(self, failed: bool) -> None:
+        """Puts the generators to what follows; ``failed``: as they were before."""
+        drawn = not failed and (self.seeded is None or are_drawn(self.seeded))
+        set_generators(self.before)
+        if drawn:
+            one_number()
+
+
+def are_drawn(states: States) -> bool:
+    """True if generators stand otherwise than they did."""
+    with _torch.beneath_all_modes():  # the states are no memory of the step
+        return any(not torch.equal(g.get_state(), state) for g, state in states)
+
+
 @contextmanager
 def other_generators_kept(seed: int | None = None) -> Iterator[None]:
     """The same of those of Python and of numpy, if that is there.

@@ -265,7 +265,7 @@ def _check_types(
     plain = recorder.plain and not (own or split)
     if plain and recorder.handlers:  # on batches of any shape
         sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
-        sharding.first_calls.note(recorder.own_paths, False)
+        sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
             try:
@@ -279,7 +279,7 @@ def _check_types(
                 return
             recorder.steadiness.checked(seen.said)
             sharding.first_calls.learn(at.rank, seen.calls)
-            sharding.first_calls.note(seen.own_paths, seen.draws)
+            sharding.first_calls.note(seen.own_paths, seen.draws, seen.drawing)
 
 
 def _recorded(

@@ -18,7 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory import StorageTable
-from fsfunc.tracing.operators import FLOPS, OperatorMode
+from fsfunc.tracing.operators import FLOPS, OperatorMode, draws
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Names, Origins, Value
 from fsfunc.tracing.runs import with_data
 
@@ -37,7 +37,7 @@ class Body:
     Args:
         name: the unit's.
         real: it runs on tensors with data.
-        flops: counted so far.
+        flops: counted so far; ``draws``: whether it draws random numbers.
         origins: of all that it has used.
         kept: tensors that its backward pass keeps, one of each storage.
     """
@@ -45,6 +45,7 @@ class Body:
     name: str
     real: bool = False
     flops: int = 0
+    draws: bool = False
     origins: Origins = NOWHERE
     kept: dict[int, Tensor] = field(default_factory=dict)
 
@@ -129,6 +130,7 @@ class Flow(OperatorMode):
         if not body.real:
             self._refuse_captured(written, f"unit {body.name!r}")
         out = func(*args, **kwargs)
+        body.draws = body.draws or draws(func, args, kwargs)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)

@@ -185,6 +185,19 @@ def is_random(operator: Any, args: Any, kwargs: Any) -> bool:
     return all(said[name] != 0 for name in ("p", "dropout_p") if name in said)
 
 
+class NotedDraws(OperatorMode):
+    """Adds ``name`` to ``found`` if what runs inside draws of a default generator."""
+
+    def __init__(self, found: set[str], name: str):
+        super().__init__()
+        self.found, self.name = found, name
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if draws(func, args, kwargs):
+            self.found.add(self.name)
+        return func(*args, **kwargs)
+
+
 # Arguments and results
 
 

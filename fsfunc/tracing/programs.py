@@ -151,7 +151,7 @@ class TracedCall(Traced):
         name: the unit's.
         params: paths of the parameters it was given as they are, in any argument.
         own: those of them in the first, where a unit takes its parameters.
-        flops: of its forward pass.
+        flops: of its forward pass; ``draws``: whether that draws random numbers.
         activations: bytes that its backward pass keeps, with its outputs; not
             parameters, nor inputs that another call or the batch holds.
         weights: bytes of ``params``.
@@ -163,6 +163,7 @@ class TracedCall(Traced):
     params: frozenset[str]
     own: frozenset[str]
     flops: int
+    draws: bool
     activations: int
     weights: int
     line: str

@@ -12,7 +12,7 @@ calls (`runs.Noted`), and one that recomputes by none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing import runs
 from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
+from fsfunc.tracing.operators import NotedDraws
 from fsfunc.tracing.refusals import (
     communication_told,
     refuse_cut,
@@ -158,6 +159,7 @@ class Recorder(Findings, Tracer, Watcher):
             whose ``axis_index`` it read.
         updates: whether it returns sharded leaves that are no gradients.
         own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
+        drawing: the units that draw random numbers outside gradient calls.
     """
 
     forward_only: bool = False
@@ -172,6 +174,7 @@ class Recorder(Findings, Tracer, Watcher):
     updates: bool = False
     own: OwnValues = field(default_factory=OwnValues)
     hidden: set[str] = field(default_factory=set)
+    drawing: set[str] = field(default_factory=set)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -282,7 +285,10 @@ class Recorder(Findings, Tracer, Watcher):
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
-        return super().body(call, params, inputs, keywords)
+        apart = call.frame.seed is None and not call.frame.path
+        noting = NotedDraws(self.drawing, call.name) if apart else nullcontext()
+        with noting:
+            return super().body(call, params, inputs, keywords)
 
     def unit(self, noted: runs.Noted, run: Callable[..., Any], call: Call):
         """A unit call under recording: its leaves become plain tensors again."""

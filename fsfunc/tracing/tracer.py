@@ -168,6 +168,7 @@ class NotingStage(Stage):
             outputs=outputs,
             origins=fed | captured._replace(reads=captured.reads - given),
             flops=body.flops,
+            draws=body.draws,
             activations=sum(x.untyped_storage().nbytes() for x in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),
             line=line,

@@ -93,8 +93,10 @@ def check(
         trial.run(at, varying=varying)
     trial.other_ways(at, found)
     found.own_paths |= trial.own_paths
+    found.drawing |= trial.drawing
     if known is not None:  # all ranks of one process take one for granted
         found.draws = known.draws
+        found.drawing |= known.drawing
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found
@@ -142,7 +144,7 @@ class TypeCheck(FirstCalls):
             return
         finally:
             self.ran = True
-        self.note(seen.own_paths, seen.draws)
+        self.note(seen.own_paths, seen.draws, seen.drawing)
 
     def check_returned(self, out: Any) -> None:
         if not _torch.fake_active():
@@ -152,8 +154,8 @@ class TypeCheck(FirstCalls):
     def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
         compare_whole(chosen, is_whole, where)
 
-    def note(self, own_paths: Any, draws: bool) -> None:
-        super().note(own_paths, draws)
+    def note(self, own_paths: Any, draws: bool, drawing: Any) -> None:
+        super().note(own_paths, draws, drawing)
         self.replicas.draws |= draws
 
     def laid_out(self, rank: int, updates: bool, together: Any) -> None:
@@ -199,6 +201,7 @@ class _Trial:
         self.real, self.forgets, self.turn = False, False, 0
         self.checker: Any = None
         self.own_paths: set[str] = set()  # of all runs
+        self.drawing: set[str] = set()
 
     def first(self, at: Here) -> Checker:
         """The first run that ends without an error, which the last attempt must."""
@@ -300,6 +303,7 @@ class _Trial:
             ):
                 self.call(*args, **named)
         self.own_paths |= checker.own_paths
+        self.drawing |= checker.drawing
         return checker
 
 

@@ -68,10 +68,11 @@ class Operators(OperatorMode):
         varying: which events had constants that differ from rank to rank.
 
     ``events`` are what the ranks must agree on; ``draws`` whether torch's default
-    generators are drawn of, in units too; ``known`` what is known of tensors;
-    ``given`` the memory that the bodies of units which run were given; ``captured`` of
-    what the tensors are made that the outermost of them reads beside; ``split`` along
-    which axes beside ``axes`` values are each rank's own.
+    generators are drawn of, in units too; ``drawing`` the names of units in which they
+    are outside gradient calls; ``known`` what is known of tensors; ``given`` the memory
+    that the bodies of units which run were given; ``captured`` of what the tensors are
+    made that the outermost of them reads beside; ``split`` along which axes beside
+    ``axes`` values are each rank's own.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Operators(OperatorMode):
         self.split = SplitWork(axes)
         self.given: set[int] = set()
         self.draws = False
+        self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
         self.indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
@@ -107,9 +109,11 @@ class Operators(OperatorMode):
             return out
         if self._paused or type(out) is bool:  # one that compares shapes
             return out
-        self.draws = self.draws or draws(func, args, kwargs)
+        self.draws = (drawn := draws(func, args, kwargs)) or self.draws
         self.split.operator(func, args, kwargs, out)
         if path := frame().path:  # there all is the rank's own, whatever it does
+            if drawn and frame().seed is None:
+                self.drawing.add(path[0])
             self._captured(path[0], args, kwargs)
             return out
         written = _torch.written(func, args, kwargs)

@@ -140,7 +140,14 @@ class Sharding(Interpretation):
         at = self.here(self.mesh)
         self._check(f, args, keywords, at, flat, state)
         at = replace(at, mean=(*at.mean, *self.axes))
-        return before.replace(handlers=(*before.handlers, handler), at=at)
+        mine = at.mesh.coordinates(at.rank)
+        places = tuple((mine[a], self.mesh.axes[a]) for a in self.axes)
+        return before.replace(
+            handlers=(*before.handlers, handler),
+            at=at,
+            varies=(*before.varies, *places),
+            drawing=before.drawing | self.first_calls.drawing,
+        )
 
     def recorded(self, recorder: Any) -> Interpretation:
         return recorder.noted(self)
@@ -241,11 +248,9 @@ class Sharding(Interpretation):
             call = call.replace(args=args, keywords=keywords)
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
         runtime.add_to(call.into)
-        places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
         # In place of the runtime of the call around.
         others = [(h, kept) for h, kept in f.runtimes if h is not self]
-        runtimes, varies = (*others, (self, runtime)), (*f.varies, *places)
-        with inside(f.replace(runtimes=runtimes, varies=varies)):
+        with inside(f.replace(runtimes=(*others, (self, runtime)))):
             kept = {**call.packed, **runtime.keeps}
             outcome = run(call.replace(packed=kept, parts=runtime.parts, into=None))
         runtime.sums.finish()
