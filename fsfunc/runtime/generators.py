@@ -6,11 +6,13 @@ that is mixed of the numbers that tell it: so neither mixture may ever change.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import sha1
 from pickle import dumps
 from typing import Any
 
@@ -93,17 +95,19 @@ def generators_kept(more: Iterable[Any] = ()) -> Iterator[States]:
 class OwnDraws:
     """The generators as they are for a rank alone; the ranks go on with equal ones.
 
-    As if one number had been drawn (equal on ranks whose generators were), mixed with
-    ``index`` to seed them, and nothing else; if nothing is drawn, not even that number.
+    They are seeded from how torch's default one stands (alike on ranks that have drawn
+    alike) and from ``index``. In the end they go on as if one number had been drawn, or
+    none if nothing was.
 
     Args:
-        index: of the rank, and what else tells its numbers from others'.
+        index: tells the numbers of the rank from those of others.
         draws: whether something is drawn, as far as is known; if not, it is looked for.
     """
 
-    def __init__(self, *index: int, draws: bool):
+    def __init__(self, index: int, *, draws: bool):
         self.before = generator_states()
-        seed = mix(one_number(), *index)
+        digest = sha1(_bytes(self.before[0][1]), usedforsecurity=False).digest()
+        seed = mix(int.from_bytes(digest[:8], "little"), index)
         for g, _ in self.before:
             g.manual_seed(seed)
         self.seeded = None if draws else generator_states()
@@ -118,8 +122,12 @@ class OwnDraws:
 
 def are_drawn(states: States) -> bool:
     """True if generators stand otherwise than they did."""
-    with _torch.beneath_all_modes():  # the states are no memory of the step
-        return any(not torch.equal(g.get_state(), state) for g, state in states)
+    return any(_bytes(g.get_state()) != _bytes(state) for g, state in states)
+
+
+def _bytes(state: Tensor) -> bytes:
+    """How a generator stands. It is no memory of the step, and no operator reads it."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 @contextmanager
