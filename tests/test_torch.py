@@ -275,6 +275,19 @@ def test_a_view_of_any_dtype_is_made_anew_of_its_place(offset):
         assert shares or offset and x.is_complex() or not x.numel(), breaks(what)
 
 
+def test_the_compiler_tells_which_function_it_may_not_look_into():
+    @_torch.outside_graphs("because of this")
+    def apart(x):
+        return x + 1
+
+    with pytest.raises(Exception, match="because of this") as caught:
+        torch.compile(lambda x: apart(x) * 2, backend="eager", fullgraph=True)(
+            torch.ones(2)
+        )
+    what = "a unit with a collective is refused by jit in words of the compiler"
+    assert _torch.is_of_compiler(caught.value), breaks(what)
+
+
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
     w = torch.randn(3, 3, requires_grad=True)
     v = w * 1  # a non-leaf: saved by mm as it is

@@ -104,6 +104,7 @@ from fsfunc._torch.internals import (
     is_compiled_function,
     is_of_compiler,
     keep_process_groups,
+    outside_graphs,
     set_compiler_stance,
     set_tables,
     storage,

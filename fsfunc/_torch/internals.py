@@ -121,6 +121,19 @@ def is_of_compiler(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
+def outside_graphs(reason: str) -> Callable[[Any], Any]:
+    """Decorates a function that torch.compile is not to look into: its error has this.
+
+    As ``torch.compiler.disable``, which imports the compiler.
+    """
+
+    def mark(fn: Any) -> Any:
+        fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason
+        return fn
+
+    return mark
+
+
 # What compiles the code that runs in this thread; None (or False: nothing new) where no
 # compiled function is running. As torch has it: a frame of ours it would compile too.
 compiler_at_work: Callable[[], Any] = (

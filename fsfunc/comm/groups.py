@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.mesh import Axis, Here, asks, here
@@ -135,6 +136,10 @@ class RankGroup:
             )
 
 
+NOT_IN_GRAPHS = "collectives of fsfunc are no operators of a graph"
+
+
+@_torch.outside_graphs(NOT_IN_GRAPHS)
 def group(axis: Axis, at: Here | None = None) -> RankGroup:
     """The group along ``axis`` of the rank that runs.
 

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsfunc import _torch
+from fsfunc.comm.attribution import source_line
+from fsfunc.comm.groups import NOT_IN_GRAPHS
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
@@ -87,7 +89,7 @@ def jit(
         Exception: what torch.compile raises where it cannot, with the line, and a note
             that names the unit.
         ValueError: ``remat`` around it keeps values by name: operators that are fused
-            have no such values.
+            have no such values; or the unit calls a collective, or asks for its rank.
 
     Under ``remat`` a compiled backward computes again what it reads, in kernels of its
     own, and the unit's function runs once; ``remat(step, MinCut(share))`` keeps what
@@ -229,6 +231,9 @@ def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
             return compiled(*args, **keywords)
         except Exception as error:
             if _torch.is_of_compiler(error):
+                if NOT_IN_GRAPHS in str(error):
+                    said = _COLLECTIVE.format(name, source_line())
+                    raise ValueError(said) from error
                 error.add_note(_REFUSED.format(name))
             raise
 
@@ -243,6 +248,13 @@ _REFUSED = (
     "unit {!r} cannot be compiled so. Change that, or leave the unit as it is: "
     'jit(..., only=patterns of other names), such as "**/block"; fullgraph=False '
     "compiles what is between such lines; give it a number that changes as a tensor"
+)
+_COLLECTIVE = (
+    "unit {!r}, called at {}, calls a collective or asks for its rank, and jit "
+    "compiles a unit to one graph, whose operators send nothing. Leave the unit out, "
+    "by jit(..., only=patterns of the others); compile what is around the call, by "
+    "fullgraph=False; or compile the step with its collectives, by jit(step, "
+    "whole_step=True)"
 )
 _NAMED = (
     "unit {!r} is compiled by jit under a remat that keeps values by name: fused "

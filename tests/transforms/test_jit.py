@@ -164,3 +164,39 @@ def test_fused_kernels_train_as_the_plain_functions_do():
     found = trained(loss_of(plain), lambda step: ff.jit(stack(step)))
     close(found[:2], expected[:2])
     assert found[2] == expected[2]
+
+
+def test_a_unit_that_calls_a_collective_is_refused_in_words_that_help():
+    """It runs if it is left out, and in a step that is compiled whole."""
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def norm(w, x):
+        return (x - ff.pmean(x.mean(0), "data")) * w
+
+    def scale(w, x):
+        return torch.tanh(x * w)
+
+    norm, scale = ff.unit(norm), ff.unit(scale)
+    step = ff.value_and_grad(lambda p, x: norm(p[0], scale(p[1], x)).square().mean())
+    params, x = [torch.ones(3), torch.ones(3)], torch.arange(12.0).view(4, 3) / 12
+
+    def ran(made):
+        def main():
+            mine = ff.local_batch(x, mesh, "data")
+            placed = ff.place(made, params, mine)
+            for _ in range(2):
+                out = made(placed, mine)
+            return ff.unshard(out)
+
+        return ff.spmd(main, mesh)()
+
+    expected = ran(ff.shard(step, mesh, "data"))
+    with pytest.raises(
+        ValueError, match=r"'norm', called at .*py:\d+, .* only=.*whole_"
+    ):
+        ran(ff.shard(ff.jit(step, backend=counted), mesh, "data"))
+    left_out = ff.shard(ff.jit(step, backend=counted, only="scale"), mesh, "data")
+    whole = ff.jit(ff.shard(step, mesh, "data"), whole_step=True, backend="eager")
+    for made in (left_out, whole):
+        for found in ran(made):
+            close(found, expected[0])
