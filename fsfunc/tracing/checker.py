@@ -204,6 +204,8 @@ class Checker(Tracer, Watcher, Operators):
                     cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(_held(x), seen._replace(value=value))
+                    if x._range is not None:
+                        self.known.name_part(*x._range, name)
                 elif isinstance(x, Tensor):
                     how = laid_as(x)
                     own = i and how is None or isinstance(how, Own) or self._varies(x)

@@ -55,12 +55,21 @@ def memory(x: Tensor) -> int:
     return _torch.storage_key(_torch.unwrapped(x))
 
 
+class _Leaf(NamedTuple):
+    """What a leaf is called that has these elements of a storage."""
+
+    start: int
+    stop: int
+    what: str
+
+
 class Known:
     """Tensors by their storages: a type belongs to a storage, and only rises."""
 
     def __init__(self) -> None:
         self.own = OwnTensors()
         self._seen = StorageTable[Seen]()
+        self._leaves = StorageTable[list[_Leaf]]()  # that share a storage
         self._numbers = itertools.count(1)
 
     def of(self, x: Tensor) -> Seen:
@@ -73,7 +82,20 @@ class Known:
 
     def seen(self, x: Tensor) -> Seen | None:
         """The facts about a tensor, if there are any."""
-        return self._seen.get(x)
+        found = self._seen.get(x)
+        if found is None or (leaves := self._leaves.get(x)) is None:
+            return found
+        start = int(_torch.unwrapped(x).storage_offset())
+        for leaf in leaves:
+            if leaf.start <= start < leaf.stop:
+                return found._replace(what=leaf.what)
+        return found
+
+    def name_part(self, x: Tensor, start: int, stop: int, what: str) -> None:
+        """Says what to call a leaf that has these elements of ``x``."""
+        first = int(_torch.unwrapped(x).storage_offset())
+        new = _Leaf(first + start, first + stop, what)
+        self._leaves[x] = [*(self._leaves.get(x) or []), new]
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind

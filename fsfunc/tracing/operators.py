@@ -44,7 +44,8 @@ _KNOWN = {
         "softplus", "softplus_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
         "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
         "log_sigmoid_forward", "log_sigmoid_backward", "threshold",
-        "threshold_backward", *_ALIKE,
+        "threshold_backward", "floor_divide", "rsub", "hardswish",
+        "hardswish_backward", "complex", "polar", "alias_copy", "detach_copy", *_ALIKE,
     },
     "alike": _ALIKE,
     "factory": {

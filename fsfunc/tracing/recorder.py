@@ -41,6 +41,7 @@ from fsfunc.tracing.refusals import (
     communication_told,
     refuse_cut,
     refuse_hidden,
+    refuse_reshaped,
     scripts_told,
 )
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
@@ -244,6 +245,7 @@ class Recorder(Findings, Tracer, Watcher):
         state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
         refuse_hidden(self, args, leaves)
+        refuse_reshaped(leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
         bare = [x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)]

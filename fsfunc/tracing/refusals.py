@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,11 @@ def apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> RowsApart:
 
 
 def refusal(
-    why: str, op: str, given: Sequence[Seen], forward: tuple[str, str] | None
+    why: str,
+    op: str,
+    given: Sequence[Seen],
+    forward: tuple[str, str] | None,
+    error: Exception | None = None,
 ) -> LawError:
     """The error for one case.
 
@@ -48,6 +53,7 @@ def refusal(
         op: the operator or collective.
         given: what it was given.
         forward: for the derivative of an operator, its name and line.
+        error: what torch raised.
     """
     part = next((x for x in given if x.kind in PARTS or x.flat), None)
     other = next((x for x in given if x.kind not in PARTS), None)
@@ -64,6 +70,7 @@ def refusal(
         own=own,
         first=given[0] if given else None,
         second=given[-1] if given else None,
+        error=repr(error),
     )
     return LawError(text)
 
@@ -163,6 +170,25 @@ def refuse_hidden(recorder: Any, given: Any, returned: Sequence[Any]) -> None:
             )
 
 
+def refuse_reshaped(returned: Sequence[Any]) -> None:
+    """Raises where a leaf of the state is returned in another shape than it came.
+
+    Of this rank's part, a row of elements, that does not show: it would be taken for
+    the part of a leaf of the old shape.
+    """
+    for x in returned:
+        if not (is_sharded(x) and isinstance(x.local, Tensor)):
+            continue
+        shape, came = tuple(x.local.shape), tuple(x.layout.shape)
+        if shape != came and x.local.numel() == math.prod(came):
+            raise LawError(
+                f"the step returns {x.name!r}, which is {list(came)}, as "
+                f"{list(shape)}: a sharded leaf keeps its shape. Reshape it where it "
+                "is read, in a unit; or before the state is made; or return "
+                "ff.unshard(tree), reshaped, beside the state"
+            )
+
+
 _CUT = (
     "{} reads the placed leaf {}, at {}, within {}: autograd does not see the leaf "
     "there, and its gradient would be lost. Call the Function in a unit, whose "
@@ -196,6 +222,12 @@ _TEXTS = {
         "result, tree) for the way back; ff.tree_sum and ff.global_norm for sums. What "
         "has a derivative for each element (jacrev, hessian) is taken in a unit that "
         "has the leaf whole: ff.unit(fn, whole=True)"
+    ),
+    "dims": (
+        "{at} is given this rank's part of {part}, a range of the leaf's elements, "
+        "which is 1-D whatever dims the leaf has, and raises {error}. Use "
+        "ff.unshard(tree) for whole tensors and ff.lay_like(result, tree) for the way "
+        "back, or do it in a unit, whose parameters are whole"
     ),
     "shape": (
         "{op} at {line} reads this rank's part of {first}, which is a row of its "

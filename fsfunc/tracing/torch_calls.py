@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import called_by_user, is_internal, is_own_call
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import Recorded, plain
@@ -182,6 +183,12 @@ class Asked(Outside):
         self.checker.indexing = func is Tensor.__getitem__
         try:
             return super().__torch_function__(func, types, args, kwargs)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if isinstance(error, LawError) or _torch.is_data_dependent(error):
+                raise
+            if (refused := self.checker.of_a_part(func, values, error)) is None:
+                raise
+            raise refused from error
         finally:
             self.checker.indexing = False
 

@@ -137,7 +137,7 @@ class TypeCheck(FirstCalls):
             seen = check(call, args, keywords, at, axes, again=again)
         except Exception as error:
             if "in the mapped dimension" in str(error):  # torch's own, of its vmap
-                error.add_note(MAPPED)
+                raise LawError(f"{error}: {MAPPED}") from error
             if not later or isinstance(error, LawError | NotATensor | Unsteady):
                 raise
             warnings.warn(UNCHECKED.format(repr(error)), stacklevel=2)

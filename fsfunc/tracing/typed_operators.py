@@ -150,6 +150,18 @@ class Operators(OperatorMode):
             asks(self.axes)
         return kind
 
+    def of_a_part(
+        self, func: Any, values: Iterable[Any], error: Exception
+    ) -> LawError | None:
+        """The refusal of a function that raised ``error``, given parts by a user."""
+        if frame().path or _trusted():
+            return None
+        seen = [self.known.of(x) for x in values if isinstance(x, Tensor)]
+        if not any(x.kind is Kind.S or x.flat for x in seen):
+            return None
+        name = getattr(func, "__name__", type(func).__name__)
+        return refusal("dims", name, seen, None, error)
+
     def asked(self, name: str, x: Tensor) -> Tensor:
         """Numbers in place of a fake tensor's values."""
         kind, value = self.leaves_the_step(name, x), _torch.value_of(x)

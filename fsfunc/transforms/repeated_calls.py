@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -114,7 +114,7 @@ class RepeatedCall:
         if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
             flags = [x for x in leaves if x.__class__ in _FLAGS]
         self.key = (f.at and f.at.rank, treedef, *kinds, *flags)
-        self.quiet, compiler = call.unit.quiet, f.compiler
+        self.quiet, compiler, self.name = call.unit.quiet, f.compiler, call.name
         self.compiled = compiler is not None and compiler.means(call)
         self.others = [] if self.key in self.quiet else other_states()
         # A plan is that of a first call, whoever has planned before.
@@ -196,6 +196,9 @@ class RepeatedCall:
             compiled = self.compiled or _torch.is_compiled_function(fn)
             with nullcontext() if compiled else draws:
                 out = self._hooked(fn, args, keywords)
+            stop = () if token is None else (token.grad_fn,)
+            if any(map(_saves_early, nodes_of(out, (args, keywords), stop))):
+                raise RuntimeError(_RRELU.format(self.name))
             self.how = How.KEEPS if self.derives else How.DROPS
         except RuntimeError as error:
             if not _torch.forbids_hooks(error):
@@ -234,7 +237,7 @@ class RepeatedCall:
                 raise RuntimeError(_MISSED)
             self._compute()
         if (value := one.value) is None:
-            raise RuntimeError(_UNLIKE)
+            raise RuntimeError(_UNLIKE.format(self.name))
         if value._version != one.version:
             raise RuntimeError(_CHANGED)
         return value
@@ -293,7 +296,7 @@ class RepeatedCall:
             if not _torch.all_true(near):
                 for one in made:
                     one.value = None
-                raise RuntimeError(_UNLIKE)
+                raise RuntimeError(_UNLIKE.format(self.name))
             near.clear()
 
         def fill(x: Tensor) -> Tensor:
@@ -302,7 +305,7 @@ class RepeatedCall:
             if left >= 0:
                 each, *kind = next(due)
                 if kind != [x.shape, x.dtype]:
-                    raise RuntimeError(_UNLIKE)
+                    raise RuntimeError(_UNLIKE.format(self.name))
                 if (alike := _torch.nearness(next(norms, None), x)) is not None:
                     near.append(alike)
                 if (one := each()) is not None:
@@ -335,9 +338,21 @@ def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[
     if (thread := running().thread) is not None:
         stop.add(thread.token.grad_fn)
     out = fn(*args, **keywords)
+    return out, _torch.saved_handles(nodes_of(out, stop=stop))
+
+
+def _saves_early(node: Any) -> bool:
+    """True of a node of an operator that saves memory before it has filled it."""
+    name = node.name()
+    return name.startswith("RreluWithNoise") and node._saved_training
+
+
+def nodes_of(out: Any, given: Any = (), stop: Iterable[Any] = ()) -> list[Any]:
+    """The autograd nodes from what a function returned to what it was given."""
+    tensors = [x for x in tree.leaves(given) if isinstance(x, Tensor)]
     made = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
-    nodes = _torch.graph_nodes([x.grad_fn for x in made if x.requires_grad], stop)
-    return out, _torch.saved_handles(nodes)
+    roots = [x.grad_fn for x in made if x.requires_grad]
+    return _torch.graph_nodes(roots, {*stop, *(x.grad_fn for x in tensors)})
 
 
 class _Saver(torch.autograd.Function):
@@ -359,8 +374,14 @@ _MISSED = (
     "or two units of it"
 )
 _UNLIKE = (
-    "a unit under remat saved something else for its backward when it ran again: it "
+    "unit {!r} under remat saved something else for its backward when it ran again: it "
     "must do the same again, whatever a counter or a list of Python's has come to"
+)
+_RRELU = (
+    "unit {!r} under remat calls torch's rrelu in training, which saves its noise "
+    "before it has drawn it: under any hook on saved tensors its gradient is memory "
+    "that nobody wrote. Draw the slopes, torch.where(x < 0, x * torch.empty_like(x)."
+    "uniform_(lower, upper), x), or leave the unit out of remat, by ff.remat_calls"
 )
 _CHANGED = (
     "a value that a unit's backward needs was changed by an in-place operation after "

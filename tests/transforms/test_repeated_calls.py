@@ -388,3 +388,15 @@ def test_a_unit_that_computes_gradients_itself_at_its_second_call_is_refused(cau
     inner.append(1)
     with pytest.raises(RuntimeError, match="did not when first called"):
         step(p, x)
+
+
+def test_rrelu_is_refused_by_its_name_and_that_of_the_unit():
+    """Of the noise that torch saves, a part was never written."""
+
+    @ff.unit
+    def leaky(w):
+        return torch.nn.functional.rrelu(w, training=True)
+
+    step = ff.remat(ff.value_and_grad(lambda w: leaky(w).sum()))
+    with pytest.raises(RuntimeError, match="unit 'leaky' under remat .* rrelu"):
+        step(torch.linspace(-1, 1, 64))
