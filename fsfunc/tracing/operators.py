@@ -186,7 +186,7 @@ def is_random(operator: Any, args: Any, kwargs: Any) -> bool:
     return all(said[name] != 0 for name in ("p", "dropout_p") if name in said)
 
 
-class NotedDraws(OperatorMode):
+class DrawsWithin(OperatorMode):
     """Adds ``name`` to ``found`` if what runs inside draws of a default generator."""
 
     def __init__(self, found: set[str], name: str):

@@ -36,7 +36,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing import runs
 from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
-from fsfunc.tracing.operators import NotedDraws
+from fsfunc.tracing.operators import DrawsWithin
 from fsfunc.tracing.refusals import (
     communication_told,
     refuse_cut,
@@ -288,7 +288,7 @@ class Recorder(Findings, Tracer, Watcher):
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
         apart = call.frame.seed is None and not call.frame.path
-        noting = NotedDraws(self.drawing, call.name) if apart else nullcontext()
+        noting = DrawsWithin(self.drawing, call.name) if apart else nullcontext()
         with noting:
             return super().body(call, params, inputs, keywords)
 
