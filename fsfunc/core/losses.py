@@ -2,8 +2,8 @@
 
 Losses are averaged, or :class:`Weighted`. Of auxiliary outputs, floating scalars are
 averaged and :class:`Summed` ones are added; other tensors are concatenated along dim 0
-over microbatches, and are each rank's own; of the rest the last one is returned, and
-integers and Python numbers must be the same in all.
+over microbatches, and are each rank's own; of the rest, sharded leaves too, the last
+one is returned, and integers and Python numbers must be the same in all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import frame
 from fsfunc.runtime.scopes import refuse_in_graph
+from fsfunc.sharded.leaf import is_sharded
 
 
 class Weighted(NamedTuple):
@@ -139,6 +140,14 @@ def is_summed(x: Any) -> bool:
     return isinstance(x, Summed)
 
 
+def is_aux_leaf(x: Any) -> bool:
+    """True of an auxiliary output that counts as one leaf though it holds tensors.
+
+    A `Summed`, or a sharded leaf, of which the part has no rows.
+    """
+    return is_summed(x) or is_sharded(x)
+
+
 def averaged(x: Any) -> bool:
     """True if an auxiliary output is averaged: it is a floating scalar."""
     return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
@@ -157,7 +166,7 @@ def added(a: Any, b: Any) -> Any:
     """
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
-    return tree.map(_both, a, b, is_leaf=is_summed)
+    return tree.map(_both, a, b, is_leaf=is_aux_leaf)
 
 
 def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -211,8 +220,20 @@ def _sum(x: Any, y: Any) -> Any:
     return x + y
 
 
+def repeated(aux: Any, n: int) -> Any:
+    """The auxiliary outputs of ``n`` microbatches that are all like one.
+
+    Rows are concatenated; averages and sums are those of the one.
+    """
+    return tree.map(
+        lambda x: torch.cat([x] * n) if isinstance(x, Tensor) and x.ndim else x,
+        aux,
+        is_leaf=is_aux_leaf,
+    )
+
+
 def divided(aux: Any, count: int) -> Any:
     """The auxiliary outputs of ``count`` microbatches, their sums made averages."""
     if count == 1:
         return aux
-    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_summed)
+    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_aux_leaf)

@@ -95,6 +95,17 @@ class Tracer:
             of: the value before that, and the arguments of its function.
         """
 
+    def in_batch(self, x: Any) -> Any:
+        """A leaf of a batch, as a real call is given it, which cuts plain tensors."""
+        return x
+
+    def pieces(self, x: Tensor, n: int) -> Sequence[Tensor]:
+        """A tensor of a batch in ``n`` microbatches."""
+        return x.tensor_split(n)
+
+    def left_whole(self, leaves: Iterable[Any]) -> None:
+        """Called with the leaves of a batch that are not cut."""
+
     def turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
         """Called as work on a microbatch begins; after the last, ``name`` is "".
 

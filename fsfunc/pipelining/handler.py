@@ -30,6 +30,7 @@ from fsfunc.pipelining.microbatches import (
     everywhere,
     folded,
     forwarded,
+    joined,
     sum_shared,
     summed,
 )
@@ -301,17 +302,35 @@ class RecordedPipelining(Noted, Pipelining):
         return self.cut is not None
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        call = self._cut(GradientCall(f, (0,), False, args, keywords))[0].call
+        parts = self._cut(GradientCall(f, (0,), False, args, keywords))
+        call = parts[0].call
         with inside(self._running(self.cuts.of(call), counter=Counter())):
-            return f(*call.args, **call.keywords)
+            found = f(*call.args, **call.keywords)
+        returned = self._of_all(found, parts, 0)
+        return forwarded(returned, [b.share for b in parts])
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        part = self._cut(call)[0].call
+        parts = self._cut(call)
+        part = parts[0].call
         found = self.cuts.of(part, number)
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):
-            return differentiate(call.replace(args=part.args, keywords=part.keywords))
+            one = differentiate(call.replace(args=part.args, keywords=part.keywords))
+        if not call.has_aux:
+            return one
+        returned = self._of_all((one.total, one.aux), parts, number)
+        values = [loss_parts(x, True)[2] for x in returned]
+        return one.replace(aux=joined(values, [b.share for b in parts]))
+
+    def _of_all(self, first: Any, parts: list[Microbatch], number: int) -> list[Any]:
+        """What each microbatch returns: as the first, or blank where rows are fewer."""
+        return [
+            first
+            if b.share == parts[0].share
+            else blank(self.cuts.of(b.call, number).program.loss.outputs)
+            for b in parts
+        ]
 
     def _running(self, cut: Cut, **changes: Any) -> Frame:
         """The frame in which a loss runs that is cut so."""

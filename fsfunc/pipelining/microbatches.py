@@ -21,7 +21,7 @@ from fsfunc.core.losses import (
     added_weights,
     averaged,
     divided,
-    is_summed,
+    is_aux_leaf,
 )
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
 from fsfunc.optim.leaves import held_dtype
@@ -115,14 +115,19 @@ def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
     if isinstance(returned[0], tuple) and isinstance(returned[0][0], Weighted):
         losses, others = [x[0] for x in returned], [x[1:] for x in returned]
         return forwarded(losses, shares), *forwarded(others, shares)
-    trees = [_scaled(x, s) for x, s in zip(returned, shares, strict=True)]
+    return joined(returned, shares)
+
+
+def joined(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    """What microbatches return beside a loss as one tree: means, sums and rows."""
+    trees = [_scaled(x, share) for x, share in zip(values, shares, strict=True)]
     return divided(functools.reduce(added, trees), len(trees))
 
 
 def _scaled(aux: Any, share: float) -> Any:
     if share == 1:
         return aux
-    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_summed)
+    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_aux_leaf)
 
 
 def everywhere(value: Any, where: RankGroup, source: int) -> Any:

@@ -162,7 +162,7 @@ def lay_out(
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
-    recorder, applied = _recorded(fn, t, rest, record, splits, of or (fn,))
+    recorder, applied = _recorded(fn, t, rest, record, splits, own, of or (fn,))
     _check_untied(found, recorder.trained)
     handlers, stores = (
         recorder.handlers or laying,
@@ -288,6 +288,7 @@ def _recorded(
     rest: Any,
     how: str,
     splits: dict[str, tuple[Split, ...]],
+    own: Mapping[str, Own],
     of: tuple[Any, ...],
 ) -> tuple[Recorder, list[Applied]]:
     """The record of ``fn``: simulated ranks, which run one program, share one.
@@ -302,7 +303,7 @@ def _recorded(
 
     def record() -> tuple[Recorder, list[Applied]]:
         with noting_applied() as applied:
-            return _record(fn, t, rest, how, splits), applied
+            return _record(fn, t, rest, how, splits, own), applied
 
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     at = here(mine[0].mesh) if mine else None
@@ -313,7 +314,8 @@ def _recorded(
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
     shapes = tuple(kind_of(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
-    key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
+    told_of = tuple(splits.items()), frozenset(own)
+    key = "record", count, how, treedef, shapes, kinds, *told_of
     last = rank == at.mesh.size - 1  # it looks for itself
     if key not in notes or last and at.link.moves:
         found, applied = record()

@@ -11,7 +11,7 @@ calls (`runs.Noted`), and one that recomputes by none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,11 +54,13 @@ def record(
     rest: tuple[Any, ...],
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
+    rank_local: Collection[str] = (),
 ) -> Recorder:
     """Record one run of ``fn(params, *rest)`` that sends nothing.
 
     Args:
         splits: by path, how leaves are split over axes that no transform gathers.
+        rank_local: the paths of leaves that are each rank's own.
         how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
             that read a tensor's value.
 
@@ -72,7 +74,7 @@ def record(
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    run = partial(_record, fn, params, rest, how, splits or {})
+    run = partial(_record, fn, params, rest, how, splits or {}, frozenset(rank_local))
     if how == "real":
         return run()
     # A forward pass shows which units take which leaves, and in which order. If it
@@ -103,11 +105,13 @@ def _record(
     rest: tuple[Any, ...],
     how: str,
     splits: Mapping[str, tuple[Split, ...]],
+    rank_local: frozenset[str],
     forward_only: bool = False,
     remembers: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
     recorder = Recorder(forward_only=forward_only, draws=not fake)
+    recorder.rank_local = rank_local
     mine = fake and not _torch.fake_active()  # else they are fake already
     asked: set[str] = set()
     with runs.without_data(
@@ -129,7 +133,11 @@ def _record(
             given = recorder.leaves(params, splits), *rest
             recorder.own.add(tree.leaves(rest))
             with Reads(recorder):
-                out = fn(*asked_numbers(given, recorder.answered))
+                try:
+                    out = fn(*asked_numbers(given, recorder.answered))
+                except Exception as error:
+                    recorder.explain(error)
+                    raise
             recorder.carries(given[:1], out)
     asks(asked)
     recorder.end(asked)
@@ -140,6 +148,15 @@ _TOLD = (
     "the step, recorded on fake tensors,",
     ". Move it out of the step or make it a torch.where; or record one real call with "
     'record="real"',
+)
+
+
+_UNCUT = (
+    "{path!r}, of the state, is in an argument that is cut into microbatches, and was "
+    "left whole as the step was recorded, for no unit has taken it as a parameter. If "
+    "it has the rows of this rank's batch (a hidden state that is carried on), say so: "
+    'layouts={{{path!r}: ff.Own("data")}}; if it has none, give it in the first '
+    "argument, or let the loss capture it"
 )
 
 
@@ -161,6 +178,8 @@ class Recorder(Findings, Tracer, Watcher):
         updates: whether it returns sharded leaves that are no gradients.
         own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
         drawing: the units that draw random numbers outside gradient calls.
+        rank_local: the paths of leaves that are each rank's own; ``uncut``: those of
+            others in arguments that are cut into microbatches.
     """
 
     forward_only: bool = False
@@ -176,6 +195,8 @@ class Recorder(Findings, Tracer, Watcher):
     own: OwnValues = field(default_factory=OwnValues)
     hidden: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
+    rank_local: frozenset[str] = frozenset()
+    uncut: set[str] = field(default_factory=set)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -208,6 +229,26 @@ class Recorder(Findings, Tracer, Watcher):
     def know(self, x: Tensor, path: str) -> None:
         self._known[id(x)] = path
         self._alive.append(x)
+
+    def in_batch(self, x: Any) -> Any:
+        # A rank's own leaf stays a plain tensor; what becomes of others, is not known.
+        own = isinstance(x, Recorded) and x.layout.name in self.rank_local
+        return x.local if own else x
+
+    def left_whole(self, leaves: Iterable[Any]) -> None:
+        recorded = [x for x in leaves if isinstance(x, Recorded) and x.ndim]
+        self.uncut.update(x.layout.name for x in recorded)
+
+    def explain(self, error: Exception) -> None:
+        """Adds to an error of the step what may be why it was raised here alone."""
+        for path in sorted(self.uncut - {p for t in self.taken for p in t.leaves}):
+            error.add_note(_UNCUT.format(path=path))
+
+    def pieces(self, x: Tensor, n: int) -> Sequence[Tensor]:
+        path, pieces = self.path_of(x), x.tensor_split(n)
+        for piece in pieces if path is not None else ():
+            self.know(piece, path)
+        return pieces
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Records the signature of a call of a sharded function."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
-from fsfunc.core.losses import added, added_weights
+from fsfunc.core.losses import added, added_weights, repeated
 from fsfunc.core.outcomes import (
     Argnums,
     BatchArgnums,
@@ -34,8 +34,8 @@ def accumulate(
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary
     outputs of a loss, floating scalars are averaged, ``Summed(tree)`` is summed, other
-    tensors are concatenated along dim 0, and of the rest the last one is returned;
-    integers and Python numbers must be the same in all.
+    tensors are concatenated along dim 0, and of the rest, sharded leaves too, the last
+    one is returned; integers and Python numbers must be the same in all.
 
     The batch is cut along dim 0: in ``f(params, batch)`` the tensors of the second
     argument, with more arguments those that ``batch_argnums`` names; scalars and
@@ -110,7 +110,8 @@ class _Accumulate(Interpretation):
             own: list[Any] = []
             if self.once:
                 outcome = cut.apart(run(cut.part(0)), own)
-                return cut.joined(outcome, own * self.n)
+                aux = repeated(outcome.aux, self.n)
+                return cut.joined(outcome.replace(aux=aux), own * self.n)
             f, sums, i = frame(), _Sums(), 0
             adds = self._adds(f)
             tracer = f.tracer or Tracer()

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
+from fsfunc.core.tracers import Tracer
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded
 
@@ -49,7 +51,8 @@ class Microbatches:
         names = [*arguments(len(call.args)), *call.keywords]
         refuse("array sparse", who, [*given.values()], *names)
         said = call.batch_argnums if call.batch_argnums is not None else chosen
-        self._arguments = {key: _Argument(x, str(key)) for key, x in given.items()}
+        tracer = frame().tracer or Tracer()
+        self._arguments = {k: _Argument(x, str(k), tracer) for k, x in given.items()}
         cut = self._told(said) if said is not None else self._only(who) if n > 1 else []
         leaves = {}
         for key in cut:
@@ -158,10 +161,12 @@ class _Argument:
 
     value: Any
     name: str
+    tracer: Tracer
     pieces: dict[int, Sequence[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
+        leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
+        self.leaves = list(map(self.tracer.in_batch, leaves))
         self.tensors = [
             j for j, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.ndim
         ]
@@ -175,7 +180,10 @@ class _Argument:
         }
 
     def cut(self, n: int) -> None:
-        self.pieces = {j: self.leaves[j].tensor_split(n) for j in self.tensors}
+        pieces = self.tracer.pieces
+        self.pieces = {j: pieces(self.leaves[j], n) for j in self.tensors}
+        rest = (x for j, x in enumerate(self.leaves) if j not in self.pieces)
+        self.tracer.left_whole(rest)
 
     def part(self, m: int) -> Any:
         if not self.pieces:
