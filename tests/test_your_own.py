@@ -90,6 +90,38 @@ def test_a_transform(around, zero):
     assert_equals_one_device(one, around(mine), mesh, *given())
 
 
+class Whole(ff.Interpretation):
+    """``how(run, w, x)``: of unit calls, with what only whole parameters have."""
+
+    called = "of whole parameters"
+
+    def __init__(self, how):
+        self.how = how
+
+    def unit(self, run, call):
+        return lambda w, x: self.how(run, w, x)
+
+
+WHOLE = {
+    "weight standardisation": lambda run, w, x: run((w - w.mean(0)) / w.std(0), x),
+    "a spectral norm": lambda run, w, x: run(w / torch.linalg.svdvals(w)[0], x),
+    "outputs": lambda run, w, x: x + run(w, x) * w[0].norm(),
+    "two runs": lambda run, w, x: run(w, x) - run(w.T, x.flip(1)),
+    "another call": lambda run, w, x: x @ w.softmax(1),
+}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_transform_within_shard_computes_with_whole_parameters(name, zero):
+    mine = ff.transformed(PLAIN, Whole(WHOLE[name]))
+    params, x = given()
+    params, x = [w.double().sin() for w in params], x.double().cos()
+    for stack in (mine, ff.remat(mine), ff.accumulate(mine, 2)):
+        sharded = ff.shard(stack, mesh, "data", zero=zero)
+        assert_equals_one_device(mine, sharded, mesh, params, x, tolerance=1e-12)
+
+
 def reading(seen):
     """Reads the gradients, and takes them again with the loss as it stands."""
 

@@ -140,7 +140,7 @@ def is_summed(x: Any) -> bool:
     return isinstance(x, Summed)
 
 
-def is_aux_leaf(x: Any) -> bool:
+def is_one(x: Any) -> bool:
     """True of an auxiliary output that counts as one leaf though it holds tensors.
 
     A `Summed`, or a sharded leaf, of which the part has no rows.
@@ -166,7 +166,7 @@ def added(a: Any, b: Any) -> Any:
     """
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
-    return tree.map(_both, a, b, is_leaf=is_aux_leaf)
+    return tree.map(_both, a, b, is_leaf=is_one)
 
 
 def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -220,20 +220,8 @@ def _sum(x: Any, y: Any) -> Any:
     return x + y
 
 
-def repeated(aux: Any, n: int) -> Any:
-    """The auxiliary outputs of ``n`` microbatches that are all like one.
-
-    Rows are concatenated; averages and sums are those of the one.
-    """
-    return tree.map(
-        lambda x: torch.cat([x] * n) if isinstance(x, Tensor) and x.ndim else x,
-        aux,
-        is_leaf=is_aux_leaf,
-    )
-
-
 def divided(aux: Any, count: int) -> Any:
     """The auxiliary outputs of ``count`` microbatches, their sums made averages."""
     if count == 1:
         return aux
-    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_aux_leaf)
+    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_one)

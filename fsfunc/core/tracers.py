@@ -50,6 +50,10 @@ class Tracer:
         with internal(False):
             return call.unit.checked(params, inputs, keywords, fn)
 
+    def within(self, call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, which runs a unit call with what `shard` has gathered for it."""
+        return run
+
     def function(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """The function that runs for a unit call."""
         return call.unit.fn
@@ -95,16 +99,9 @@ class Tracer:
             of: the value before that, and the arguments of its function.
         """
 
-    def in_batch(self, x: Any) -> Any:
-        """A leaf of a batch, as a real call is given it, which cuts plain tensors."""
-        return x
-
-    def pieces(self, x: Tensor, n: int) -> Sequence[Tensor]:
-        """A tensor of a batch in ``n`` microbatches."""
-        return x.tensor_split(n)
-
-    def left_whole(self, leaves: Iterable[Any]) -> None:
-        """Called with the leaves of a batch that are not cut."""
+    def in_batch(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of which a transform cuts the plain tensors into microbatches."""
+        return leaves
 
     def turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
         """Called as work on a microbatch begins; after the last, ``name`` is "".

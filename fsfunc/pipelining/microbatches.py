@@ -21,7 +21,7 @@ from fsfunc.core.losses import (
     added_weights,
     averaged,
     divided,
-    is_aux_leaf,
+    is_one,
 )
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
 from fsfunc.optim.leaves import held_dtype
@@ -127,7 +127,7 @@ def joined(values: Sequence[Any], shares: Sequence[float]) -> Any:
 def _scaled(aux: Any, share: float) -> Any:
     if share == 1:
         return aux
-    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_aux_leaf)
+    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_one)
 
 
 def everywhere(value: Any, where: RankGroup, source: int) -> Any:

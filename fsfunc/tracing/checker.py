@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, LawError
-from fsfunc.core.frames import frame
+from fsfunc.core.frames import frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
@@ -221,6 +221,42 @@ class Checker(Tracer, Watcher, Operators):
         if not frame().path:
             self._gathered = name, leaves
 
+    def within(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, in which transforms inside `shard` compute as the unit's body does.
+
+        What they make of gathered parameters, and of what the unit returns, is the
+        rank's own.
+        """
+        f = call.frame
+        if f.path:
+            return run
+
+        def inner(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+            given = params, inputs, keywords
+            taken, before = self._memory_of(given), self.given
+            start = _torch.next_sequence_number()
+            also = self._tangents(self.known.tensors(given))
+            self.captured = self.known.each_made_of([given, also])
+            self.given = before | taken
+            with inside(frame().replace(path=call.path, numbers=call.numbers)):
+                out = run(params, *inputs, **keywords)
+            self.given = before
+            self.nodes.body(start)
+            return self._owned(call, out, taken, given, anew=False)
+
+        return inner
+
+    def _memory_of(self, values: Any) -> set[int]:
+        """The memory of tensors that a unit is given: whole ones, gathered blocks."""
+        found = set()
+        for x in tree.leaves(values, is_leaf=is_sharded):
+            if isinstance(x, Sharded) and x.layout.flat is None:
+                self.split.add_part(x)
+                x = x._local
+            if isinstance(x, Tensor):
+                found.add(memory(x))
+        return found
+
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function, whose results are the rank's own."""
         outermost = not call.frame.path
@@ -228,13 +264,7 @@ class Checker(Tracer, Watcher, Operators):
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
                 if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
                     raise refusal("input", call.name, [self.known.of(x)], None)
-        taken = set()
-        for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded):
-            if isinstance(x, Sharded) and x.layout.flat is None:
-                self.split.add_part(x)
-                x = x._local  # the block that was gathered
-            if isinstance(x, Tensor):
-                taken.add(memory(x))
+        taken = self._memory_of((params, inputs, keywords))
         start, before = _torch.next_sequence_number(), self.given
         given = (params, inputs, keywords)
         if outermost and self._gathered[0] == f"unit {call.name!r}":
@@ -249,14 +279,16 @@ class Checker(Tracer, Watcher, Operators):
         self.nodes.body(start)
         return self._owned(call, out, taken, given) if outermost else out
 
-    def _owned(self, call: Call, out: Any, taken: set[int], given: Any) -> Any:
-        """A unit's outputs, typed as the rank's own."""
+    def _owned(
+        self, call: Call, out: Any, taken: set[int], given: Any, *, anew: bool = True
+    ) -> Any:
+        """A unit's outputs, typed as the rank's own; ``anew``: those that are too."""
         name, numbers = f"unit {call.name!r}", itertools.count()
         made_of = together(name, self.captured).changed(f"{name} at {source_line()}")
         of = hash((call.unit, *map(self.known.value, self.known.tensors(given))))
 
         def own(y: Any) -> Any:
-            if not isinstance(y, Tensor):
+            if not isinstance(y, Tensor) or not anew and self._varies(y):
                 return y
             if memory(y) in taken:
                 y = y.clone()

@@ -158,8 +158,9 @@ class Findings:
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where) and ``trained``. ``claims``: what else is to be the same on
-    every rank. ``own_paths``: of a returned state, those of each rank's own values.
-    ``planned``: what was made of it, once for all simulated ranks that share it.
+    every rank. ``own_paths``: of a returned state, those of each rank's own values;
+    ``rank_local``: leaves that are, which stay plain tensors. ``planned``: what was
+    made of it, once for all simulated ranks that share it.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Findings:
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
     own_paths: set[str] = field(default_factory=set)
+    rank_local: frozenset[str] = frozenset()
     claims: list[tuple[str, str]] = field(default_factory=list)
     planned: dict[Any, Any] = field(default_factory=dict)
 
@@ -213,7 +215,7 @@ class Findings:
             if in_loss or not (inner or self.differentiated)
         }
         taken = {path for t in self.taken for path in t.leaves} if gathers else set()
-        return set(read) - taken
+        return (set(read) | self.rank_local) - taken
 
     def _calls(self) -> dict[str, list[Taken]]:
         """The unit calls that were given each leaf."""

@@ -136,7 +136,7 @@ def _record(
                 try:
                     out = fn(*asked_numbers(given, recorder.answered))
                 except Exception as error:
-                    recorder.explain(error)
+                    recorder.explain(error, rest)
                     raise
             recorder.carries(given[:1], out)
     asks(asked)
@@ -152,11 +152,10 @@ _TOLD = (
 
 
 _UNCUT = (
-    "{path!r}, of the state, is in an argument that is cut into microbatches, and was "
-    "left whole as the step was recorded, for no unit has taken it as a parameter. If "
-    "it has the rows of this rank's batch (a hidden state that is carried on), say so: "
-    'layouts={{{path!r}: ff.Own("data")}}; if it has none, give it in the first '
-    "argument, or let the loss capture it"
+    "{path!r}, of the state, has as many rows as the batch, and was not cut into "
+    "microbatches with it as the step was recorded: it is one value on all ranks. If "
+    "each rank has rows of its own (a hidden state that is carried on), say so: "
+    'layouts={{{path!r}: ff.Own("data")}}'
 )
 
 
@@ -178,8 +177,7 @@ class Recorder(Findings, Tracer, Watcher):
         updates: whether it returns sharded leaves that are no gradients.
         own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
         drawing: the units that draw random numbers outside gradient calls.
-        rank_local: the paths of leaves that are each rank's own; ``uncut``: those of
-            others in arguments that are cut into microbatches.
+        cuts: whether it cuts a batch into microbatches.
     """
 
     forward_only: bool = False
@@ -195,8 +193,7 @@ class Recorder(Findings, Tracer, Watcher):
     own: OwnValues = field(default_factory=OwnValues)
     hidden: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
-    rank_local: frozenset[str] = frozenset()
-    uncut: set[str] = field(default_factory=set)
+    cuts: bool = False
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
     _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
@@ -230,25 +227,24 @@ class Recorder(Findings, Tracer, Watcher):
         self._known[id(x)] = path
         self._alive.append(x)
 
-    def in_batch(self, x: Any) -> Any:
+    def in_batch(self, leaves: list[Any]) -> list[Any]:
         # A rank's own leaf stays a plain tensor; what becomes of others, is not known.
-        own = isinstance(x, Recorded) and x.layout.name in self.rank_local
-        return x.local if own else x
+        self.cuts = True
+        own = [is_sharded(x) and x.layout.name in self.rank_local for x in leaves]
+        return [plain(x) if mine else x for x, mine in zip(leaves, own, strict=True)]
 
-    def left_whole(self, leaves: Iterable[Any]) -> None:
-        recorded = [x for x in leaves if isinstance(x, Recorded) and x.ndim]
-        self.uncut.update(x.layout.name for x in recorded)
+    def explain(self, error: Exception, rest: Any) -> None:
+        """Adds to an error of the step what may be why it was raised here alone.
 
-    def explain(self, error: Exception) -> None:
-        """Adds to an error of the step what may be why it was raised here alone."""
-        for path in sorted(self.uncut - {p for t in self.taken for p in t.leaves}):
-            error.add_note(_UNCUT.format(path=path))
-
-    def pieces(self, x: Tensor, n: int) -> Sequence[Tensor]:
-        path, pieces = self.path_of(x), x.tensor_split(n)
-        for piece in pieces if path is not None else ():
-            self.know(piece, path)
-        return pieces
+        Args:
+            rest: the arguments beside the state.
+        """
+        taken = {path for t in self.taken for path in t.leaves} | self.rank_local
+        tensors = [x for x in tree.leaves(rest, is_sharded) if isinstance(x, Tensor)]
+        rows = {tuple(x.shape[:1]) for x in tensors if x.ndim}
+        for path, layout in self.layouts.items() if self.cuts else ():
+            if layout.shape[:1] in rows and path not in taken:
+                error.add_note(_UNCUT.format(path=path))
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Records the signature of a call of a sharded function."""

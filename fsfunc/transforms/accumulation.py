@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
-from fsfunc.core.losses import added, added_weights, repeated
+from fsfunc.core.losses import added, added_weights, divided
 from fsfunc.core.outcomes import (
     Argnums,
     BatchArgnums,
@@ -69,8 +70,7 @@ def accumulate(
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"accumulate(f, {n!r}): the number of microbatches is >= 1")
-    handler = _Accumulate(n, batch_arguments(batch_argnums))
-    return transformed(f, handler)
+    return transformed(f, _Accumulate(n, batch_arguments(batch_argnums)))
 
 
 class _Accumulate(Interpretation):
@@ -78,11 +78,7 @@ class _Accumulate(Interpretation):
     ends_alike = True
 
     def __init__(
-        self,
-        n: int,
-        chosen: BatchArgnums | None,
-        depth: int = 0,
-        once: bool = False,
+        self, n: int, chosen: BatchArgnums | None, depth: int = 0, once: bool = False
     ):
         self.n, self.chosen, self.once = n, chosen, once
         self.depth = depth  # how many gradient calls are around the step
@@ -110,7 +106,7 @@ class _Accumulate(Interpretation):
             own: list[Any] = []
             if self.once:
                 outcome = cut.apart(run(cut.part(0)), own)
-                aux = repeated(outcome.aux, self.n)
+                aux = divided(reduce(added, [outcome.aux] * self.n), self.n)
                 return cut.joined(outcome.replace(aux=aux), own * self.n)
             f, sums, i = frame(), _Sums(), 0
             adds = self._adds(f)

@@ -17,7 +17,6 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
-from fsfunc.core.tracers import Tracer
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded
 
@@ -51,8 +50,7 @@ class Microbatches:
         names = [*arguments(len(call.args)), *call.keywords]
         refuse("array sparse", who, [*given.values()], *names)
         said = call.batch_argnums if call.batch_argnums is not None else chosen
-        tracer = frame().tracer or Tracer()
-        self._arguments = {k: _Argument(x, str(k), tracer) for k, x in given.items()}
+        self._arguments = {key: _Argument(x, str(key)) for key, x in given.items()}
         cut = self._told(said) if said is not None else self._only(who) if n > 1 else []
         leaves = {}
         for key in cut:
@@ -96,9 +94,8 @@ class Microbatches:
     def part(self, m: int) -> GradientCall:
         """The call on microbatch ``m``."""
         made = {key: a.part(m) for key, a in self._arguments.items()}
-        count = len(self._call.args)
         keywords = {key: made[key] for key in self._call.keywords}
-        args = tuple(made[i] for i in range(count))
+        args = tuple(made[i] for i in range(len(self._call.args)))
         return self._call.replace(args=args, keywords=keywords)
 
     def is_cut(self, i: int) -> bool:
@@ -107,10 +104,8 @@ class Microbatches:
 
     def share(self, m: int) -> float:
         """The rows of microbatch ``m``, divided by the mean number."""
-        for a in self._arguments.values():
-            for pieces in a.pieces.values():
-                return len(pieces[m]) * self.n / self._rows
-        return 1.0
+        cut = [p for a in self._arguments.values() for p in a.pieces.values()]
+        return len(cut[0][m]) * self.n / self._rows if cut else 1.0
 
     def apart(self, outcome: Outcome, own: list[list[list[Any]]]) -> Outcome:
         """The outcome without gradients by cut arguments, which ``own`` is given."""
@@ -161,12 +156,12 @@ class _Argument:
 
     value: Any
     name: str
-    tracer: Tracer
     pieces: dict[int, Sequence[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
-        self.leaves = list(map(self.tracer.in_batch, leaves))
+        self.leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
+        if (tracer := frame().tracer) is not None:
+            self.leaves = tracer.in_batch(self.leaves)
         self.tensors = [
             j for j, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.ndim
         ]
@@ -180,10 +175,7 @@ class _Argument:
         }
 
     def cut(self, n: int) -> None:
-        pieces = self.tracer.pieces
-        self.pieces = {j: pieces(self.leaves[j], n) for j in self.tensors}
-        rest = (x for j, x in enumerate(self.leaves) if j not in self.pieces)
-        self.tracer.left_whole(rest)
+        self.pieces = {j: self.leaves[j].tensor_split(n) for j in self.tensors}
 
     def part(self, m: int) -> Any:
         if not self.pieces:

@@ -230,7 +230,8 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.frame.whole:  # an enclosing unit has gathered its parameters
             return run
-        runtime = call.frame.runtime_of(self)
+        runtime, tracer = call.frame.runtime_of(self), call.frame.tracer
+        run = run if tracer is None else tracer.within(call, run)
         return partial(call_unit, self.cut, runtime, run, call)
 
     # Gradient calls

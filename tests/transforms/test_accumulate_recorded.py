@@ -135,7 +135,7 @@ def test_a_replicated_state_with_rows_of_the_batch_is_told_of():
     with pytest.raises(RuntimeError, match="4 .*2|2 .*4") as raised:
         ff.spmd(lambda: main(two(2)), MESH)()
     notes = " ".join(raised.value.__notes__)
-    assert "'h', of the state, is in an argument that is cut" in notes
+    assert "'h', of the state, has as many rows as the batch" in notes
     assert "ff.Own(" in notes and "'p" not in notes
 
 
