@@ -1,0 +1,30 @@
+"""torch's databases of operators, modules and optimizers: nothing in them is wrong.
+
+Each case is right, or refused: in our words, where it is no leaf's part. Under
+`.ci/judges` all are judged, else a drawn sample.
+"""
+
+import re
+
+import pytest
+
+from tests.judges.conftest import ASKED
+from tests.programs import python
+
+EVERY = [
+    *(f"tests.judges.operators --part {i} 8" for i in range(8)),
+    *(f"tests.judges.modules --part {i} 2" for i in range(2)),
+    "tests.judges.optimizers",
+]
+SAMPLE = ["tests.judges --sample 4 0"]
+# Of a part, which has one dim, torch itself says what is amiss.
+UNTOLD = re.compile(r"^\w+, (?!on leaves).*torch", re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", EVERY if ASKED else SAMPLE)
+def test_each_case_is_right_or_refused(program):
+    done = python("-m", *program.split(), timeout=3600 if ASKED else 300)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " right" in done.stdout and not UNTOLD.search(done.stdout)
