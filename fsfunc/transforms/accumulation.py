@@ -39,8 +39,9 @@ def accumulate(
     one is returned; integers and Python numbers must be the same in all.
 
     The batch is cut along dim 0: in ``f(params, batch)`` the tensors of the second
-    argument, with more arguments those that ``batch_argnums`` names; scalars and
-    sharded leaves are not cut, nor is what a loss captures. Gradients with respect to
+    argument, with more arguments those that ``batch_argnums`` names, leaves of a state
+    that are each rank's own (``ff.Own``) too; scalars and sharded leaves are not cut,
+    nor is what a loss captures. Gradients with respect to
     what is cut are concatenated along dim 0: where the loss is a mean over rows, they
     are the rows of the gradient for the whole batch.
 
