@@ -110,8 +110,7 @@ class _Accumulate(Interpretation):
                 aux = divided(reduce(added, [outcome.aux] * self.n), self.n)
                 return cut.joined(outcome.replace(aux=aux), own * self.n)
             f, sums, i = frame(), _Sums(), 0
-            adds = self._adds(f)
-            tracer = f.tracer or Tracer()
+            adds, tracer = self._adds(f), f.tracer or Tracer()
             rounds = tracer.rounds()
             while i < self.n:
                 if rounds is not None:
@@ -148,8 +147,7 @@ class _Accumulate(Interpretation):
         It adds those of a microbatch to the sums as they come.
         """
         within = iter(f.handlers)
-        if not any(handler is self for handler in within):
-            return False
+        any(handler is self for handler in within)  # then come those within, if any
         own = (h for h in within if type(h).gradient is not Interpretation.gradient)
         return isinstance(next(own, None), Sharding)
 
@@ -229,8 +227,8 @@ class _Sums:
 
     def outcome(self) -> Outcome:
         """The outcome that is the sum."""
-        own = self.grads if self.ours else None
-        return self.first.replace(grads=self.grads, own=own)
+        grads = self.grads
+        return self.first.replace(grads=grads, own=grads if self.ours else None)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:

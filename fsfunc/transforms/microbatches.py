@@ -52,9 +52,7 @@ class Microbatches:
         said = call.batch_argnums if call.batch_argnums is not None else chosen
         self._arguments = {key: _Argument(x, str(key)) for key, x in given.items()}
         cut = self._told(said) if said is not None else self._only(who) if n > 1 else []
-        leaves = {}
-        for key in cut:
-            leaves |= self._arguments[key].named()
+        leaves = {k: x for key in cut for k, x in self._arguments[key].named().items()}
         self._rows = rows_of(leaves, n, even=even)
         for key in cut:
             self._arguments[key].cut(n)
@@ -94,9 +92,8 @@ class Microbatches:
     def part(self, m: int) -> GradientCall:
         """The call on microbatch ``m``."""
         made = {key: a.part(m) for key, a in self._arguments.items()}
-        keywords = {key: made[key] for key in self._call.keywords}
-        args = tuple(made[i] for i in range(len(self._call.args)))
-        return self._call.replace(args=args, keywords=keywords)
+        args = tuple(made.pop(i) for i in range(len(self._call.args)))
+        return self._call.replace(args=args, keywords=made)
 
     def is_cut(self, i: int) -> bool:
         """True if the positional argument ``i`` is cut."""
