@@ -13,7 +13,7 @@ outcomes.py         GradientCall and Outcome, which interpretations pass along
 execution_context.py   the pass that runs: forward, backward or recompute
 losses.py           the outputs of a loss, added up over microbatches
 gradient_checks.py  checks of a gradient call: its arguments, and that ranks agree
-casts.py            the dtypes in which units compute
+casts.py            the dtypes in which units compute, and that have a derivative
 tracers.py          hooks for recordings; the check of a call of new shapes
 reduction_hooks.py  interfaces of transforms that take part in reductions
 """

@@ -56,7 +56,8 @@ def value_and_grad(
     Args:
         fn: returns a scalar, or ``Weighted(total, weight)``.
         argnums: which arguments to differentiate; one, or several (then the gradients
-            are a tuple). Leaves that are not floating tensors get ``None``.
+            are a tuple). Leaves that are not floating or complex tensors get ``None``.
+            Of a complex one it is as torch's: the direction in which the loss grows.
         has_aux: ``fn`` returns ``(loss, aux)``, and so is the value. In ``aux``,
             floating scalars are averaged as the loss is, ``Summed(tree)`` is summed,
             and the rest is this rank's own.

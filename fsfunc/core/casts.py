@@ -83,5 +83,14 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype) if real and x.dtype != dtype else x
 
 
+def differentiable(x: Any) -> bool:
+    """True of a tensor, a leaf or a layout of floating or complex dtype.
+
+    >>> [differentiable(torch.zeros(1, dtype=d)) for d in (torch.cfloat, torch.int64)]
+    [True, False]
+    """
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
 def _said(dtype: torch.dtype | None) -> str:
     return "as given" if dtype is None else str(dtype).removeprefix("torch.")

@@ -16,26 +16,25 @@ from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import refuse
-from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 
 
 def check_differentiable(chosen: list[Any], names: list[str]) -> None:
-    """Raises if no differentiated leaf is a floating tensor.
+    """Raises if no differentiated leaf is a floating or complex tensor.
 
     Raises:
         TypeError: names the arguments, and the dtype that is there.
     """
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    leaves = [x.layout if is_sharded(x) else x for x in leaves]
-    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
-    if kinds and not any(kind.is_floating_point for kind in kinds):
+    given = [x for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
+    if given and not any(map(differentiable, given)):
         raise TypeError(
             f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
-            f"(the first is {kinds[0]}), and all gradients would be None; "
+            f"(the first is {given[0].dtype}), and all gradients would be None; "
             "x.to(torch.float32) has one"
         )
 
@@ -125,14 +124,15 @@ def _numbers(
             continue
         elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
             continue
-        if isinstance(g, Tensor) and g.is_floating_point() and g.numel():
+        if isinstance(g, Tensor) and differentiable(g) and g.numel():
             found[path] = norm_and_sum(g)
     return found
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
     """Two numbers by which tensors of several ranks are compared."""
-    wide = strided(x).detach().double()
+    wide = strided(x).detach().resolve_conj()
+    wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
     return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Replaced
 from fsfunc.core.losses import divided
 from fsfunc.runtime.memory_spaces import space_of
@@ -236,7 +237,7 @@ class Leaves:
                     self.kept.append(i)
                     continue
                 x = x.local
-            if isinstance(x, Tensor) and x.is_floating_point():
+            if isinstance(x, Tensor) and differentiable(x):
                 self.picked.append(i)
                 self.tensors.append(x)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
+from fsfunc.core.casts import differentiable
 from fsfunc.interop.stubs import Absent, GivenTensor, Signature, is_object
 
 _MARK = 1_000_003  # a prime that no other size has as a factor
@@ -79,7 +80,7 @@ def _fill(m: nn.Module, whole: bool, names: dict[int, tuple[str, bool]]) -> None
     for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, Absent) and x.dtype is not None:
-                grad = table is params and x.dtype.is_floating_point
+                grad = table is params and differentiable(x)
                 table[key] = _meta(x.shape, x.dtype, grad)
                 if table is params:
                     names[id(table[key])] = x.name, whole

@@ -23,7 +23,7 @@ class AdamState(NamedTuple):
     ``count`` is a plain number, so schedules and checkpoints read it without waiting
     for a device; a 0-dim tensor is taken too (say, where a skipped step must not
     branch). ``mu`` and ``nu`` are trees like the parameters, in the same layout, with
-    None for leaves that are not floating tensors.
+    None for leaves that have no derivative.
     """
 
     count: int | Tensor

@@ -272,7 +272,7 @@ class _AdaScale:
     seen: tuple[Tensor, int, Tensor] | None = None
 
     def init(self, params: Tree) -> AdaScaleState:
-        _, wide = by_axes(params)
+        wide = by_axes(params)[1].to_real()
         # Where updates will leave them: what is loaded or compiled finds it so.
         tensors = (x for x in tree.leaves(params) if isinstance(x, Tensor))
         devices = map(computing_device, tensors)

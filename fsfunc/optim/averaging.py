@@ -30,7 +30,7 @@ class AverageState(NamedTuple):
     """The counts of updates and of those averaged, the average, and the inner state.
 
     ``average`` is a tree like the parameters, in the same layout, with None for leaves
-    that are not floating tensors; `eval_params` gives it as parameters. ``inner`` is
+    that have no derivative; `eval_params` gives it as parameters. ``inner`` is
     the state of the optimizer.
     """
 

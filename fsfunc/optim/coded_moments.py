@@ -15,7 +15,7 @@ from fsfunc.optim.block_codes import BLOCK, Coder, chance
 from fsfunc.optim.coded_steps import CodedStep, groups_of, stretches, zero_codes
 from fsfunc.optim.element_rules import Codec, ElementRule, Scaled
 from fsfunc.optim.in_place import Writing, count_write
-from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
+from fsfunc.optim.leaves import Tree, check_width, local, paths_of, split, trainable
 from fsfunc.optim.matching import update_of
 from fsfunc.optim.optimizer import Commit
 from fsfunc.optim.places import room_like
@@ -93,6 +93,7 @@ class Coded(Codec):
         self.state = state
 
     def init(self, rule: ElementRule, params: Tree) -> Any:
+        check_width(params, torch.uint8)
         leaves, treedef = tree.flatten(params, is_sharded)
         groups, places = groups_of(leaves, paths_of(treedef))
 

@@ -17,6 +17,7 @@ from fsfunc.optim.leaves import (
     Mask,
     Tree,
     along,
+    check_real,
     computing_device,
     device_with,
     local,
@@ -293,6 +294,8 @@ def adafactor(
 
 
 def _init(params: Tree) -> AdafactorState:
+    check_real(params, "adafactor takes", "as torch.optim.Adafactor takes none")
+
     def factor(short: int) -> Tree:
         def zeros(leaf: Any) -> Any:
             if not trainable(leaf) or leaf.ndim < 2:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import Loose, Tree, local
+from fsfunc.optim.leaves import Loose, Tree, held, local
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.places import brought, some_offloaded
 from fsfunc.runtime.host_copies import crosses, send, settle
 from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -106,7 +107,7 @@ class Writing:
         """The trees to write, or copies of them."""
         matched = self.matched
         written = [matched.buffers[0], *matched.buffers[2:]]
-        mine = iter(self._mine([t for b in written for t in b.tensors]))
+        mine = iter(self._mine([t for b in written for t in held(b)]))
         return [
             self._over(
                 [x[i] for i in matched.active], b, [next(mine) for _ in b.tensors]
@@ -127,7 +128,7 @@ class Writing:
 
     def target(self, leaves: list[Any], buffers: Any) -> Target:
         """Leaves to write, or copies of them; a donation has looked at what is held."""
-        donation, tensors = self.donation, buffers.tensors
+        donation, tensors = self.donation, held(buffers)
         none = donation is None
         mine = [False] * len(tensors) if none else donation.may_write(tensors)
         return self._over(leaves, buffers, mine)
@@ -197,7 +198,9 @@ def _groups(
     )
     columns = [new[0], grads, *new[1:]]
     for decay, k, j in matched.cuts(decays):
-        row = [c.tensors[k] if j is None else local(c.leaves[j]) for c in columns]
+        row = [
+            c.tensors[k] if j is None else as_real(local(c.leaves[j])) for c in columns
+        ]
         p, _, *moments = row
         if p.numel():
             dtype = p.dtype

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
 from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
 from fsfunc.sharded.placements import describe
@@ -26,20 +28,25 @@ _layout = attrgetter("layout")
 
 
 def trainable(leaf: Any) -> bool:
-    """True if an optimizer updates ``leaf``: a tensor or a shard of floating dtype.
+    """True if an optimizer updates ``leaf``, of floating or complex dtype."""
+    return isinstance(leaf, (Tensor, Sharded)) and differentiable(leaf)
 
-    Raises:
-        TypeError: a complex leaf: neither updated rightly nor safely left out.
+
+def check_real(params: Tree, what: str, why: str) -> None:
+    """Raise TypeError where a leaf to update is complex.
+
+    Args:
+        what, why: "f takes", "as torch's takes none".
     """
-    if not isinstance(leaf, (Tensor, Sharded)):
-        return False
-    dtype = leaf.dtype
-    if dtype.is_complex:
-        raise TypeError(
-            f"cannot optimize {said(leaf)}: complex parameters are not supported; "
-            "keep torch.view_as_real of it as the parameter"
-        )
-    return dtype.is_floating_point
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if trainable(leaf) and leaf.dtype.is_complex:
+            raise TypeError(
+                f"{paths_of(treedef)[i]!r} is {said(leaf)}, and {what} no complex "
+                f"numbers, {why}: keep torch.view_as_real(w) as the parameter, and "
+                "take torch.view_as_complex of it where it is read; or leave it to "
+                "another optimizer, by ff.partition"
+            )
 
 
 def local(leaf: Any) -> Tensor:
@@ -55,7 +62,14 @@ def held_dtype(leaf: Any) -> torch.dtype:
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """Zeros laid out as ``params`` are, with None for leaves that are not trainable."""
+    """Zeros laid out as ``params`` are, with None for leaves that are not trainable.
+
+    Those of a complex leaf are complex too, ``dtype`` is that of their parts.
+
+    Raises:
+        TypeError: a ``dtype`` of which no complex numbers are made.
+    """
+    check_width(params, dtype)
     return map_flat(
         lambda tensors: [_zeros(t, dtype) for t in tensors],
         params,
@@ -64,16 +78,26 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
 
 
 def filled_like(params: Tree, value: float) -> Tree:
-    """The same, of any one number."""
+    """The same, of any one number: of a complex leaf both parts are."""
+
+    def filled(x: Tensor) -> Tensor:
+        made = _room(x, None)
+        return made.fill_(complex(value, value) if made.is_complex() else value)
+
     return map_flat(
-        lambda tensors: [_room(t, None).fill_(value) for t in tensors],
+        lambda tensors: [filled(t) for t in tensors],
         params,
         rest=None,
     )
 
 
 def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """``params`` in memory of their own, and None for what is not trainable."""
+    """``params`` in memory of their own, and None for what is not trainable.
+
+    Raises:
+        TypeError: as `zeros_like`.
+    """
+    check_width(params, dtype)
     return map_flat(
         lambda tensors: [_room(t, dtype).copy_(t.detach()) for t in tensors],
         params,
@@ -81,7 +105,20 @@ def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     )
 
 
+def check_width(params: Tree, dtype: torch.dtype | None) -> None:
+    """Raise TypeError for complex leaves that would be kept in a narrow ``dtype``."""
+    if dtype is not None and dtype.itemsize < 4:
+        what = f"moments and averages in {dtype} hold"
+        check_real(params, what, "as torch has none of such parts (float32 does)")
+
+
+def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """``dtype``, or the complex one of such parts."""
+    return dtype.to_complex() if dtype is not None and x.is_complex() else dtype
+
+
 def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    dtype = _like(x, dtype)
     if moments_store() is None:
         return torch.zeros_like(x, dtype=dtype, device=computing_device(x))
     return _room(x, dtype).zero_()
@@ -89,7 +126,7 @@ def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _room(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
-    store, device = moments_store(), computing_device(x)
+    store, device, dtype = moments_store(), computing_device(x), _like(x, dtype)
     if store is None:
         return torch.empty_like(x, dtype=dtype, device=device, requires_grad=False)
     return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
@@ -264,13 +301,47 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     return split_alike(*map(list, columns))
 
 
+class RealViews:
+    """Flat tensors of which complex ones are seen as real ones, ``[..., 2]``.
+
+    So updates know no complex numbers. The views are made when they are asked for:
+    one that stayed would be a use of memory that is donated.
+    """
+
+    def __init__(self, within: Any):
+        self.within, self.groups = within, within.groups
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(map(as_real, self.within.tensors))
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> list[Any]:
+        pairs = zip(self.within.tensors, tensors, strict=True)
+        return self.within.rebuild(
+            [torch.view_as_complex(x) if t.is_complex() else x for t, x in pairs]
+        )
+
+
+def held(buffers: Any) -> list[Tensor]:
+    """The tensors of leaves as few flat ones, none of them a view made for this."""
+    return buffers.within.tensors if isinstance(buffers, RealViews) else buffers.tensors
+
+
+def split_real(columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """`split`, with complex tensors as `RealViews`."""
+    return [
+        RealViews(b) if any(t.is_complex() for t in b.tensors) else b
+        for b in split(columns)
+    ]
+
+
 def first_unfit(
     leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
 ) -> int | None:
     """The first position where ``others`` does not lie as ``leaves`` does.
 
-    In shape, layout or device. Leaves that are packed lie as their flat shard does, so
-    of two of these that is asked once.
+    In shape, layout or device, or as complex numbers and real ones. Leaves that are
+    packed lie as their flat shard does, so of two of these that is asked once.
     """
     alike: set[tuple[Any, Any]] = set()
     for i in positions:
@@ -301,15 +372,19 @@ def _fits(leaf: Any, other: Any) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
-            return plain and leaf.part_shape == other.shape
+            if not plain or leaf.part_shape != other.shape:
+                return False
+            return leaf.dtype.is_complex is other.dtype.is_complex
         if not _same_place(leaf, other):
             return False
         if leaf.part_shape != other.part_shape:
             return False
-        return leaf.device == other.device or _meet(leaf, other)
-    if not isinstance(other, Tensor):
+        mine, its = held_dtype(leaf), held_dtype(other)
+    elif not isinstance(other, Tensor) or leaf.shape != other.shape:
         return False
-    if leaf.shape != other.shape:
+    else:
+        mine, its = leaf.dtype, other.dtype
+    if mine is not its and mine.is_complex is not its.is_complex:
         return False
     return leaf.device == other.device or _meet(leaf, other)
 
@@ -335,7 +410,11 @@ def device_with(leaf: Sharded | Tensor) -> torch.device:
 def said(leaf: Any) -> str:
     """A leaf as error messages name it."""
     if is_sharded(leaf):
-        return str(leaf.layout)
+        said = str(leaf.layout)
+        held = None if leaf.is_kept or leaf.spent else held_dtype(leaf)
+        if held is None or held.is_complex is leaf.dtype.is_complex:
+            return said
+        return f"{said}, held in {held}"
     if isinstance(leaf, Tensor):
         return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
@@ -356,7 +435,11 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
         outs = [space_of(t).empty_like(t, scratch=True) for t in tensors]
         rows = zip(tensors, each, outs, strict=True)
         return [torch.mul(t, by, out=o) for t, by, o in rows]
-    return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+    found = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+    if isinstance(factor, Tensor) and factor.dtype == torch.float64:
+        # Two numbers without dims give one of the wider dtype.
+        found = [x.to(t.dtype) for x, t in zip(found, tensors, strict=True)]
+    return found
 
 
 def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -23,15 +23,17 @@ from fsfunc.optim.leaves import (
     Tree,
     along,
     first_unfit,
+    held,
     local,
     paths_of,
     said,
-    split,
+    split_real,
     trainable,
 )
 from fsfunc.optim.places import brought_with, returned
 from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory_spaces import any_offloaded
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
 
 Decay = float | Tensor
@@ -52,10 +54,12 @@ class Matched:
     def of(cls, params: Tree, grads: Tree, *moments: Tree) -> Matched:
         """Match the trees; each of ``grads`` and ``moments`` is like ``params``.
 
-        A leaf whose gradient is None, or that is no floating tensor, takes no part.
+        A leaf whose gradient is None, or that has no derivative, takes no part. Complex
+        leaves take part as real ones, of twice as many elements.
 
         Raises:
-            TreeMismatch: structures, shapes, layouts or devices differ.
+            TreeMismatch: structures, shapes, layouts or devices differ; or one of them
+                has real numbers where another has complex ones.
         """
         leaves, treedef = tree.flatten(params, is_sharded)
         names = ["gradients"] + ["optimizer state"] * len(moments)
@@ -83,7 +87,7 @@ class Matched:
                     f"expected one like {said(leaves[i])}, found {its}"
                     + (_WHOLE if apart else "")
                 )
-        return cls(treedef, trees, active, split(columns))
+        return cls(treedef, trees, active, split_real(columns))
 
     @property
     def columns(self) -> list[list[Any]]:
@@ -106,7 +110,7 @@ class Matched:
             return True
         if not torch.is_grad_enabled() or self.kind is not None and not self.kind.asks:
             return False
-        asking = [t for b in self.buffers for t in b.tensors if t.requires_grad]
+        asking = [t for b in self.buffers for t in held(b) if t.requires_grad]
         return any(t.grad_fn is not None for t in asking)
 
     def decays(self, weight_decay: float, mask: Mask | None) -> list[float]:
@@ -177,7 +181,7 @@ class Matched:
         leaves = self.buffers[0].rebuild(flats)
         for group, c in zip(members, cut, strict=True):
             for j in group if c else ():
-                local(leaves[j]).fill_(decays[j])
+                as_real(local(leaves[j])).fill_(decays[j])
         return [
             t if c else decays[group[0]]
             for t, c, group in zip(flats, cut, members, strict=True)

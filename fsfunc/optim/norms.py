@@ -35,6 +35,7 @@ from fsfunc.optim.reductions import (
 from fsfunc.optim.schedules import check_ranges
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
 
 _MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
@@ -43,9 +44,10 @@ Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike
 
 
 def global_norm(values: Tree, p: float = 2.0) -> Tensor:
-    """The p-norm of all elements of the floating leaves, equal on every rank.
+    """The p-norm of all elements of the leaves, equal on every rank.
 
-    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite. The derivative of the
+    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite, of floating and complex
+    numbers. The derivative of the
     norm of zeros is 0; the infinite norm of shards has none.
 
     Args:
@@ -67,13 +69,14 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     """
     check_ranges("a norm", p=p)
     held, dtype = by_axes(values)
+    dtype = dtype.to_real()
     norm_of = partial(vector_norm, ord=p)
     local = []
     for axes, tensors in held:
         # The infinite norm has no identity: torch refuses an empty tensor.
         norms = _norms([t for t in tensors if t.numel()], p, dtype)
         if differentiated(tensors):  # the psum's transpose is every rank's
-            norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
+            norms += [_none(t, dtype) for t in tensors if not t.numel()]
         where = device_of([(axes, tensors)])
         local.append((axes, combined(norms, norm_of, where, dtype)))
     device = device_of(held)
@@ -87,7 +90,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
 
 
 def all_finite(values: Tree) -> Tensor:
-    """True if all elements of the floating leaves are finite, equal on every rank.
+    """True if all elements with a derivative are finite, equal on every rank.
 
     Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
     holds: so a step is skipped everywhere or nowhere.
@@ -104,6 +107,7 @@ def all_finite(values: Tree) -> Tensor:
     tensor(False)
     """
     held, dtype = by_axes(values)
+    dtype = dtype.to_real()
     tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
     norms = _norms(tensors, math.inf, dtype)
     bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
@@ -128,7 +132,7 @@ def holds(found: Tensor) -> bool:
 
 
 def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
-    """The p-norm of each floating leaf, as `global_norm` is of all, on every rank.
+    """The p-norm of each such leaf, as `global_norm` is of all, on every rank.
 
     Args:
         values: a tree of tensors and shards of any shapes.
@@ -178,7 +182,7 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
     pieces: list[tuple[Spread, Tensor, torch.device]] = []
     for axes, parts in rows:
         parts = [entered(t) for t in parts] if axes is None else parts
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        wide = torch.promote_types(parts[0].dtype, torch.float32).to_real()
         norms = _each_norm(parts, p, wide)
         powers = norms**p if axes is not None and math.isfinite(p) else norms
         device = space_of(parts[0]).on_device(parts[0]).device
@@ -196,15 +200,21 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
 def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
     full = [t for t in parts if t.numel()]  # the infinite norm refuses an empty tensor
     norms = iter(_norms(full, p, dtype))
-    return torch.stack(
-        [next(norms) if t.numel() else t.sum(dtype=dtype) for t in parts]
-    )
+    return torch.stack([next(norms) if t.numel() else _none(t, dtype) for t in parts])
+
+
+def _none(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norm of no elements, which has a history if ``x`` has."""
+    return as_real(x).sum(dtype=dtype)
 
 
 def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
-    if composable():
-        return [torch.linalg.vector_norm(t, p, dtype=dtype) for t in tensors]
+    if composable() or any(t.is_complex() for t in tensors):
+        complex_ = dtype.to_complex()
+        kinds = [complex_ if t.is_complex() else dtype for t in tensors]
+        pairs = zip(tensors, kinds, strict=True)
+        return [torch.linalg.vector_norm(t, p, dtype=kind) for t, kind in pairs]
     if math.isinf(p) and not differentiated(tensors):
         if all(t.device.type == "cpu" for t in tensors):
             return [_largest(t, dtype) for t in tensors]

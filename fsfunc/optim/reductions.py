@@ -33,7 +33,7 @@ Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain ten
 
 
 def tree_sum(values: Tree) -> Tensor:
-    """The sum of all elements of the floating leaves, equal on every rank.
+    """The sum of all elements of floating and complex leaves, equal on every rank.
 
     Args:
         values: a tree of tensors and shards of any shapes; other leaves count nothing.
@@ -60,7 +60,7 @@ def tree_sum(values: Tree) -> Tensor:
 
 
 def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
-    """``values`` with every floating leaf multiplied by ``factor``.
+    """``values`` with every leaf that has a derivative multiplied by ``factor``.
 
     As ``tree.map(lambda x: x * factor, values)``, also where the factor is
     differentiated: a learned rate, a loss, a norm. Of shards each rank sees its parts

@@ -51,7 +51,7 @@ class TorchState(NamedTuple):
 
     ``numbers`` has, by torch's name, what is one number for all elements, such as
     ``step``, as plain numbers; ``moments`` has, by torch's name, trees like the
-    parameters, in the same layout, with None for leaves that are not floating tensors.
+    parameters, in the same layout, with None for leaves that have no derivative.
     """
 
     count: int

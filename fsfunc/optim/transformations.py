@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc.optim.leaves import Mask, Tree, check_unfollowed, map_flat, scaled
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    check_real,
+    check_unfollowed,
+    map_flat,
+    scaled,
+)
 from fsfunc.optim.matching import Matched, decayed, unlike
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
@@ -190,6 +197,7 @@ def clip_by_value(max_value: float) -> Optimizer:
 
     Raises:
         ValueError: ``max_value`` is not above 0.
+        TypeError: complex gradients, as there.
 
     Cost: no communication; a fresh copy of the gradients, which are left as they were.
 
@@ -198,11 +206,13 @@ def clip_by_value(max_value: float) -> Optimizer:
     {'w': tensor([ 1.0000, -1.0000,  0.5000])}
     """
 
-    def clipped(tensors: list[Tensor]) -> list[Tensor]:
-        each = [(t.clamp(-max_value, max_value), t) for t in tensors]
-        return [returned(x, t) for x, t in each]
-
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        def clipped(tensors: list[Tensor]) -> list[Tensor]:
+            if any(t.is_complex() for t in tensors):
+                check_real(grads, "clip_by_value takes", "which have no order")
+            each = [(t.clamp(-max_value, max_value), t) for t in tensors]
+            return [returned(x, t) for x, t in each]
+
         return map_flat(clipped, grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)

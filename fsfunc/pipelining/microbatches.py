@@ -214,7 +214,8 @@ def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:
     chosen: dict[torch.dtype, list[int]] = {}
     for i, (positions, _) in enumerate(buffers.groups):
         x, leaf = tensors[i], buffers.leaves[positions[0]]
-        dtype = given or held_dtype(params[positions[0]])
+        own = held_dtype(params[positions[0]])
+        dtype = own if given is None or own.is_complex else given
         if isinstance(x, Tensor) and is_sharded(leaf) and x.dtype != dtype:
             tensors[i] = x = space_of(x).put(x, dtype)
         if isinstance(x, Tensor) and not _is_owned(leaf, where.axis):

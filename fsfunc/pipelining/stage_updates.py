@@ -16,6 +16,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.autodiff import value_and_grad
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
@@ -113,7 +114,7 @@ class Updating(Pipelining):
                         "without shard, as its stages update at times of their own"
                     )
                 continue
-            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            trained = isinstance(leaf, Tensor) and differentiable(leaf)
             if len(self.schedule) > 1 and path in used and trained:
                 raise ValueError(
                     f"{path!r} is whole on every rank, and under an asynchronous "

@@ -11,6 +11,7 @@ plain_leaves.py     replicated and rank-local leaves: plain tensors with a layou
 inputs.py           checks of a step's arguments
 spent.py            leaves whose memory was given away
 donated.py          memory that a donated step may write into
+complex_numbers.py  complex numbers as pairs of real ones
 slices.py           a rank's part of a whole tensor, and back
 packed_layouts.py   layouts of leaves in one buffer; of stacks of ranks' own values
 """

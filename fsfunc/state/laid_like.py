@@ -21,6 +21,7 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.runtime.generators import one_number
@@ -120,7 +121,7 @@ def _back(
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
-        real = is_sharded(old) or isinstance(old, Tensor) and old.is_floating_point()
+        real = is_sharded(old) or isinstance(old, Tensor) and differentiable(old)
         if real and x is not None and not alike:  # others have the layout already
             _check_like(x, old, what)
             if whole is None:
@@ -157,7 +158,7 @@ def _check_like(x: Any, old: Any, what: str) -> None:
             f"{what}: expected a whole tensor of shape {tuple(old.shape)}{name}, found "
             f"{found}; unshard gives whole tensors"
         )
-    if not x.is_floating_point():
+    if not differentiable(x):
         raise ValueError(f"{what}: expected a floating tensor{name}, found {x.dtype}")
 
 
@@ -233,7 +234,7 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
 
     def noise(x: Any) -> Any:
         stream = number, next(count)
-        if not isinstance(x, Tensor | Sharded) or not x.dtype.is_floating_point:
+        if not isinstance(x, Tensor | Sharded) or not differentiable(x):
             return None
         local = x.local if isinstance(x, Sharded) else x
         made = torch.empty_like(

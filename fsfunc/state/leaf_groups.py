@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import Here, here
+from fsfunc.core.casts import differentiable
 from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -178,7 +179,7 @@ def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
     shapes = {
         path: tuple(x.shape)
         for path, x in leaves.items()
-        if isinstance(x, Tensor) and x.is_floating_point()
+        if isinstance(x, Tensor) and differentiable(x)
     }
     found: dict[str, str] = {}
     for pattern, to in patterns.items():

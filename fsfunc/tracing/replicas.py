@@ -18,6 +18,7 @@ from fsfunc.comm.comparison import (
 )
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame
 from fsfunc.core.gradient_checks import norm_and_sum, unlike
 from fsfunc.runtime.generators import generator_states
@@ -170,7 +171,7 @@ def _compare_near(
     found = {
         path: norm_and_sum(x)
         for path, x in leaves.items()
-        if has_values(x) and x.is_floating_point() and x.numel()
+        if has_values(x) and differentiable(x) and x.numel()
     }
     if not found:
         return

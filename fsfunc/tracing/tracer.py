@@ -15,6 +15,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.abstract import asks_for_a_value
 from fsfunc.comm.collective_ops import ignoring_axes
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -276,7 +277,7 @@ def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) 
             shape = split.local_shape(dict.fromkeys(split.axes, 0))
         strides = strides or torch.empty(shape, device="meta").stride()
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-        if parameter and x.dtype.is_floating_point:
+        if parameter and differentiable(x):
             blank.requires_grad_()
         leaf = Argument(path if parameter else below(label, path), parameter)
         stage.leaves[id(blank)] = leaf

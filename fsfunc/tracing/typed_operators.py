@@ -18,6 +18,7 @@ from fsfunc._torch.fake_modes import result_below
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen, memory, operand
 from fsfunc.tracing.operators import (
@@ -168,7 +169,7 @@ class Operators(OperatorMode):
         if kind is Kind.K and value is not None:
             return value  # of a constant there are no others
         own = kind is Kind.V
-        if frame().path and x.is_floating_point():
+        if frame().path and differentiable(x):
             asks(self.axes)
             own = True
         return self.stand_ins.of(x, own)

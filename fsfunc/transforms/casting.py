@@ -27,9 +27,10 @@ def precision(
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
     cast before the gather, which then moves the smaller dtype, and no full-size copy in
     the wider one exists. Gradients are reduced in ``reduce`` and given in the dtype of
-    the parameters, or in ``gradients``. Buffers of a module (`from_module`) are left as
-    they are: running statistics and counters would not survive a narrow dtype. What a
-    ``torch.autocast`` around a unit casts, it casts too.
+    the parameters, or in ``gradients``. Complex leaves compute, and are reduced and
+    given, as they are: torch has no complex numbers in bfloat16. Buffers of a module
+    (`from_module`) are left as they are too: running statistics and counters would not
+    survive a narrow dtype. What a ``torch.autocast`` around a unit casts, it casts too.
 
     Args:
         f: a unit, a loss, or a train step.

@@ -235,7 +235,7 @@ class Gathers:
         how, full, source = self.how, shard.whole, None
         if self.rounds and shard.flat.is_floating_point():
             source, full = self._encoded(shard, dtype), None
-        elif self.rounds:  # indices and masks are sent as they are
+        elif self.rounds:  # indices, masks, complex numbers: sent as they are
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source

@@ -27,7 +27,7 @@ from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import OFFLOADED_STORAGES, space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall
-from fsfunc.transforms.messages.wire import by_offset, divided_before
+from fsfunc.transforms.messages.wire import Reduction, by_offset, divided_before
 from fsfunc.transforms.microbatches import warn_narrow
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
@@ -69,7 +69,7 @@ class GradientSums:
         self.zero, self.reduce_each = options.zero, options.reduce_each
         self.reduction = how = options.reduction
         self.send = how.send if feedback is None else partial(feedback.send, how)
-        self.steps = steps
+        self.steps, self.exact = steps, how.exact and feedback is None
         self.observed = Observed(observers) if observers else None
         self.before = divided_before(groups.mean_size)
         compiler, self.depth = frame().compiler, len(frame().micro)
@@ -203,7 +203,9 @@ class GradientSums:
         if buffer.dtype == torch.float16:
             wait_for(buffer).div_(self.before)
         if where is not None and where.size > 1:
-            one.work = self.send(buffer, shard, where, shard.place.size == 1)
+            as_is = buffer.dtype.is_complex and not self.exact  # none encodes these
+            send = Reduction().send if as_is else self.send
+            one.work = send(buffer, shard, where, shard.place.size == 1)
         self.reducing.append(one)
         if now or len(self.reducing) > 1:
             del one, buffer
@@ -225,7 +227,9 @@ class GradientSums:
             one.work = one.grad = None  # frees what arrived as soon as it is cast
             flat = one.shard.flat
             wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
-            grad = self.reduction.decode(arrived, wide, flat.numel())
+            as_is = flat.is_complex() and not self.exact
+            how = Reduction() if as_is else self.reduction
+            grad = how.decode(arrived, wide, flat.numel())
             if arrived is not sent:
                 self.pool.spoil(sent)
             del sent, arrived

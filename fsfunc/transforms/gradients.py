@@ -23,6 +23,7 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, TOTAL, LawError, check_samples
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.core.gradient_checks import inside_unit
 from fsfunc.core.losses import averaged as is_averaged
@@ -45,7 +46,7 @@ def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard],
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
     found: dict[int, FlatShard] = {}
     for _, shard in complete_shards(leaves):
-        real = shard.flat.is_floating_point() and not shard.flat.requires_grad
+        real = differentiable(shard.flat) and not shard.flat.requires_grad
         if real and options.gathers(shard.members[0]):
             found[id(shard)] = shard
     plain = [x for x in filterfalse(is_sharded, leaves) if isinstance(x, Tensor)]
@@ -164,7 +165,7 @@ def _zeros(flat: Tensor) -> Tensor:
     """The gradient of a buffer that no unit read here, as those of other ranks are."""
     casts, home = frame().casts, space_of(flat)
     zeros = home.empty_like(flat, scratch=True).zero_()
-    given = None if casts is None else casts.gradients
+    given = None if casts is None or flat.is_complex() else casts.gradients
     return zeros if given in (None, flat.dtype) else home.put(zeros, given)
 
 

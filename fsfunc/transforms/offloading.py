@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
@@ -253,7 +254,7 @@ def settled_in(store: Store, t: Any) -> Any:
 
     def where(leaf: Any) -> MemorySpace | None:
         x = _buffer(leaf)
-        if x is None or not (x.ndim and x.is_floating_point()):
+        if x is None or not (x.ndim and differentiable(x)):
             return None
         return Offloaded(store, _torch.device_of(x))
 

@@ -52,7 +52,8 @@ def shard(
             over ``axis``, and holds parts of their sum; that is summed over
             ``replicate`` once. By default whole gradients are summed, and reduced once.
         gather, reduction: messages in other encodings, such as
-            ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
+            ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``. Complex leaves are
+            sent as they are where these encode.
 
     Raises:
         TypeError: another value of ``reshard_after_forward``.

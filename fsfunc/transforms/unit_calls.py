@@ -16,6 +16,7 @@ from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, LawError
+from fsfunc.core.casts import differentiable
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory_spaces import space_of
@@ -137,7 +138,7 @@ def _unaveraged(
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor) and (functional or x.requires_grad):
             averaged = runtime is not None and runtime.averages(x)
-            if x.is_floating_point() and (functional or not averaged):
+            if differentiable(x) and (functional or not averaged):
                 found.append(i)
     return found
 
@@ -186,9 +187,9 @@ def _gathered_calls(
         kind = shard.flat.dtype
         if each is not None:
             kind = _one_dtype(kind, [each[i] for i in positions])
-        one = GatheredCall(
-            call.name, call.numbers, f.micro, shard, views, kind, reduce, keeps, given
-        )
+        # Of complex numbers `precision` changes nothing.
+        how = (None, keeps, None) if kind.is_complex else (reduce, keeps, given)
+        one = GatheredCall(call.name, call.numbers, f.micro, shard, views, kind, *how)
         calls.append(one)
         shards.append(shard)
         flats.append(flat)

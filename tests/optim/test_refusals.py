@@ -27,7 +27,6 @@ AROUND = {
     "schedule_free": lambda base: ff.schedule_free(base, 0.1),
 }
 LABELLED = ff.partition({"a": ff.sgd(0.1)}, lambda path, leaf: "a")
-COMPLEX = torch.ones(2, dtype=torch.complex64)
 
 
 def torchs(name, **options):
@@ -199,7 +198,6 @@ DTYPES = [
     ("dtype", torch.bool, lambda **how: ff.swa(ff.sgd(0.1), **how)),
 ]
 TYPES = [
-    ("view_as_real", lambda: ff.sharded_adam().init({"w": COMPLEX})),
     *[
         (
             f"^{name} is {dtype}: give one of torch.float64, .*torch.float16",

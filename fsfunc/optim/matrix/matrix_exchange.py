@@ -19,6 +19,7 @@ from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
+    check_real,
     device_with,
     local,
     paths_of,
@@ -236,9 +237,12 @@ def check_matrices(params: Tree, name: str) -> None:
 
     Raises:
         ValueError: names the leaf and the way out.
+        TypeError: names a complex leaf.
     """
     leaves, treedef = tree.flatten(params, is_sharded)
     for i, leaf in enumerate(leaves):
+        if trainable(leaf) and leaf.dtype.is_complex:
+            check_real(params, f"{name} takes", "as torch.optim.Muon takes none")
         if trainable(leaf) and leaf.ndim != 2:
             raise ValueError(
                 f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
