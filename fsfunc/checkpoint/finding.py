@@ -12,7 +12,7 @@ import torch
 
 from fsfunc.checkpoint.folders import age, alike, delete, entries, is_unfinished
 from fsfunc.checkpoint.headers import Header, check_files, header_at
-from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
+from fsfunc.checkpoint.manifest import MANIFEST, PAIRS, read_manifest
 from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, proven, table_of
 from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import (
@@ -140,6 +140,10 @@ def _together(
                 over.add(name := f"{name} in {of.file}")
             found.setdefault(name, []).append(box)
     tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
+    for name in ours.table("pairs") if "pairs" in ours else ():
+        if name not in tensors or tensors[name].shape[-1:] != (2,):
+            raise Wrong(f"{name[:99]!r} is of complex numbers, and no tensor of pairs")
+        tensors[name] = _complex(tensors[name])
     for name, sizes in (ours.tables("own") if "own" in ours else {}).items():
         if name not in tensors:
             raise Wrong(f"{name[:99]!r} is each rank's own, and no tensor")
@@ -169,6 +173,17 @@ def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
     ends = [[o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     return StoredTensor(shape, dtype, chunks, name)
+
+
+def _complex(leaf: StoredTensor) -> StoredTensor:
+    """The leaf that a file has as pairs."""
+    dtype = next((k for k, half in PAIRS.items() if half == leaf.dtype), None)
+    if dtype is None:
+        raise Wrong(f"{leaf.name[:99]!r} is of pairs of {leaf.dtype}")
+    chunks = tuple(
+        [c._replace(offsets=c.offsets[:-1], sizes=c.sizes[:-1]) for c in leaf.chunks]
+    )
+    return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, chunks=chunks)
 
 
 def latest(

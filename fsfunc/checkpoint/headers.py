@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
+from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex, in_file
 from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -145,7 +145,9 @@ def check_headers(
     for leaf in leaves:
         for chunk in leaf.chunks:
             if chunk.file in expected:
-                expected[chunk.file][leaf.name] = leaf.dtype, chunk
+                dtype, sizes, at = in_file(leaf.dtype, chunk.sizes, chunk.offsets)
+                box = chunk._replace(sizes=sizes, offsets=at)
+                expected[chunk.file][leaf.name] = dtype, box
     for name, boxes in expected.items():
         found = header_at(stored.path / name).boxes
         for path, box in boxes.items():
@@ -187,9 +189,10 @@ def header_of(
     ends = [0]
     for e in entries:
         ends.append(ends[-1] + e.nbytes)
+        dtype, sizes, _ = in_file(e.dtype, e.shape, ())
         said[e.name] = {
-            "dtype": SAFE_DTYPES[e.dtype],
-            "shape": e.shape,
+            "dtype": SAFE_DTYPES[dtype],
+            "shape": sizes,
             "data_offsets": ends[-2:],
         }
     text = json.dumps(said, separators=(",", ":")).encode()

@@ -73,8 +73,8 @@ def load(
         rename: the path of a leaf in the checkpoint (below ``at``): a function of its
             path in the target (``lambda path: path.replace("/", ".")``), or a mapping
             of subtrees, ``{"blocks": "model/layers"}``.
-        cast: where dtypes differ, convert to the target's: between floating dtypes, and
-            to integers that hold all of the saved ones.
+        cast: where dtypes differ, convert to the target's: between floating dtypes,
+            between complex ones, and to integers that hold all of the saved ones.
         strict: False allows leaves that are on one side alone: those of the checkpoint
             are not read, and those of the target keep its values. `metadata` has the
             leaves of a checkpoint.

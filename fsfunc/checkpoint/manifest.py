@@ -49,6 +49,9 @@ SAFE_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
+# Of what safetensors has none: a tensor of these is kept as pairs, with a dim more.
+PAIRS = {torch.complex128: torch.float64}
+
 _FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
 _FILE = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _LEAF = ("shape", "dtype", "chunks")
@@ -180,6 +183,19 @@ def _chunk(path: str, said: Any, names: list[str]) -> Chunk:
     return Chunk(names[file], begin, offsets, numbers_of(sizes, "sizes"))
 
 
+def in_file(
+    dtype: torch.dtype, sizes: tuple[int, ...], offsets: tuple[int, ...]
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    """A box as safetensors holds it: that of complex128 as pairs of float64.
+
+    >>> in_file(torch.complex128, (3,), (4,))
+    (torch.float64, (3, 2), (4, 0))
+    """
+    if dtype not in PAIRS:
+        return dtype, sizes, offsets
+    return PAIRS[dtype], (*sizes, 2), (*offsets, 0)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -206,4 +222,4 @@ def from_hex(text: str) -> tuple[int, ...]:
     return found
 
 
-_DTYPES = {dtype_name(dtype): dtype for dtype in SAFE_DTYPES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFE_DTYPES, *PAIRS)}

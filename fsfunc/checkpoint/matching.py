@@ -182,7 +182,7 @@ def _casts(there: Any, here: Any) -> bool:
     if type(a) is not tuple or type(b) is not tuple or a[0] != b[0]:
         return False
     kinds: set[torch.dtype] = {a[1], b[1]}
-    if all(dtype.is_floating_point for dtype in kinds):
+    if all(d.is_floating_point for d in kinds) or all(d.is_complex for d in kinds):
         return True
     if torch.bool in kinds or any(d.is_complex or d.is_floating_point for d in kinds):
         return False

@@ -33,6 +33,7 @@ from fsfunc.checkpoint.stored import (
 )
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.stores import populate
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.slices import Box
 
 # A thread waits for the disk, sums and copies in turn: with several of them disk and
@@ -127,10 +128,10 @@ class Piece(NamedTuple):
 
 
 def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
-    """Raises where a number would be infinite, or none, in another floating dtype."""
-    if not dtype.is_floating_point or x.numel() == 0:
+    """Raises where a number would be infinite, or none, in another dtype."""
+    if not (dtype.is_floating_point or dtype.is_complex) or x.numel() == 0:
         return
-    size = x.double().nan_to_num(0, 0, 0).abs().max().item()
+    size = as_real(x).double().nan_to_num(0, 0, 0).abs().max().item()
     if size > torch.finfo(dtype).max:
         raise ValueError(
             f"{leaf.name!r} {leaf} holds a number of size {size:g}, which does not fit "

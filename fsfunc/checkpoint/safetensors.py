@@ -36,7 +36,7 @@ from fsfunc.checkpoint.headers import (
     seal,
     with_sums,
 )
-from fsfunc.checkpoint.manifest import VERSION
+from fsfunc.checkpoint.manifest import PAIRS, VERSION, in_file
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -80,7 +80,8 @@ def write_parts(
         )
         # Wide elements first: safetensors aligns nothing, and so all are aligned.
         entries.sort(key=lambda e: -e.dtype.itemsize)
-        info = {e.name: {"saved_offsets": e.offsets} for e in entries}
+        places = {e.name: in_file(e.dtype, e.shape, e.offsets)[2] for e in entries}
+        info = {name: {"saved_offsets": place} for name, place in places.items()}
         said = {
             "DCP_SHARDING_INFO": json.dumps(info),
             "DCP_VERSION": "1.0",
@@ -200,6 +201,8 @@ def _joined(stored: Stored, file: Path) -> Path:
     }  # fmt: skip
     if own := {name: x.own for name, x in stored.tensors.items() if x.own}:
         ours["own"] = own
+    if pairs := {p: True for p, x in stored.tensors.items() if x.dtype in PAIRS}:
+        ours["pairs"] = pairs
     nbytes = sum(e.nbytes for e in entries)
     head, _ = header_of(entries, seal(ours, nbytes))
     part = begin_saving(file, own_name())

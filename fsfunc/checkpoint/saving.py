@@ -32,7 +32,7 @@ from fsfunc.checkpoint.contents import (
     coordinates_here,
     mesh_here,
 )
-from fsfunc.checkpoint.manifest import SAFE_DTYPES, dtype_name
+from fsfunc.checkpoint.manifest import PAIRS, SAFE_DTYPES, dtype_name
 from fsfunc.checkpoint.parsing import check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.attribution import label
@@ -247,7 +247,7 @@ def _saveable(state: Any, at: Here | None) -> Contents:
     refuse_spent(state)
     found = contents_of(state)
     for path, held in found.tensors.items():
-        if held.part.dtype not in SAFE_DTYPES:
+        if held.part.dtype not in (*SAFE_DTYPES, *PAIRS):
             raise TypeError(
                 f"cannot save {path!r}, of dtype {dtype_name(held.part.dtype)}: "
                 "safetensors has none such; save a view of it in another"

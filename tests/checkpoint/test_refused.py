@@ -37,7 +37,7 @@ REFUSED = {
     "a dtype": (torch.float32, TypeError, "a dtype"),
     "a fake tensor": (FAKE, ValueError, "meta"),
     "a sparse tensor": (SPARSE, ValueError, "sparse"),
-    "complex128": (torch.ones(1, dtype=torch.complex128), TypeError, "complex128"),
+    "a dtype of nobody": (torch.ones(1).to(torch.float8_e4m3fnuz), TypeError, "fnuz"),
 }
 
 
