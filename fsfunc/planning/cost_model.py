@@ -68,8 +68,19 @@ def _store_rate(op: Op, hardware: Hardware) -> float | None:
     return copied if op.crosses else computed
 
 
+def arithmetic(op: Op) -> tuple[str, int]:
+    """The dtype in which an operator computes, by name, and its FLOPs there.
+
+    A complex product, which torch counts as one, is four real ones.
+    """
+    dtype, flops = op.dtype, op.flops
+    if dtype.is_complex:
+        dtype, flops = dtype.to_real(), 4 * flops
+    return str(dtype).removeprefix("torch."), flops
+
+
 def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
-    name = str(op.dtype).removeprefix("torch.")
+    name, flops = arithmetic(op)
     peak = hardware.peak.get(name)
     if peak is None:
         raise ValueError(
@@ -79,12 +90,12 @@ def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
         )
     if "_attention" in op.name:
         share = attention_share(op, hardware, attention)
-        return op.flops * (0.5 if op.causal else 1.0) / (peak * share)
+        return flops * (0.5 if op.causal else 1.0) / (peak * share)
     size = (op.flops / 2) ** (1 / 3)  # of a product, (b·m·k·n)**(1/3)
     share = hardware.efficiency_at(size)
     if hardware.processors and len(op.dims) == 4:
         share *= fill(*op.dims, hardware.processors)
-    return op.flops / (peak * share)
+    return flops / (peak * share)
 
 
 # A processor computes a tile of the result at a time. Of cuBLAS's 16-bit kernels these

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsfunc.planning.cost_model import arithmetic
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Played, RankTimes, Span, play_through
@@ -226,7 +227,8 @@ def _work(plan: Plan, hardware: Hardware) -> tuple[float, float, float]:
             if not op.flops:
                 continue
             count = n * op.flops * r.alike / ranks
-            seconds = count / hardware.peak[str(op.dtype).removeprefix("torch.")]
+            name, there = arithmetic(op)
+            seconds = count * there / op.flops / hardware.peak[name]
             flops, at_peak = flops + count, at_peak + seconds
             if phase != "recompute":
                 again = "_attention" in op.name and "backward" in op.name
