@@ -1,5 +1,6 @@
 """What a sharded step sends: counts and bytes equal the closed forms, by scheme."""
 
+import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,14 +15,16 @@ from tests.closed_forms import Buffer, UnitBuffers, sharded_step
 MESH = ff.make_mesh({"data": 3}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
 SIZES = {"table": (4, 3), "w": (3, 3), "b": (3,), "wide": (3,), "tied": (3,)}
+SIZES["complex"] = (5,)
 
 first, second, third = (ff.unit(layer) for _ in range(3))
+spectral = ff.unit(lambda p, x: (x * p).abs().mean())
 frozen_layer = ff.unit(lambda p, x: layer(p["mine"], x) + x @ p["base"])
 
 
 def make(*names):
-    """Leaves of ones, but for ``wide``, which has another dtype."""
-    dtypes = {"wide": torch.float64}
+    """Leaves of ones, in float32 but for ``wide`` and ``complex``."""
+    dtypes = {"wide": torch.float64, "complex": torch.complex64}
     return {n: torch.ones(SIZES[n], dtype=dtypes.get(n, torch.float32)) for n in names}
 
 
@@ -67,7 +70,7 @@ def with_frozen(p, frozen, tokens):
 
 def mixed(p, frozen, tokens):
     p = p | {"second": p["second"] | {"wide": p["wide"]}}
-    return plain(p, frozen, tokens)
+    return spectral(p["complex"], plain(p, frozen, tokens))
 
 
 def ignoring(p, frozen, tokens):
@@ -78,6 +81,7 @@ def ignoring(p, frozen, tokens):
 
 
 TIED, BASE = Buffer("tied", 3), Buffer("base", 9, reduced=0)
+COMPLEX = Buffer("complex", 5, gathered=8, reduced=8)  # no number of it is cut
 WIDE = Buffer("wide", 3, gathered=8, reduced=8)
 MODELS = {
     "plain": (plain, params_of(), PLAIN),
@@ -97,10 +101,16 @@ MODELS = {
         params_of(),
         [EMBED, FIRST, UnitBuffers((*SECOND.buffers, BASE)), LAST],
     ),
-    "two dtypes": (
+    "three dtypes": (
         mixed,
-        params_of("wide", make("wide")["wide"]),
-        [EMBED, FIRST, UnitBuffers((*SECOND.buffers, WIDE)), LAST],
+        params_of(*itertools.chain(*make("wide", "complex").items())),
+        [
+            EMBED,
+            FIRST,
+            UnitBuffers((*SECOND.buffers, WIDE)),
+            LAST,
+            UnitBuffers((COMPLEX,)),
+        ],
     ),
     # Its backward reads nothing, since no gradient comes to it.
     "an ignored unit": (ignoring, params_of(), PLAIN),
