@@ -10,6 +10,10 @@ from fsfunc import tree
 from tests.checks import close, same, simulated, trained
 from tests.models import floats
 
+pytestmark = [  # of torch.compile
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
 WIDTH, MODES, ROWS = 8, 5, 12  # 8 real numbers have 5 frequencies
 
 
@@ -97,7 +101,7 @@ OPTIMIZERS = {
 def mixing(p, x):
     """Rows times what real and complex leaves give together."""
     for w in p:
-        w = w.abs() * w + (1 + 2j) * w if w.is_complex() else w.sin()
+        w = w * w.conj() + (1 + 2j) * w if w.is_complex() else w.sin()
         x = x + (w.real - w.imag if w.is_complex() else w).mean() * (1 + x.cos())
     return x
 
@@ -175,6 +179,7 @@ TRANSFORMS = {
         mesh,
         "data",
     ),
+    "jit": lambda f, mesh: ff.jit(ff.shard(f, mesh, "data"), backend="aot_eager"),
 }
 GRIDS = {
     "HSDP": lambda f, mesh: ff.shard(f, mesh, "data", replicate="node"),
