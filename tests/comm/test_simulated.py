@@ -241,10 +241,14 @@ def test_an_interrupt_ends_every_rank(interruptible):
 def test_a_failure_leaves_what_ranks_say_meanwhile():
     """An interrupt is told by another thread than that of the rank that runs."""
     baton = Baton(3)
-    said, baton.state[1] = baton.state, "waiting"
+    baton.state[:] = "ready", "waiting", "done"
     baton.fail(KeyboardInterrupt())
-    said[0] = "done"  # a rank that ended, with the list that it knows
-    assert baton.state == ["done", "ready", "ready"]
+    assert baton.state == ["ready", "waiting", "done"]
+    baton.end(0)  # who waits is next, and nobody else
+    assert baton.wake[1].acquire(blocking=False) and not baton.over
+    baton.end(1)
+    assert baton.over and baton.done.acquire(blocking=False)
+    assert baton.state == ["done"] * 3 and all(w.locked() for w in baton.wake)
 
 
 def test_two_threads_do_not_take_numbers_from_one_another():

@@ -2,7 +2,8 @@
 
 link.py    the interface of all backends
 abstract.py         nothing moves; one level of vmap
-simulated.py baton.py   threads of one process, one at a time
+simulated.py baton.py interrupts.py
+                    threads of one process, one at a time
 processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py
                     collectives, sends, and the wait for either

@@ -6,7 +6,9 @@ when no rank can run. The ranks of a group meet in a collective, and two in a tr
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -169,6 +171,9 @@ def _begin_cuda(other: int) -> None:
         torch.cuda.manual_seed_all(mine)
 
 
+_ON_RANKS = "fsfunc.comm.backends.simulated"  # what a rank's thread begins and ends in
+
+
 def _shut() -> threading.Lock:
     """A lock that is held already: a semaphore of none, without its Python."""
     lock = threading.Lock()
@@ -191,35 +196,67 @@ class Baton:
         self.states = [torch_state()] * n
         self.notes: dict[Any, Any] = {}
         self.board = Board()
-        self.process, self.threads = os.getpid(), set[int]()
+        self.process = os.getpid()
+        self.threads: dict[int, int] = {}  # by rank
+        self.running, self.over = 0, False
 
-    def hand_over(self, rank: int, last: bool = False) -> None:
+    def hand_over(self, rank: int) -> None:
         """Passes the baton to the next rank that can run, and waits for it."""
         self.states[rank] = torch_state()
+        if self._pass_on(rank):
+            self.wake[rank].acquire()
+        self.state[rank] = "ready"
+        restore(self.states[rank])
+
+    def end(self, rank: int) -> None:
+        """Passes the baton on for good: nothing here may fail, or all would wait."""
+        try:
+            self.states[rank] = torch_state()
+        except BaseException as error:  # of a device that has failed
+            self.fail(error)
+        self.state[rank] = "done"
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> bool:
+        """Wakes the next rank that can run; False where that is ``rank``, or none."""
+        # Who waits runs into the error. States are written by the rank that runs alone:
+        # an error may come from another thread, while that rank ends.
+        able = ("ready",) if self.error is None else ("ready", "waiting")
         n = len(self.state)
         order = chain(range(rank + 1, n), range(rank + 1))
-        chosen = next((r for r in order if self.state[r] == "ready"), None)
-        if chosen is None:
-            if all(state == "done" for state in self.state):
-                self.done.release()
-                return
-            self.fail(Deadlock(self.table("no simulated rank can go on")))
-            self.hand_over(rank, last)
-            return
-        if chosen != rank:
-            self.wake[chosen].release()
-            if not last:
-                self.wake[rank].acquire()
-        if not last:
-            restore(self.states[rank])
+        chosen = next((r for r in order if self.state[r] in able), None)
+        if chosen is not None:
+            self.running = chosen
+            if chosen != rank:
+                self.wake[chosen].release()
+            return chosen != rank
+        if all(state == "done" for state in self.state):
+            self.over = True
+            self.done.release()
+            return False
+        self.fail(Deadlock(self.table("no simulated rank can go on")))
+        return self._pass_on(rank)
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error and lets every rank run into it."""
-        self.error = self.error or error
-        # In place: an interrupt comes to another thread, while a rank runs and may end.
-        for rank, state in enumerate(self.state):
-            if state == "waiting":
-                self.state[rank] = "ready"
+        """Keeps the first error; every rank runs into it. Any thread may call it."""
+        if self.error is None:
+            self.error = error
+
+    def stop_running(self) -> None:
+        """Raises `Aborted` in the rank that runs, if it is in its own code.
+
+        In the scheduler it is about to run into the error by itself, and must not be
+        left between two of its lines.
+        """
+        thread = self.threads.get(self.running)
+        top = frame = sys._current_frames().get(thread or 0)
+        while frame is not None and frame.f_globals is not globals():
+            frame = frame.f_back
+        if thread is None or top is None or frame is not None:
+            return
+        if top.f_globals.get("__name__") != _ON_RANKS:
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(thread), ctypes.py_object(Aborted))
 
     def table(self, title: str) -> str:
         lines = []

@@ -12,8 +12,9 @@ import contextvars
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
+from fsfunc.comm.backends.interrupts import Interrupts
 from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
@@ -110,32 +112,80 @@ def run_simulated(
     """
     _torch.ready_for_threads()
     enter, baton = carry(), Baton(mesh.size)
-    with _alone(baton):
-        threads = []
+    interrupts = Interrupts(partial(_interrupted, baton))
+    try:
+        interrupts.begin()
+        with _alone(baton), _torch.shared_forward_ad():
+            return _results(baton, interrupts, mesh, enter, fn, args)
+    finally:
+        interrupts.end()
+
+
+def _results(
+    baton: Baton,
+    interrupts: Interrupts,
+    mesh: Mesh,
+    enter: Callable[[], ExitStack],
+    fn: Callable[..., Any],
+    args: Sequence[Sequence[Any]],
+) -> list[Any]:
+    """Starts the ranks' threads, and returns or raises when all of them have ended."""
+    threads = list[Thread]()
+    try:
         for rank in range(mesh.size):
             context, call = contextvars.copy_context(), partial(fn, *args[rank])
             given = (_on_rank, baton, rank, mesh, enter, call)
-            threads.append(Thread(target=context.run, args=given, daemon=True))
-            threads[-1].start()
-        with _torch.shared_forward_ad():
-            baton.wake[0].release()
-            try:
-                baton.done.acquire()
-            except BaseException as error:  # Ctrl-C comes to the thread that waits here
-                baton.fail(error)
-                baton.done.acquire()
-        for thread in threads:
-            thread.join()
-        restore(baton.states[0])
-        error, baton.error = baton.error, None
-        results, baton.results = baton.results, []
+            thread = Thread(target=context.run, args=given, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except (RuntimeError, MemoryError) as error:  # no more threads here
+        baton.state[len(threads) :] = ["done"] * (mesh.size - len(threads))
+        baton.fail(error)
+    if threads:
+        baton.wake[0].release()
+        _wait(baton, interrupts)
+    for thread in threads:
+        thread.join()
+    restore(baton.states[0])
+    error, baton.error = baton.error, None
+    results, baton.results = baton.results, []
+    try:
+        if error is not None:
+            raise error
+        return results
+    finally:
+        # Its traceback holds this frame: no circle, in which tensors wait.
+        del error
+
+
+_TICK = 0.1  # seconds; a signal that another thread receives does not end a wait
+_GRACE = 2.0  # seconds for ranks to come to a collective, after an interrupt
+
+
+def _wait(baton: Baton, interrupts: Interrupts) -> None:
+    """Waits until all ranks have ended.
+
+    After an interrupt they end at their next collective; one that comes to none is
+    stopped where it is.
+    """
+    interrupted = 0.0
+    while not baton.over:
         try:
-            if error is not None:
-                raise error
-            return results
-        finally:
-            # Its traceback holds this frame: no circle, in which tensors wait.
-            del error
+            baton.done.acquire(timeout=_TICK)
+            if interrupts.kept is None:
+                continue
+            interrupted = interrupted or time.monotonic()
+            if time.monotonic() - interrupted > _GRACE:
+                interrupted = time.monotonic()
+                _RUNS[-1].stop_running()
+        except BaseException as error:  # of a handler that was set meanwhile
+            interrupts.keep(error)
+
+
+def _interrupted(baton: Baton, error: BaseException) -> None:
+    """Ends the ranks of ``baton``, and those of runs that these have started."""
+    for inner in _RUNS[_RUNS.index(baton) :] if baton in _RUNS else [baton]:
+        inner.fail(error)
 
 
 _RUNS: list[Baton] = []  # under way, one within the other
@@ -151,7 +201,8 @@ def _alone(baton: Baton) -> Iterator[Baton]:
     _RUNS.append(baton)
     others = _RUNS[: _RUNS.index(baton)]
     try:
-        if others and not any(threading.get_ident() in b.threads for b in others):
+        here = threading.get_ident()
+        if others and not any(here in b.threads.values() for b in others):
             raise RuntimeError(
                 "spmd on simulated ranks while another thread of this process is at "
                 "it: torch has one default generator, whose draws they would take "
@@ -170,10 +221,10 @@ def _on_rank(
     call: Callable[[], Any],
 ) -> None:
     """A rank's thread: waits for the baton, runs, and hands it over for good."""
-    baton.threads.add(threading.get_ident())
+    baton.threads[rank] = threading.get_ident()
     baton.wake[rank].acquire()
-    restore(baton.states[rank])
     try:
+        restore(baton.states[rank])
         if baton.error is None:
             link = SimulatedLink(baton, rank)
             with enter(), place_here(Here(mesh, rank, link)):
@@ -184,12 +235,12 @@ def _on_rank(
         if baton.process != os.getpid():
             _end(error)
         if baton.error is None:
-            error.add_note(f"on simulated rank {rank} of {mesh}")
-        baton.fail(error)
+            baton.fail(error)
+            with suppress(TypeError):  # of notes that are no list
+                error.add_note(f"on simulated rank {rank} of {mesh}")
     if baton.process != os.getpid():
         _end(None)
-    baton.state[rank] = "done"
-    baton.hand_over(rank, last=True)
+    baton.end(rank)
 
 
 def _end(error: BaseException | None) -> None:
