@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.comm.backends import same_host
 from fsfunc.comm.backends.channels import Channel
 from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.neighbours import Neighbours
@@ -36,9 +35,9 @@ LARGE = 1 << 21
 def both(limit=20.0):
     """The channels of two ranks, both in this process."""
     files, ends = [shared_file(), shared_file()], socket.socketpair()
-    copies = [os.dup(file) for file in files]
+    copies = [SharedMemory(os.dup(file)) for file in files]
     others = [{1 - i: (ends[i], copies[1 - i])} for i in (0, 1)]
-    near = [Neighbours(files[i], others[i], limit) for i in (0, 1)]
+    near = [Neighbours(SharedMemory(files[i]), others[i], limit) for i in (0, 1)]
     return [Channel(None, (0, 1), one) for one in near]
 
 
@@ -334,22 +333,3 @@ def test_a_fork_gives_nothing_back():
         os._exit(not its_own)
     assert os.waitpid(child, 0)[1] == 0
     assert used() == 4 and x.eq(1).all()
-
-
-# Who meets
-
-
-def test_a_system_that_refuses_shared_memory_leaves_gloo(monkeypatch):
-    def refuses(*args):
-        raise PermissionError("not here")
-
-    before = len(os.listdir("/proc/self/fd"))
-    for name in ("shared_file", "host"):
-        with monkeypatch.context() as patch:
-            patch.setattr(same_host, name, refuses)
-            with pytest.warns(RuntimeWarning, match=r"\(not here\): messages .* gloo"):
-                door = same_host.Door(True)
-        assert door.address == ""
-        assert door.meet(0, {0: "", 1: "here other"}, 1.0) is None
-        door.close()
-    assert len(os.listdir("/proc/self/fd")) == before

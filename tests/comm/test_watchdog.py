@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsfunc.comm.backends.link import PeerFailed, signature
-from fsfunc.comm.watch import mailboxes
+from fsfunc.comm.watch import mailboxes, watchdog
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 from fsfunc.comm.watch.watchdog import Watchdog, patience_of
 
@@ -156,18 +156,64 @@ def test_patience(monkeypatch):
 
 
 def test_what_a_rank_ends_by_is_known_when_it_is_gone(store):
-    watchdog, other = Watchdog(), Mailbox(store, 1, 2, str)
-    watchdog.mailbox = Mailbox(store, 0, 2, watchdog._answer)
+    dog, other = Watchdog(), Mailbox(store, 1, 2, str)
+    dog.mailbox = Mailbox(store, 0, 2, dog._answer)
     try:
         other.close("raised ValueError: no")
-        error = watchdog.failed(recorded(watchdog.flight), 1, RuntimeError("gloo"))
+        error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo"))
     finally:
-        watchdog.mailbox.close("")
+        dog.mailbox.close("")
+    assert type(error) is PeerFailed and error.rank == 1
     assert type(error) is PeerFailed and isinstance(error, RuntimeError)
     first, _, zero, one = str(error).splitlines()
     assert first.endswith("Rank 1 raised ValueError: no, and ended")
     assert zero.startswith("  rank 0 gave up #0 psum") and "rank 1 closed" in zero
     assert one == "  rank 1 raised ValueError: no, and ended"
+
+
+GAVE_UP = "gave up #1 psum: rank 2 closed its connection; it blames rank 2, and ended"
+CANNOT = "cannot be asked: the store that rank 0 keeps has gone"
+
+
+@pytest.mark.parametrize(
+    "states, other, blamed, says",
+    [
+        ({0: GAVE_UP, 1: "gave up #1 psum: so", 2: CANNOT}, 0, 2, f"rank 0 {GAVE_UP}"),
+        ({0: GAVE_UP, 1: "gave up #1 psum: so", 2: GONE}, 0, 2, f"Rank 2 {GONE}"),
+        ({0: "runs, at a", 1: "x", 2: "runs, at b"}, 2, 2, "Rank 2 runs, at b"),
+        ({0: GAVE_UP, 1: "x", 2: "runs, at b", 3: "runs, at c"}, 3, 2, "Rank 2 runs"),
+        (
+            {0: "raised A", 1: "x", 2: "raised B", 3: GAVE_UP},
+            None,
+            2,
+            "Rank 2 raised B",
+        ),
+        ({0: GAVE_UP.replace("k 2", "k 1"), 1: "x", 2: CANNOT}, 0, 1, "Rank 1 itself"),
+        (
+            {0: "waits in #1", 1: "x", 2: "waits in #2"},
+            2,
+            2,
+            "Rank 2 waits in #2; FSFU",
+        ),
+        ({1: "x"}, None, None, ""),
+    ],
+)
+def test_who_gave_up_before_names_the_cause(states, other, blamed, says):
+    found, text = watchdog._cause(states, 1, other)
+    assert found == blamed and says in text, text
+    assert text.startswith(f"Rank {blamed}") or not text
+
+
+def test_what_follows_from_a_wait_in_vain_is_not_its_cause():
+    """A survivor that goes on into its closed mesh has not raised of itself."""
+    dog = Watchdog()
+    error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo: closed"))
+    assert error.rank is None  # without a mailbox nobody else is heard
+    dog.raised(RuntimeError("this mesh is closed since PeerFailed in psum"))
+    assert dog.flight.state().startswith("gave up #0 psum")
+    recorded(dog.flight)
+    dog.raised(ValueError("no such token"))
+    assert dog.flight.state().startswith("raised ValueError: no such token")
 
 
 @pytest.mark.parametrize("kind", ["file", "before libuv"])
@@ -177,14 +223,14 @@ def test_without_queues_ranks_know_what_gloo_tells(tmp_path, kind):
     else:
         how = {"wait_for_workers": False, "use_libuv": False}
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, **how)
-    watchdog, hook = Watchdog(), sys.excepthook
+    dog, hook = Watchdog(), sys.excepthook
     try:
-        watchdog.join(0, 2, store)
-        error = watchdog.failed(recorded(watchdog.flight), 1, RuntimeError("gloo"))
+        dog.join(0, 2, store)
+        error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo"))
     finally:
-        watchdog.close()
+        dog.close()
         sys.excepthook = hook
-    assert watchdog.mailbox is None
+    assert dog.mailbox is None
     assert "To it, rank 1 closed its connection, or called another" in str(error)
 
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.backends.deliveries import Borrowed, Received, Sent
+from fsfunc.comm.backends.deliveries import Borrowed, Disconnected, Received, Sent
 from fsfunc.comm.backends.neighbours import Neighbours
+from fsfunc.comm.backends.process_groups import is_torn
 from fsfunc.runtime.memory import BufferPool
 
 Work = tuple[int | None, Any]  # the other rank, if it is one, and what to wait for
+
+
+def by_gloo(
+    issue: Callable[..., Any], x: Tensor, rank: int, group: Any, under: int
+) -> Any:
+    """``dist.isend`` or ``dist.irecv``, whose error names the rank.
+
+    Raises:
+        Disconnected: the connection to it is closed.
+    """
+    try:
+        return issue(x, rank, group, under)
+    except RuntimeError as error:
+        if is_torn(error):
+            raise Disconnected(rank, str(error)) from error
+        raise
 
 
 class Channel:
@@ -45,7 +62,7 @@ class Channel:
                 that it may be earlier, and ``x`` may be written then.
         """
         if (other := self.by_rank.get(rank)) is None:
-            return rank, dist.isend(x, rank, self.group, under)
+            return rank, by_gloo(dist.isend, x, rank, self.group, under)
         with other.host.lock:
             number = other.send((self.number, under), x, spent, answered)
             return rank, Sent(other, self.ranks, number)
@@ -68,7 +85,7 @@ class Channel:
     def receive(self, into: Tensor, rank: int, under: int) -> Work:
         """Has what a rank sends ``under`` a tag written into ``into``."""
         if (other := self.by_rank.get(rank)) is None:
-            return rank, dist.irecv(into, rank, self.group, under)
+            return rank, by_gloo(dist.irecv, into, rank, self.group, under)
         work = Received(other, self.ranks, into)
         with other.host.lock:
             other.expect((self.number, under), work)
@@ -78,7 +95,8 @@ class Channel:
         """Receives a tensor of the shape and dtype of ``like``, to read it once."""
         if (other := self.by_rank.get(rank)) is None:
             room = pool.get(like.numel(), like.dtype, like).view(like.shape)
-            return Loan(rank, dist.irecv(room, rank, self.group, under), room)
+            work = by_gloo(dist.irecv, room, rank, self.group, under)
+            return Loan(rank, work, room)
         work = Borrowed(other, self.ranks, like)
         with other.host.lock:
             other.expect((self.number, under), work)

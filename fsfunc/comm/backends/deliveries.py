@@ -13,7 +13,11 @@ Message = tuple[int, Any, int]  # number, offset (or the data themselves), bytes
 
 
 class Disconnected(RuntimeError):
-    """A message of another process of this host does not come."""
+    """A message to or from another process does not get there; ``rank`` is which."""
+
+    def __init__(self, rank: int, why: str):
+        super().__init__(why)
+        self.rank = rank
 
 
 class Delivery:
@@ -85,9 +89,9 @@ class Received(Delivery):
     def wait(self) -> None:
         super().wait()
         if self.message and (size := self.message[2]) != self.into.nbytes:
-            raise Disconnected(
-                f"rank {self.other.rank} sent {size} bytes, not {self.into.nbytes}"
-            )
+            rank = self.other.rank
+            why = f"rank {rank} sent {size} bytes, not {self.into.nbytes}"
+            raise Disconnected(rank, why)
 
 
 class Borrowed(Received):

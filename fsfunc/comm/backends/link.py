@@ -110,7 +110,12 @@ class CollectiveMismatch(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank raised, ended, stopped or is late, and this one waits in vain."""
+    """Another rank raised, ended, stopped or is late, and this one waits in vain.
+
+    ``rank`` is the one that the message names as the cause, where one is known.
+    """
+
+    rank: int | None = None
 
 
 def checks() -> bool:

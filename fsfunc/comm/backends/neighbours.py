@@ -36,6 +36,7 @@ _RECORD = struct.Struct("<qqqqq")  # number, group, tag, offset, bytes
 _SMALL = 1024  # bytes that travel on the socket; they need no answer
 _LARGE = 1 << 20  # bytes whose pages are worth a system call
 _SLICE = 0.1  # seconds between two looks of a wait, as another thread may read for it
+CLOSED = "closed its connection"
 HUNG_UP = "hung up, as another rank has ended"
 
 Key = tuple[int, int]  # of a message: its group and its tag
@@ -66,7 +67,7 @@ class Neighbour:
         self.expected: dict[Key, deque[Received]] = defaultdict(deque)
         self.early: dict[Key, deque[Message]] = defaultdict(deque)
         self.open = True
-        self.why = "closed its connection"
+        self.why = CLOSED
 
     def send(self, key: Key, x: Tensor, spent: bool, answered: bool) -> int:
         """Sends contiguous ``x``, which may be written again at once.
@@ -143,7 +144,7 @@ class Neighbour:
             pass  # until the other reads
         except OSError as error:
             self.out.clear()
-            raise Disconnected(f"{self.why}: {error}") from error
+            raise Disconnected(self.rank, f"{self.why}: {error}") from error
 
     def read(self) -> None:
         """Takes what has come."""
@@ -184,19 +185,18 @@ class Neighbours:
     """The other processes of this host, by rank.
 
     Args:
-        descriptor: the file of this process's shared memory.
-        others: by rank, a connection and the file of its shared memory.
+        memory: this process's shared memory.
+        others: by rank, a connection and its shared memory.
         limit: how many seconds to wait for a message.
     """
 
     def __init__(
         self,
-        descriptor: int,
-        others: Mapping[int, tuple[socket.socket, int]],
+        memory: SharedMemory,
+        others: Mapping[int, tuple[socket.socket, SharedMemory]],
         limit: float,
     ):
-        self.limit = limit
-        self.memory = SharedMemory(descriptor)
+        self.limit, self.memory = limit, memory
         self.pool = SharedPool(self.memory, self.progress)
         self.poll = select.poll()  # unlike epoll it needs no descriptor
         self.lock, self.polls = RLock(), Lock()
@@ -205,7 +205,7 @@ class Neighbours:
         for rank, (connection, theirs) in others.items():
             connection.setblocking(False)
             self.poll.register(connection, select.POLLIN)
-            other = Neighbour(self, rank, connection, SharedMemory(theirs))
+            other = Neighbour(self, rank, connection, theirs)
             self.by_rank[rank] = self.by_socket[other.descriptor] = other
         connections = [c for c, _ in others.values()]
         self.close = weakref.finalize(self, _close, connections, self.memory)
@@ -247,14 +247,20 @@ class Neighbours:
         while not work.over():
             left = limit - time.monotonic()
             if not other.open:
-                raise Disconnected(other.why)
+                raise Disconnected(other.rank, other.why)
             if left <= 0:
                 self.hang_up(work.ranks, "timed out")
-                raise Disconnected("timed out")
+                raise Disconnected(other.rank, "timed out")
             self.progress(min(left, _SLICE))
             if self.limit - left > _SLICE:  # another mesh may have what it waits for
                 for mesh in _ALL - {self}:
                     mesh.progress()
+
+    def gone(self) -> list[int]:
+        """The ranks that have closed their connections; not those hung up on here."""
+        self.progress()
+        others = self.by_rank.values()
+        return [o.rank for o in others if not o.open and o.why == CLOSED]
 
     def hang_up(self, ranks: Sequence[int], why: str) -> None:
         """Ends every wait for these ranks, in any thread, here and there."""

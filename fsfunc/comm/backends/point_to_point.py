@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.backends.channels import Channel, Work
+from fsfunc.comm.backends.channels import Channel, Work, by_gloo
 from fsfunc.comm.backends.exchange import (
     ANSWER,
     TRANSFER,
@@ -122,7 +122,8 @@ class Transfers:
             if (last := self.said.get((where.ranks, origin))) is not None:
                 last.wait()
             under = tag(ANSWER, number, digest)
-            self.said[where.ranks, origin] = dist.isend(self.yes, origin, group, under)
+            answer = by_gloo(dist.isend, self.yes, origin, group, under)
+            self.said[where.ranks, origin] = answer
             return into
 
         works: list[Work] = []
@@ -151,7 +152,7 @@ class _Answer:
 
     def __init__(self, source: int, group: Any, tag: int):
         self.byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self.work: Any = dist.irecv(self.byte, source, group, tag)
+        self.work: Any = by_gloo(dist.irecv, self.byte, source, group, tag)
 
     def __call__(self) -> bool:
         if self.work is not None and self.byte.item():

@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc._torch.versions import all_gather_single
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.channels import Channel
+from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.link import (
     CollectiveMismatch,
@@ -121,7 +124,8 @@ class ProcessLink(Link):
         except RuntimeError as error:
             record = self.flight.records[-1]
             if is_torn(error):
-                failed = self.watchdog.failed(record, None, error)
+                other = error.rank if isinstance(error, Disconnected) else None
+                failed = self.watchdog.failed(record, other, error)
                 self.close(record.call, failed)
                 raise failed from error
             if isinstance(error, CollectiveMismatch):
@@ -164,6 +168,10 @@ class ProcessLink(Link):
         if self.checks and self.paired and self.device == "cpu":
             for where in list(self.used.values()):
                 self.start("end", torch.empty(0, device="cpu"), where).wait()
+
+    def gone(self) -> list[int]:
+        """The ranks of this host that have closed their connections."""
+        return [] if self.near is None else self.near.gone()
 
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""
@@ -296,7 +304,8 @@ def _compare_meshes(
     try:
         texts = compare_gathered(mine, world, ranks, "ranks make unlike meshes")
         addresses = {r: text.partition("\n")[2] for r, text in texts.items()}
-        link.meets(door.meet(link.rank, addresses, link.timeout))
+        told = partial(_Rows, n, world)
+        link.meets(door.meet(link.rank, addresses, link.timeout, told))
     except CollectiveMismatch:
         raise
     except (RuntimeError, TimeoutError, ConnectionError) as error:
@@ -309,6 +318,24 @@ def _compare_meshes(
     finally:
         door.close()
     record.ended = time.monotonic()
+
+
+class _Rows:
+    """What every rank says in some bytes, on its way by gloo."""
+
+    def __init__(self, n: int, group: Any, mine: bytes):
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self.every = torch.empty(n, len(mine), dtype=torch.uint8, device="cpu")
+        self.work: Any = all_gather_single(
+            self.every.view(-1), row, group=group, async_op=True
+        )
+
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> list[list[int]]:
+        self.work.wait()
+        return self.every.tolist()
 
 
 def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -130,10 +131,10 @@ def line_of(thread: int | None) -> str:
 _TICK = 0.5  # seconds between two looks
 _GRACE = 1.0  # for a collective to be over, once one of its ranks has ended
 _WHOLE = 32  # ranks of which a table shows all
+_GAVE, _BLAMES = "gave up ", "; it blames rank "
+_BLAMED = re.compile(_BLAMES + r"(\d+)(?:, and ended)?$")
 # How the state of a rank begins that it is because of, the likeliest first.
-_BLAMED = (
-    "raised ", "has ", "does not answer", "runs", "gave up ", "waits ", "cannot "
-)  # fmt: skip
+_CAUSES = ("raised ", "has ", "does not answer", "runs", _GAVE, "waits ", "cannot ")
 
 
 def patience_of(timeout: timedelta | None) -> float:
@@ -205,7 +206,8 @@ class Watchdog:
         """This rank's program was left by ``error``; it may go on yet."""
         if isinstance(error, SystemExit) and not error.code:
             return
-        if not isinstance(error, PeerFailed):  # of that one it is said already
+        # What follows from a wait in vain is said already, and blames another rank.
+        if not isinstance(error, PeerFailed) and not self.flight.said.startswith(_GAVE):
             what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.flight.said = f"raised {what} at {traceback_line(error)}"
 
@@ -234,9 +236,12 @@ class Watchdog:
         where, line = record.where, record.line or source_line()
         record.line, record.failed = line, True
         reason, became = _reason(error, other)
-        self.flight.said = f"gave up {record}: {reason}"
-        if other is not None and self.mailbox is not None and became:
-            self.mailbox.seen[other] = became
+        self.flight.said = f"{_GAVE}{record}: {reason}"
+        if self.mailbox is not None:
+            if where.link is not None:
+                self.mailbox.seen.update(dict.fromkeys(where.link.gone(), GONE))
+            if other is not None and became:
+                self.mailbox.seen[other] = became
         states = self.states(where.ranks)
         for r, text in (seen or {}).items():
             if not _is_heard(states.get(r, SILENT)):
@@ -245,12 +250,17 @@ class Watchdog:
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
             f"{list(where.ranks)}. "
         )
-        text += _cause(states, self.rank, other) or (
+        blamed, cause = _cause(states, self.rank, other)
+        text += cause or (
             f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
+        if blamed is not None:  # those who come later ask this rank
+            self.flight.said += f"{_BLAMES}{blamed}"
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)
-        return PeerFailed(text)
+        failed = PeerFailed(text)
+        failed.rank = blamed
+        return failed
 
     def close(self) -> None:
         """Says its last, and ends the threads while there is a Python to run them."""
@@ -312,19 +322,33 @@ def _is_heard(state: str) -> bool:
     return not state.startswith((GONE, "does not answer", "cannot be asked"))
 
 
-def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
-    """The rank that caused the error, by the answers of the others, or ""."""
+def _cause(
+    states: Mapping[int, str], rank: int, other: int | None
+) -> tuple[int | None, str]:
+    """The rank that caused the error, by the answers of the others; and in words.
+
+    Who gave up before has seen more: that the store has gone since, or that it closed
+    its connections as it ended, is no cause.
+    """
     others = {r: text for r, text in states.items() if r != rank}
-    for kind in _BLAMED:
+    blamed = {r: int(m[1]) for r, text in others.items() if (m := _BLAMED.search(text))}
+    for kind in _CAUSES:
         found = [r for r, text in others.items() if text.startswith(kind)]
         if not found:
             continue
-        first = other if other in found else found[0]
+        if kind == _GAVE and blamed:
+            first = min(blamed)
+            whom, says = blamed[first], f"rank {first} {others[first]}"
+            if whom == rank:
+                return whom, f"Rank {whom} itself came too late: {says}"
+            return whom, f"Rank {whom}, by what another has seen: {says}"
+        likely = [*blamed.values(), other]
+        first = next((r for r in likely if r in found), found[0])
         tells = ""
-        if kind in ("gave up ", "waits "):
+        if kind in (_GAVE, "waits "):
             tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
-        return f"Rank {first} {others[first]}{tells}"
-    return ""
+        return first, f"Rank {first} {others[first]}{tells}"
+    return None, ""
 
 
 _WATCHDOG: list[Watchdog] = []
