@@ -31,7 +31,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
-from fsfunc.comm.watch.watchdog import FlightRecord
+from fsfunc.comm.watch.watchdog import FlightRecord, the_watchdog
 
 DATA, HEADER, TRANSFER, ANSWER = range(4)
 _NUMBERS = 2**12  # more than can be in flight at once; what is later comes later
@@ -99,12 +99,13 @@ class Headers:
     def __init__(
         self,
         record: FlightRecord,
+        where: Any,
         digest: bytes,
         others: list[int],
         channel: Channel,
         ways: tuple[int, int] = (0, 0),
     ):
-        self.record, where = record, record.where
+        self.record = record
         record.line = source_line()
         mine = _header(record.said, record.label, record.line, digest)
         self.rows = {where.rank: mine}
@@ -141,6 +142,7 @@ class Exchange(Handle):
     Args:
         held: what must live until then.
         record: its record for error reports.
+        where: the group of its ranks.
         headers: the headers of its ranks, if they are compared.
     """
 
@@ -153,8 +155,10 @@ class Exchange(Handle):
         finish: Callable[[], Tensor],
         held: Any,
         record: FlightRecord,
+        where: Any,
         headers: Headers | None = None,
     ):
+        self.link = where.link
         self.works, self.finish, self.held = works, finish, held
         self.record, self.headers = record, headers
 
@@ -166,7 +170,7 @@ class Exchange(Handle):
                 settle(self.works, self.record)
                 self.result = self.finish()
             except BaseException as error:
-                self.record.where.link.close(self.record.call, error)
+                self.link.close(self.record.call, error)
                 raise
             self.record.ended = time.monotonic()
             del self.works, self.finish, self.held  # and the buffers with them
@@ -177,7 +181,7 @@ class Exchange(Handle):
 
     def __del__(self) -> None:
         if self.result is None and self.works:
-            self.record.where.link.dropped.append(self)
+            self.link.dropped.append(self)
 
 
 def settle(
@@ -205,5 +209,4 @@ def settle(
         told = isinstance(error, Disconnected)
         if not told and trace is not None and trace.tb_next is not None:
             raise  # a signal's handler did, as that of a data loader does
-        watchdog = record.where.link.watchdog
-        raise watchdog.failed(record, other, error, seen()) from error
+        raise the_watchdog().failed(record, other, error, seen()) from error

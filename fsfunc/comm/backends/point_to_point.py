@@ -72,22 +72,23 @@ class Transfers:
     def _headers(
         self,
         record: FlightRecord,
+        where: Any,
         other: int,
         channel: Channel,
         ways: tuple[int, int],
     ) -> Headers | None:
         """This rank's header on its way to the index ``other``, where they compare."""
-        compared = record.where.compared and not self.checks
+        compared = where.compared and not self.checks
         if dist.get_backend(channel.group) != "gloo" or compared:
             return None
-        return Headers(record, _digest(record.said), [other], channel, ways)
+        return Headers(record, where, _digest(record.said), [other], channel, ways)
 
     def send(self, x: Tensor, where: Any, to: int, what: str) -> Handle:
         """Sends ``x`` to index ``to`` of ``where``; empty tensors stay at home."""
         channel, number = self._way(where, where.index, to)
         said = signature("send", {}, where.axis, x, what)
         record = self.flight.begin(said, where, number)
-        headers = self._headers(record, to, channel, (1, 2))
+        headers = self._headers(record, where, to, channel, (1, 2))
         target, group = where.ranks[to], channel.group
         works: list[Work] = []
         received: Callable[[], bool] = lambda: True  # noqa: E731
@@ -103,7 +104,8 @@ class Transfers:
             works = [channel.send(x, target, 0)]
         if works and not answers:
             received = works[0][1].is_completed
-        sent = _Sending(works, lambda: torch.empty(0, device="cpu"), x, record, headers)
+        nothing: Callable[[], Tensor] = lambda: torch.empty(0, device="cpu")  # noqa: E731
+        sent = _Sending(works, nothing, x, record, where, headers)
         sent.received = received
         if answers:
             self.open.append(sent)
@@ -114,7 +116,7 @@ class Transfers:
         channel, number = self._way(where, source, where.index)
         said = signature("receive", {}, where.axis, into, what)
         record = self.flight.begin(said, where, number)
-        headers = self._headers(record, source, channel, (2, 1))
+        headers = self._headers(record, where, source, channel, (2, 1))
         origin, digest, group = where.ranks[source], _digest(said), channel.group
 
         def answered() -> Tensor:
@@ -133,7 +135,7 @@ class Transfers:
             finish = finish if origin in channel.by_rank else answered
         elif into.numel():
             works = [channel.receive(into, origin, 0)]
-        return Exchange(works, finish, into, record, headers)
+        return Exchange(works, finish, into, record, where, headers)
 
 
 class _Sending(Exchange):

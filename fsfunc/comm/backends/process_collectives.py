@@ -147,24 +147,25 @@ class Pairs:
     def __init__(
         self,
         record: FlightRecord,
+        where: Any,
         channel: Channel,
         pool: BufferPool,
         compared: bool,
         spent: bool,
     ):
-        where = record.where
+        self.where = where
         self.n, self.me, self.ranks = where.size, where.index, where.ranks
         self.record, self.channel, self.pool = record, channel, pool
         self.digest, self.spent = digest(record.said), spent
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            self.headers = Headers(record, self.digest, self.others, channel)
+            self.headers = Headers(record, where, self.digest, self.others, channel)
 
     def _exchange(
         self, works: Sequence[Work], finish: Callable[[], Tensor], held: Any
     ) -> Exchange:
-        return Exchange(works, finish, held, self.record, self.headers)
+        return Exchange(works, finish, held, self.record, self.where, self.headers)
 
     def _each(self, *parts: Tensor) -> dict[int, Tensor]:
         """By index, the others' parts (or the same one for each)."""

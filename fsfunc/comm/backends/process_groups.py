@@ -14,12 +14,14 @@ process by SIGABRT.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,10 @@ import torch.distributed as dist
 
 from fsfunc import _torch
 from fsfunc.comm.backends.deliveries import Disconnected
+from fsfunc.comm.backends.time_limits import Unanswered, within
+from fsfunc.comm.watch.watchdog import NO_DESCRIPTOR, out_of_descriptors
 
+ANSWERS = 5.0  # seconds for a store to answer after all that it waits for
 _LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
 
@@ -42,7 +47,7 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
             longer, are waited for at least five minutes.
 
     Raises:
-        TimeoutError: ranks do not come; names them.
+        TimeoutError: ranks do not come, or the store does not answer; names them.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
@@ -51,20 +56,41 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
     limit = timeout or (_LAUNCHED if launched else dist.default_pg_timeout)
     limit = max(limit, _LAUNCHED) if launched else limit
     at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps = rank == 0 and not launched
-    try:
+    keeps, seconds = rank == 0 and not launched, limit.total_seconds()
+    asked = partial(ask_store, rank, size, limit)
+
+    def store() -> Any:
         if at not in _STORES:
             _STORES[at] = dist.TCPStore(
                 *at, size, keeps, limit, wait_for_workers=False, multi_tenant=True
             )
-        return fresh(_STORES[at], rank, size, limit.total_seconds())
-    except dist.DistError as error:
-        if keeps:
+        return _STORES[at]
+
+    found = asked(store)
+    return asked(lambda: fresh(found, rank, size, seconds))
+
+
+def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], Any]) -> Any:
+    """``call()``, which asks the store in which the ranks meet.
+
+    Raises:
+        TimeoutError: the store does not answer, or has gone; names who keeps it.
+    """
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return within(limit.total_seconds() + ANSWERS, call)
+    except (dist.DistError, Unanswered) as error:
+        if out_of_descriptors():
+            raise OSError(errno.EMFILE, f"rank {rank}: {NO_DESCRIPTOR}") from error
+        if rank == 0 and not launched:
             raise
         whom = "the launcher" if launched else "rank 0"
+        silent = isinstance(error, Unanswered)
+        what = "is stopped, or out of reach" if silent else "has gone"
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TimeoutError(
-            f"{whom} did not join rank {rank} of {size}, or has gone; it keeps the "
-            f"store at {at[0]}:{at[1]}: {str(error).splitlines()[0]}"
+            f"{whom} did not join rank {rank} of {size}, or {what}; it keeps the "
+            f"store at {at}: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -172,7 +198,14 @@ class Groups:
     def make(self, ranks: tuple[int, ...], **options: Any) -> None:
         """Makes the group of ``ranks``, once; all processes must call it alike."""
         if ranks not in self._found:
-            group: Any = dist.new_group(list(ranks), self.timeout, **options)
+            make = partial(dist.new_group, list(ranks), self.timeout, **options)
+            # Without a limit there is none to wait for, as in torch's fake groups.
+            limit = self.timeout
+            group: Any = (
+                make()
+                if limit is None
+                else within(limit.total_seconds() + ANSWERS, make)
+            )
             mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
             self._found[ranks] = _MeshGroup(group if mine else None)
 
@@ -232,6 +265,18 @@ def hang_up(group: Any, others: Sequence[int]) -> None:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass
+
+
+def is_of_others(error: BaseException) -> bool:
+    """True if it says that another rank does not come, as groups are made.
+
+    Others are this process's own, such as that it can have no more descriptors.
+    """
+    text, others = str(error), (dist.DistError, TimeoutError)
+    return isinstance(error, others) or any(said in text for said in _OTHERS)
+
+
+_OTHERS = ("imed out", "imeout", "onnection closed", "onnection reset", "onnect failed")
 
 
 def is_torn(error: RuntimeError) -> bool:

@@ -25,6 +25,7 @@ import faulthandler
 import hashlib
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -53,8 +54,17 @@ from fsfunc.comm.backends.link import (
 from fsfunc.comm.backends.neighbours import HUNG_UP, Neighbours
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
-from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
+from fsfunc.comm.backends.process_groups import (
+    ANSWERS,
+    Groups,
+    ask_store,
+    hang_up,
+    is_of_others,
+    is_torn,
+    meet,
+)
 from fsfunc.comm.backends.same_host import Door
+from fsfunc.comm.backends.time_limits import within
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.watchdog import FlightRecord, patience_of, the_watchdog
@@ -65,11 +75,13 @@ class ProcessLink(Link):
     """This process's connection; c10d groups are made once, in one order everywhere.
 
     Args:
+        axes: those of its mesh.
         timeout: how long the groups that it makes wait for a rank.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self.rank = dist.get_rank()
+    def __init__(self, axes: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+        self.whole = RankGroup(tuple(axes), ranks, self.rank, self.rank, None)
         self.pool = BufferPool()  # for what transforms send
         self.results = BufferPool()
         self.near: Neighbours | None = None  # the processes of this host
@@ -85,7 +97,7 @@ class ProcessLink(Link):
             self.timeout = self.groups.timeout.total_seconds()
         self.watchdog = the_watchdog()
         if dist.get_world_size() > 1 and not self.fake:
-            store = _torch.default_store()
+            store = _MET_IN.get(dist.group.WORLD) or _torch.default_store()
             self.watchdog.join(self.rank, dist.get_world_size(), store)
         self.flight, self.board = self.watchdog.flight, self.watchdog.mailbox
         self.dropped: list[Exchange] = []  # before they were over
@@ -100,14 +112,20 @@ class ProcessLink(Link):
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
+        groups = []
         for ranks in every:
-            if len(ranks) == 1:
-                continue
             # Pairs of ranks have no order, and NCCL's own collectives have one.
             unlike = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
             order: Any = {"sort_ranks": False} if unlike else {}
-            self.groups.make(ranks, **order)
-        self.transfers.connect(every)
+            if len(ranks) > 1:
+                groups.append(partial(self.groups.make, ranks, **order))
+
+        def make() -> None:
+            for group in groups:
+                group()
+            self.transfers.connect(every)
+
+        _joined(self.whole, make)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return self._told(self.transfers.send, x, where, to, what)
@@ -145,7 +163,7 @@ class ProcessLink(Link):
         self.groups.close(why)
         self.transfers.down.close(why)
         for other in list(self.flight.records):
-            if other.where.link is self and not other.ended:
+            if other.link() is self and not other.ended:
                 other.failed = True
 
     def _take_in(self) -> None:
@@ -173,13 +191,13 @@ class ProcessLink(Link):
         """The ranks of this host that have closed their connections."""
         return [] if self.near is None else self.near.gone()
 
-    def hang_up(self, where: Any) -> None:
-        """Wakes this process where it waits for ranks of ``where`` that are gone."""
+    def hang_up(self, ranks: tuple[int, ...]) -> None:
+        """Wakes this process where it waits for those of ``ranks`` that are gone."""
         if self.near is not None:
-            self.near.hang_up(where.ranks, HUNG_UP)
+            self.near.hang_up(ranks, HUNG_UP)
         with contextlib.suppress(RuntimeError):  # the group is gone already
-            if (group := self.groups.get(where.ranks)) is not None:
-                hang_up(group, [r for r in where.ranks if r != self.rank])
+            if (group := self.groups.get(ranks)) is not None:
+                hang_up(group, [r for r in ranks if r != self.rank])
 
     def trim(self) -> None:
         self.results.trim(0)
@@ -212,11 +230,14 @@ class ProcessLink(Link):
         if not number:
             self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
-        return self._told(self._issue, record, x, out, group, compared, spent, **how)
+        return self._told(
+            self._issue, record, where, x, out, group, compared, spent, **how
+        )
 
     def _issue(
         self,
         record: FlightRecord,
+        where: Any,
         x: Tensor,
         out: Tensor | None,
         group: Any,
@@ -224,17 +245,17 @@ class ProcessLink(Link):
         spent: bool,
         **how: Any,
     ) -> Handle:
-        op, where = record.said[0], record.where
+        op = record.said[0]
         if x.device.type == "cpu" and self.paired:
             channel = Channel(group, where.ranks, self.near)
-            pairs = Pairs(record, channel, self.results, compared, spent)
+            pairs = Pairs(record, where, channel, self.results, compared, spent)
             return pairs.start(op, x, out, **how)
         if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
             compare_gathered(mine, group, where.ranks)
         works, finish = issue(op, x, where, out, group, **how)
-        return Exchange([(None, work) for work in works], finish, x, record)
+        return Exchange([(None, work) for work in works], finish, x, record, where)
 
 
 def connect(
@@ -267,16 +288,61 @@ def connect(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         rank = int(os.environ["RANK"])
         store = meet(rank, world, timeout)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timeout
-        )
+        _begin(axes, backend, store, rank, world, timeout)
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no such stderr
         if not faulthandler.is_enabled():
             faulthandler.enable()  # prints the line if a signal ends the process
-    link = ProcessLink(timeout)
+    link = ProcessLink(tuple(axes), timeout)
     _compare_meshes(axes, link, shared_memory)
     _check_size(axes, size, dist.get_world_size())
     return link
+
+
+def _begin(
+    axes: Mapping[str, int],
+    backend: str,
+    store: Any,
+    rank: int,
+    world: int,
+    timeout: timedelta | None,
+) -> None:
+    """Makes the process group of all ranks, which have met in ``store``.
+
+    Raises:
+        PeerFailed: one of them has gone, or is stopped; names it.
+    """
+    limit, watchdog = timeout or dist.default_pg_timeout, the_watchdog()
+    if world > 1:
+        ask_store(rank, world, limit, lambda: watchdog.join(rank, world, store))
+    how = {"rank": rank, "world_size": world, "timeout": timeout}
+    group = RankGroup(tuple(axes), tuple(range(world)), rank, rank, None)
+    begin = partial(dist.init_process_group, backend, store=store, **how)
+    _joined(group, lambda: within(limit.total_seconds() + ANSWERS, begin))
+    _MET_IN[dist.group.WORLD] = store
+
+
+# By the process group that was made here, the store in which its ranks have met.
+_MET_IN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _joined(where: RankGroup, make: Callable[[], Any]) -> None:
+    """Makes groups of the ranks of ``where``.
+
+    Raises:
+        PeerFailed: another rank has gone, or is stopped; names it.
+    """
+    watchdog, nothing = the_watchdog(), torch.empty(0, device="cpu")
+    said = signature("make_mesh", {}, where.axis, nothing, "")
+    record = watchdog.flight.begin(said, where, 0)
+    record.waits()
+    try:
+        make()
+    except (RuntimeError, TimeoutError) as error:
+        if not is_of_others(error):
+            raise
+        raise watchdog.failed(record, None, error) from error
+    finally:
+        record.ended = time.monotonic()
 
 
 def _compare_meshes(

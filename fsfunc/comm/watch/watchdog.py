@@ -18,14 +18,16 @@ other ranks are.
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import os
 import re
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -41,21 +43,29 @@ from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 _KEPT = 100
 
 
+def _nothing() -> None:
+    """The link of what comes before there is a mesh."""
+
+
 class FlightRecord:
     """One collective or transfer of this process; times are of ``time.monotonic``.
 
     It has its source line where ranks compare the collective (see ``processes``); of
     one that waits, the line is read from its thread's stack. Of NCCL's, ``ended`` says
     that it was enqueued.
+
+    ``link()`` is the mesh's, or None: records outlive the meshes that are dropped.
     """
 
     __slots__ = (
-        "said", "number", "label", "where", "line", "thread",
+        "said", "number", "label", "ranks", "link", "line", "thread",
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
     def __init__(self, said: Signature, where: Any, number: int):
-        self.said, self.number, self.where = said, number, where
+        self.said, self.number, self.ranks = said, number, where.ranks
+        link = where.link
+        self.link: Callable[[], Any] = _nothing if link is None else weakref.ref(link)
         self.label = current_label()
         self.line = ""
         self.begun = time.monotonic()
@@ -68,8 +78,8 @@ class FlightRecord:
         Raises:
             RuntimeError: an error has closed its mesh since.
         """
-        if self.failed:
-            self.where.link.groups.get(self.where.ranks)
+        if self.failed and (link := self.link()) is not None:
+            link.groups.get(self.ranks)
         self.thread = threading.get_ident()
         self.waited = self.waited or time.monotonic()
 
@@ -134,7 +144,8 @@ _WHOLE = 32  # ranks of which a table shows all
 _GAVE, _BLAMES = "gave up ", "; it blames rank "
 _BLAMED = re.compile(_BLAMES + r"(\d+)(?:, and ended)?$")
 # How the state of a rank begins that it is because of, the likeliest first.
-_CAUSES = ("raised ", "has ", "does not answer", "runs", _GAVE, "waits ", "cannot ")
+_WEAK = (_GAVE, "waits ", "cannot ")
+_CAUSES = ("raised ", "has ", "does not answer", "runs", *_WEAK)
 
 
 def patience_of(timeout: timedelta | None) -> float:
@@ -233,24 +244,28 @@ class Watchdog:
             other: the rank that it was for, where that is known.
             seen: by rank, what came of their headers.
         """
-        where, line = record.where, record.line or source_line()
+        ranks, link = record.ranks, record.link()
+        line = record.line or source_line()
         record.line, record.failed = line, True
         reason, became = _reason(error, other)
         self.flight.said = f"{_GAVE}{record}: {reason}"
         if self.mailbox is not None:
-            if where.link is not None:
-                self.mailbox.seen.update(dict.fromkeys(where.link.gone(), GONE))
+            if link is not None:
+                self.mailbox.seen.update(dict.fromkeys(link.gone(), GONE))
             if other is not None and became:
                 self.mailbox.seen[other] = became
-        states = self.states(where.ranks)
+        states = self.states(ranks)
         for r, text in (seen or {}).items():
             if not _is_heard(states.get(r, SILENT)):
                 states[r] = f"{states.get(r, SILENT)}; it came to {text}"
         text = (
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
-            f"{list(where.ranks)}. "
+            f"{list(ranks)}. "
         )
         blamed, cause = _cause(states, self.rank, other)
+        weak = blamed in (None, self.rank) or states[blamed].startswith(_WEAK)
+        if weak and out_of_descriptors():
+            blamed, cause = self.rank, f"Rank {self.rank} itself: {NO_DESCRIPTOR}"
         text += cause or (
             f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
@@ -277,15 +292,17 @@ class Watchdog:
         pause = _TICK
         while not self.over.wait(pause):
             record = self.flight.waiting()
-            soon = self.told is not record and record and record.where.link.patience
+            link = record and record.link()
+            soon = self.told is not record and link and link.patience
             pause = min(_TICK, soon / 4) if soon else _TICK
-            if record is not None:
-                self._look(record)
+            if record is not None and link is not None:
+                self._look(record, link)
+            del link  # it is not kept alive between two looks
 
-    def _look(self, record: FlightRecord) -> None:
-        waited, link = time.monotonic() - record.waited, record.where.link
-        if waited > _GRACE and self._ended(record.where.ranks):
-            link.hang_up(record.where)
+    def _look(self, record: FlightRecord, link: Any) -> None:
+        waited = time.monotonic() - record.waited
+        if waited > _GRACE and self._ended(record.ranks):
+            link.hang_up(record.ranks)
         elif waited > link.patience and self.told is not record:
             self.told = record
             threading.Thread(target=self._say, args=(record,), daemon=True).start()
@@ -297,7 +314,7 @@ class Watchdog:
 
     def _say(self, record: FlightRecord) -> None:
         """The first of the ranks that wait says where everybody is."""
-        states = self.states(record.where.ranks)
+        states = self.states(record.ranks)
         if any(
             text.startswith("waits ") for r, text in states.items() if r < self.rank
         ):
@@ -316,6 +333,18 @@ def _reason(error: BaseException, other: int | None) -> tuple[str, str]:
     if "pair closure" in text or "another rank has ended" in text:
         return "another rank has ended", ""
     return f"{whom} closed its connection", GONE
+
+
+def out_of_descriptors() -> bool:
+    """True if this process can have no more file descriptors, and no connections."""
+    try:
+        os.close(os.dup(2))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
+
+
+NO_DESCRIPTOR = "this process has no file descriptor left (ulimit -n)"
 
 
 def _is_heard(state: str) -> bool:
