@@ -4,11 +4,12 @@ Each case is a training of 2 to 4 ranks in which one rank does one thing wrong (
 KINDS and OURS in faulty/kinds.py). Its survivors are the other ranks, and where nothing
 is to be told that rank too. A survivor is
 
-    told    it raises, before the time is up;
+    told    it raises, before the time is up, and names the rank that went wrong;
     right   it ends with the losses of one device, as is due where a rank is only late
             or slow, or sees a batch of another size (the loss is the mean of the
             ranks' means);
     hang    it has not ended when the time is up: then it is killed;
+    misnamed  it raises, and names another rank than that as the cause;
     silent  it ends with another loss than that of one device, NaN too, and nothing was
             said.
 
@@ -31,6 +32,7 @@ import atexit
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -47,13 +49,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # noqa: F401  what is imported here no rank imports again
-from faulty.kinds import KINDS, OURS, Fault, plain, work
+from faulty.kinds import JOINING, KINDS, OURS, Fault, plain, work
 
 torch.set_num_threads(1)
 ALL = KINDS | OURS
 GONE = {"is killed", "stops", "aborts", "is killed while it saves"}
 GONE |= {"stops while it saves", "is killed, and no descriptor left"}
-VERDICTS = ["right", "told", "silent", "hang"]  # from good to bad
+GONE |= {"is killed at a collective", "stops at a collective"}
+GONE |= {"is killed as it joins", "stops as it joins"}
+VERDICTS = ["right", "told", "misnamed", "silent", "hang"]  # from good to bad
+CAUSES = [r"waits in vain for others of ranks \[[^\]]*\]\. Rank (\d+)\b"]
+CAUSES += [r"^rank (\d+)(?:, rank \d+)* did not join"]
 
 
 @dataclass
@@ -184,8 +190,14 @@ class Case:
                 found["itself"] = "is gone" if gone else verdict
                 continue
             if errors:
+                text = errors[0]["text"]
                 found["late numbers"] += len(wrong)
-                found["names it"] += f"ank {fault.rank} " in errors[0]["text"]
+                found["names it"] += (
+                    re.search(rf"\b[Rr]ank {fault.rank}\b", text) is not None
+                )
+                causes = [m[1] for c in CAUSES if (m := re.search(c, text))]
+                if causes and causes[0] != str(fault.rank):
+                    verdict = "misnamed"
             worst = max(found["verdict"], verdict, key=VERDICTS.index)
             found["verdict"] = worst
         return found
@@ -229,6 +241,8 @@ def drawn(count: int, seed: int, timeout: float) -> list[Fault]:
                 draw.random() < 0.5,
                 draw.random() < 0.3,
                 timeout,
+                draw.random() < 0.5,
+                draw.randrange(50),
             )  # fmt: skip
         )
     return found
@@ -237,14 +251,23 @@ def drawn(count: int, seed: int, timeout: float) -> list[Fault]:
 def sample(timeout: float) -> list[Fault]:
     """One of each kind; the rank that goes wrong is the first, or another."""
     return [
-        Fault(kind, i % 2, 2, 2 + (i % 4 == 1), bool(i // 2 % 2), timeout=timeout)
+        Fault(
+            kind,
+            i % 2,
+            2,
+            2 + (i % 4 == 1),
+            bool(i // 2 % 2),
+            timeout=timeout,
+            shared=i % 3 > 0 or kind in JOINING,
+            at=17 + i,
+        )
         for i, kind in enumerate(ALL)
     ]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """By kind: how many of each verdict, and how soon it was said."""
-    lines = [f"{'a rank':33} {'due':6}" + "".join(f"{v:>7}" for v in VERDICTS)
+    lines = [f"{'a rank':33} {'due':6}" + "".join(f"{v:>9}" for v in VERDICTS)
              + "  slowest  names it  late numbers  state   itself"]  # fmt: skip
     for kind, due in ALL.items():
         mine = [row for row in rows if row["kind"] == kind]
@@ -258,14 +281,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         states = {s for row in mine for s in row["intact"]}
         itself = Counter(row["itself"] for row in mine)
         lines.append(
-            f"{kind:33} {due:6}" + "".join(f"{c or '':>7}" for c in counts)
+            f"{kind:33} {due:6}" + "".join(f"{c or '':>9}" for c in counts)
             + f"{slowest:8.1f}s {f'{named}/{heard}':>9}"
             + f"{sum(row['late numbers'] for row in mine) or '':>14}"
             + f"  {', '.join(sorted(states)):7} "
             + ", ".join(f"{n} {what}" for what, n in itself.items() if what)
         )  # fmt: skip
     totals = [sum(row["verdict"] == v for row in rows) for v in VERDICTS]
-    lines.append(f"{'all':40}" + "".join(f"{c:7}" for c in totals))
+    lines.append(f"{'all':40}" + "".join(f"{c:9}" for c in totals))
     return "\n".join(lines)
 
 
@@ -273,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="faults to leave out")
     parser.add_argument("--sample", action="store_true", help="one of each kind")
     parser.add_argument("--only", help="kinds, separated by commas")
     parser.add_argument("--fsdp2", action="store_true", help="FSDP2 beside it")
@@ -282,7 +306,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write what became of each")
     parser.add_argument("--errors", action="store_true", help="print them")
     options = parser.parse_args()
-    faults = drawn(options.count, options.seed, options.timeout)
+    first = options.first
+    faults = drawn(first + options.count, options.seed, options.timeout)[first:]
     if options.sample:
         faults = sample(options.timeout)
     if options.only:

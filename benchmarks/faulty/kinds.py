@@ -13,12 +13,14 @@ import math
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from faulty.anywhere import FAULTS, JOINING, at_a_collective, at_joining
 from faulty.beside import BESIDE
 from faulty.saves import SAVES
 from torch import Tensor, nn
@@ -40,6 +42,8 @@ class Fault:
     check: bool = False
     donated: bool = False
     timeout: float = 2.0
+    shared: bool = True  # memory, for the messages of the host; else gloo
+    at: int = 20  # the number of a collective of the rank, and other choices
 
 
 KINDS = {
@@ -67,11 +71,12 @@ KINDS = {
     "nothing": "right",
 }
 CALLED = BESIDE | SAVES
+ANYWHERE = FAULTS | JOINING
 # Of fsfunc alone: FSDP2 has no saves, no messages, no step that is tried again.
 OURS = {
     "raises as all others do": "right",
     "never joins": "told",
-    **{kind: due for kind, (due, _) in CALLED.items()},
+    **{kind: due for kind, (due, _) in (CALLED | ANYWHERE).items()},
 }
 
 
@@ -80,7 +85,7 @@ class Rank:
 
     def __init__(self, fault: Fault, rank: int, path: str):
         self.fault, self.rank, self.file = fault, rank, open(path, "a")
-        self.step = -1
+        self.step, self.kept = -1, list[int]()
 
     def note(self, **said: Any) -> None:
         self.file.write(json.dumps({"at": time.time(), **said}) + "\n")
@@ -195,7 +200,14 @@ def ours(rank: Rank, size: int) -> None:
         rank.note(fault=fault.kind)
         time.sleep(fault.timeout + 3)
         raise OSError("no such network")
-    mesh = ff.make_mesh({"data": size}, timeout=fault.timeout)
+    if fault.kind in ANYWHERE and rank.rank == fault.rank:
+        at_a_collective(rank) if fault.kind in FAULTS else at_joining(rank)
+    with warnings.catch_warnings():
+        if fault.kind in JOINING:  # messages go by gloo, it says
+            warnings.simplefilter("ignore", RuntimeWarning)
+        mesh = ff.make_mesh(
+            {"data": size}, timeout=fault.timeout, shared_memory=fault.shared
+        )
     slow(rank)
 
     @ff.unit

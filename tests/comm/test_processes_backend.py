@@ -148,3 +148,33 @@ def test_a_mesh_keeps_no_group_alive(processes, whose):
         whose,
     )
     assert out.split() == ["True", "0", "True"] * 2
+
+
+def test_meshes_that_are_dropped_let_go(processes):
+    """Of their connections, their memory and its descriptors; also after an error."""
+    out = processes(
+        """
+        import gc, os, torch, fsfunc as ff
+
+        def left():
+            gc.collect()
+            with open("/proc/self/maps") as file:
+                maps = sum("memfd:fsfunc" in line for line in file)
+            return maps, len(os.listdir("/proc/self/fd"))
+
+        def use():
+            mesh = ff.make_mesh({"data": 2})
+            ff.start(ff.psum, torch.ones(3), "data")  # never waited for
+            total = lambda: ff.psum(torch.ones(5000), "data").sum().item()
+            return ff.spmd(total, mesh)()
+
+        assert use() == [10000.0]
+        before = left()
+        for _ in range(20):
+            use()
+        assert left() == before, (before, left())
+        print("let go")
+        """,
+        2,
+    )
+    assert out.split("\n") == ["let go"] * 2 + [""]

@@ -5,27 +5,28 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fsfunc.comm.backends import process_groups
 from fsfunc.comm.backends.link import PeerFailed, signature
+from fsfunc.comm.backends.time_limits import within
 from fsfunc.comm.watch import mailboxes, watchdog
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
-from fsfunc.comm.watch.watchdog import Watchdog, patience_of
+from fsfunc.comm.watch.watchdog import FlightRecorder, Watchdog, patience_of
 
 
-class Group:
-    ranks, axis = (0, 1), ("data",)
-    link = None
-
-
-def recorded(flight, number=0):
+def recorded(flight, number=0, link=None):
     said = signature("psum", {}, ("data",), torch.ones(3), "")
-    return flight.begin(said, Group, number)
+    where = SimpleNamespace(ranks=(0, 1), axis=("data",), link=link)
+    return flight.begin(said, where, number)
 
 
 # The mailboxes
@@ -141,6 +142,72 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     process.kill()
     box.thread.join(20)
     assert not box.thread.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", ["before", "between"])
+def test_who_keeps_the_store_may_stop_while_others_join(kept, monkeypatch, stopped):
+    """Before they connect, or between two of their questions."""
+    process, store = kept
+    monkeypatch.setattr(process_groups, "ANSWERS", 1.0)
+    monkeypatch.setattr(process_groups, "_STORES", {})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    fresh = process_groups.fresh
+
+    def stops(*args):
+        os.kill(process.pid, signal.SIGSTOP)
+        return fresh(*args)
+
+    if stopped == "before":
+        stops = fresh
+        os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(process_groups, "fresh", stops)
+    began = time.monotonic()
+    says = (
+        "^rank 0 did not join rank 1 of 2, or (is stopped|has gone).* keeps the store"
+    )
+    with pytest.raises(TimeoutError, match=says):
+        process_groups.meet(1, 2, timedelta(seconds=1))
+    assert time.monotonic() - began < 8
+
+
+def test_a_call_that_does_not_return_is_waited_for_in_time():
+    over = threading.Event()
+    with pytest.raises(TimeoutError, match="timed out"):
+        within(0.05, over.wait)
+    over.set()
+    with pytest.raises(ValueError, match="so"):
+        within(5, lambda: int("so"))
+    assert within(5, threading.get_ident) != threading.get_ident()
+
+
+def test_records_hold_no_mesh():
+    class Link:
+        pass
+
+    link, flight = Link(), FlightRecorder()
+    record = recorded(flight, link=link)
+    gone = weakref.ref(link)
+    assert record.link() is link and "psum" in flight.state()
+    del link
+    assert gone() is None and record.link() is None and "psum" in flight.state()
+
+
+def test_who_has_no_descriptor_left_blames_itself(monkeypatch, store):
+    """But where another one's end is known."""
+    monkeypatch.setattr(watchdog, "out_of_descriptors", lambda: True)
+    dog = Watchdog()
+    error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo: closed"))
+    assert error.rank == 0 and "Rank 0 itself: this process has no file" in str(error)
+    assert dog.flight.said.endswith("; it blames rank 0")
+    dog.mailbox = Mailbox(store, 0, 2, dog._answer)
+    dog.mailbox.put(mailboxes.Message("is", 1, mailboxes._ENDED, "raised ValueError"))
+    try:
+        error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo: closed"))
+    finally:
+        dog.mailbox.close("")
+    assert error.rank == 1
 
 
 def test_patience(monkeypatch):

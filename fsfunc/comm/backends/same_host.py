@@ -107,7 +107,9 @@ class Door:
             return None  # as every rank knows
         there = {r: a for r, a in doors.items() if rank in doors and r != rank}
         there = {r: a for r, a in there.items() if a.host == doors[rank].host}
-        meeting = _Meeting(self, rank, len(addresses), there, min(limit, _PATIENCE))
+        # Much less than the others wait for what this one then tells them.
+        patience = min(limit / 4, _PATIENCE)
+        meeting = _Meeting(self, rank, len(addresses), there, patience)
         try:
             if there:
                 meeting.knock()
@@ -221,11 +223,7 @@ class _Meeting:
                 self._answered(other, one)
         if door is not None and door.fileno() in ready:
             try:
-                one, _ = door.accept()
-                if _is_ours(one):
-                    self.strangers.append(one)
-                else:
-                    one.close()
+                self.strangers.append(door.accept()[0])
             except BlockingIOError:
                 pass  # it has gone
             except OSError as error:  # no descriptor: nobody else can come in
@@ -235,8 +233,13 @@ class _Meeting:
 
     def _hear(self, connection: socket.socket) -> None:
         """Takes in a rank; anybody else is sent away, and forgotten."""
+        descriptors, flags, ours = [], 0, _is_ours(connection)
         try:
-            said, descriptors, flags, _ = socket.recv_fds(connection, _KNOCK.size, 1)
+            if ours:
+                parts = socket.recv_fds(connection, _KNOCK.size, 1)
+                said, descriptors, flags, _ = parts
+            else:  # only to know whom to tell, and nothing of its memory
+                said = connection.recv(_KNOCK.size)
         except OSError:
             connection.close()
             return
@@ -247,6 +250,8 @@ class _Meeting:
                 os.close(descriptor)
             return
         try:
+            if not ours:
+                raise PermissionError(_TWO_USERS, "another user's")
             memory = _mapped(descriptors, flags)
             socket.send_fds(connection, [_RANK.pack(self.rank)], [self.door.file])
         except OSError as error:
