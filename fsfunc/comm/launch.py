@@ -108,8 +108,9 @@ def make_mesh(
             ``FSFUNC_WATCHDOG`` seconds) the same is printed to stderr. On other
             backends it has no effect.
         shared_memory: whether tensors on the CPU go between processes of one host
-            through memory that they share (on Linux), or as between hosts by gloo. A
-            rank whose system refuses that warns, and sends by gloo.
+            through memory that they share (on Linux), or as between hosts by gloo. Two
+            that cannot (of two users, or without a descriptor left) warn, and send by
+            gloo.
 
     A mesh is closed after an error: to continue, every rank calls
     ``torch.distributed.destroy_process_group()`` and makes another one. A forked
@@ -121,6 +122,7 @@ def make_mesh(
             processes than the mesh has.
         CollectiveMismatch: the processes' meshes differ.
         TimeoutError: ranks do not join in time; names them.
+        PeerFailed (a RuntimeError): one ends or stops while all join; names it.
 
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8

@@ -108,6 +108,7 @@ def test_ranks_that_do_not_come_are_named(store):
             fresh(store, rank, 3, patience=0.1)
 
 
+JOINING = {"never joins", "is killed as it joins", "stops as it joins"}
 EARLY = {
     "has another optimizer",
     "has another learning rate",
@@ -129,7 +130,8 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.processes
 def test_each_ends_as_is_due_on_every_survivor(outcomes):
-    assert len({row["kind"] for row in outcomes}) == 39
+    assert len({row["kind"] for row in outcomes}) == 51
+    assert {row["shared"] for row in outcomes} == {True, False}
     for row in outcomes:
         assert row["verdict"] == row["due"], row
         assert row["happened"] or row["kind"] == "nothing", row
@@ -139,7 +141,7 @@ def test_each_ends_as_is_due_on_every_survivor(outcomes):
         if row["kind"] in EARLY:
             told = 0  # there is no state yet, and nobody is in the right
             assert all("unlike" in text for text in row["errors"].values()), row
-        assert len(row["intact"]) == told or row["kind"] == "never joins", row
+        assert len(row["intact"]) == told or row["kind"] in JOINING, row
         assert row["names it"] == told, row  # the rank that went wrong
 
 
@@ -170,6 +172,12 @@ def test_the_errors_say_what_happened(outcomes):
         "catches an interrupt": "this mesh is closed since KeyboardInterrupt in psum",
         "is killed, and no descriptor left": "its process was killed",
         "loses its loader's worker": "raised RuntimeError: DataLoader worker (pid ",
+        "is killed at a collective": "its process was killed",
+        "stops at a collective": "does not answer: its process is stopped",
+        "raises at a collective": "raised ArithmeticError: no such number at ",
+        "exits at a collective": "raised SystemExit: 3 at ",
+        "is interrupted at a collective": "raised KeyboardInterrupt",
+        "stops as it joins": "did not join rank ",
     }
     found = {row["kind"]: row for row in outcomes}
     for kind, said in says.items():

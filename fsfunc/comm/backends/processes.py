@@ -370,7 +370,7 @@ def _compare_meshes(
     try:
         texts = compare_gathered(mine, world, ranks, "ranks make unlike meshes")
         addresses = {r: text.partition("\n")[2] for r, text in texts.items()}
-        told = partial(_Rows, n, world)
+        told = partial(_Sayings, n, world)
         link.meets(door.meet(link.rank, addresses, link.timeout, told))
     except CollectiveMismatch:
         raise
@@ -386,7 +386,7 @@ def _compare_meshes(
     record.ended = time.monotonic()
 
 
-class _Rows:
+class _Sayings:
     """What every rank says in some bytes, on its way by gloo."""
 
     def __init__(self, n: int, group: Any, mine: bytes):

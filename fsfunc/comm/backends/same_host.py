@@ -35,7 +35,7 @@ _UNASKED, _WELL = 0, 255
 _TWO_USERS = errno.EPERM
 
 
-class Rows(Protocol):
+class Sayings(Protocol):
     """What every rank says, on its way."""
 
     def done(self) -> bool: ...
@@ -88,7 +88,7 @@ class Door:
         rank: int,
         addresses: Mapping[int, str],
         limit: float,
-        tell: Callable[[bytes], Rows],
+        tell: Callable[[bytes], Sayings],
     ) -> Neighbours | None:
         """The processes whose address is on this host; all of all hosts call it.
 
