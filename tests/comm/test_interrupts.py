@@ -57,6 +57,7 @@ def bytecodes(call, at=None):
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before settrace
     sys.settrace(trace)
     try:
         call()

@@ -256,19 +256,38 @@ CANNOT = "cannot be asked: the store that rank 0 keeps has gone"
             "Rank 2 raised B",
         ),
         ({0: GAVE_UP.replace("k 2", "k 1"), 1: "x", 2: CANNOT}, 0, 1, "Rank 1 itself"),
-        (
-            {0: "waits in #1", 1: "x", 2: "waits in #2"},
-            2,
-            2,
-            "Rank 2 waits in #2; FSFU",
-        ),
+        ({0: "waits in #1", 2: "waits in #2"}, 2, None, ""),
         ({1: "x"}, None, None, ""),
     ],
 )
 def test_who_gave_up_before_names_the_cause(states, other, blamed, says):
+    states = {r: text for r, text in states.items() if r != 1}
     found, text = watchdog._cause(states, 1, other)
     assert found == blamed and says in text, text
     assert text.startswith(f"Rank {blamed}") or not text
+
+
+HERE = 'waits in #0 psum over "data", float32[3] at a.py:1, for 2.0 s'
+THERE = 'gave up #0 psum over "data", float64[3] at a.py:1: rank 0 did not come in time'
+
+
+@pytest.mark.parametrize(
+    "states, other, says",
+    [
+        ({0: HERE, 2: THERE, 3: HERE}, 0, "Rank 2 gave up #0 psum"),
+        ({0: THERE, 2: THERE.replace("64[3]", "64[3] "), 3: THERE}, 2, "Rank 1 itself"),
+        ({0: THERE}, None, "Rank 0 gave up"),
+        ({0: HERE, 2: HERE}, 2, "Rank 2 waits"),
+        ({0: CANNOT, 2: HERE}, 0, "Rank 2 waits"),
+        ({0: CANNOT, 2: CANNOT}, 2, "Rank 2 cannot"),
+        ({}, 2, ""),
+    ],
+)
+def test_who_is_at_another_collective_than_most_is_named(states, other, says):
+    record = recorded(FlightRecorder())
+    record.ranks = (0, 1, 2, 3)
+    text = watchdog._elsewhere(states, record, 1, other)
+    assert text.startswith(says) and bool(text) == bool(says)
 
 
 def test_what_follows_from_a_wait_in_vain_is_not_its_cause():

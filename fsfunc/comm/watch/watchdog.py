@@ -144,8 +144,8 @@ _WHOLE = 32  # ranks of which a table shows all
 _GAVE, _BLAMES = "gave up ", "; it blames rank "
 _BLAMED = re.compile(_BLAMES + r"(\d+)(?:, and ended)?$")
 # How the state of a rank begins that it is because of, the likeliest first.
-_WEAK = (_GAVE, "waits ", "cannot ")
-_CAUSES = ("raised ", "has ", "does not answer", "runs", *_WEAK)
+_CAUSES = ("raised ", "has ", "does not answer", "runs")
+_WAITS = (_GAVE, "waits ")  # it may have been in vain for another's fault
 
 
 def patience_of(timeout: timedelta | None) -> float:
@@ -262,14 +262,16 @@ class Watchdog:
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
             f"{list(ranks)}. "
         )
-        blamed, cause = _cause(states, self.rank, other)
-        weak = blamed in (None, self.rank) or states[blamed].startswith(_WEAK)
-        if weak and out_of_descriptors():
+        known = {r: text for r, text in states.items() if r != self.rank}
+        blamed, cause = _cause(known, self.rank, other)
+        if blamed is None and out_of_descriptors():
             blamed, cause = self.rank, f"Rank {self.rank} itself: {NO_DESCRIPTOR}"
+        if not cause:
+            cause = _elsewhere(known, record, self.rank, other)
         text += cause or (
             f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
-        if blamed is not None:  # those who come later ask this rank
+        if blamed is not None:  # those who come later hear of it
             self.flight.said += f"{_BLAMES}{blamed}"
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)
@@ -354,30 +356,59 @@ def _is_heard(state: str) -> bool:
 def _cause(
     states: Mapping[int, str], rank: int, other: int | None
 ) -> tuple[int | None, str]:
-    """The rank that caused the error, by the answers of the others; and in words.
+    """The rank that caused the error, by what the others answer; and in words.
 
     Who gave up before has seen more: that the store has gone since, or that it closed
     its connections as it ended, is no cause.
+
+    Args:
+        rank: this one, which ``states`` does not have.
+        other: the one that it waited for.
     """
-    others = {r: text for r, text in states.items() if r != rank}
-    blamed = {r: int(m[1]) for r, text in others.items() if (m := _BLAMED.search(text))}
+    blamed = {r: int(m[1]) for r, text in states.items() if (m := _BLAMED.search(text))}
     for kind in _CAUSES:
-        found = [r for r, text in others.items() if text.startswith(kind)]
-        if not found:
-            continue
-        if kind == _GAVE and blamed:
-            first = min(blamed)
-            whom, says = blamed[first], f"rank {first} {others[first]}"
-            if whom == rank:
-                return whom, f"Rank {whom} itself came too late: {says}"
-            return whom, f"Rank {whom}, by what another has seen: {says}"
-        likely = [*blamed.values(), other]
-        first = next((r for r in likely if r in found), found[0])
-        tells = ""
-        if kind in (_GAVE, "waits "):
-            tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
-        return first, f"Rank {first} {others[first]}{tells}"
+        found = [r for r, text in states.items() if text.startswith(kind)]
+        if found:
+            likely = [*blamed.values(), other]
+            first = next((r for r in likely if r in found), found[0])
+            return first, f"Rank {first} {states[first]}"
+    for first, whom in blamed.items():
+        says = f"rank {first} {states[first]}"
+        if whom == rank:
+            return whom, f"Rank {whom} itself came too late: {says}"
+        return whom, f"Rank {whom}, by what another has seen: {says}"
     return None, ""
+
+
+def _elsewhere(
+    states: Mapping[int, str], record: FlightRecord, rank: int, other: int | None
+) -> str:
+    """In words, who of those that wait is at another collective; "" if nobody waits.
+
+    If fewer of its ranks are there than here it is them, if more it is this one. Two
+    alone do not know; each names the other.
+    """
+    here = f"#{record.number} {CollectiveCall(record.said, *record.label)}"
+    at = [kind + here for kind in (_GAVE, "waits in ")]
+    waiting = [r for r in states if states[r].startswith(_WAITS)]
+    inside = [r for r in waiting if r in record.ranks]
+    there = [r for r in inside if not states[r].startswith(tuple(at))]
+    tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
+    if record.said[0] not in ("send", "receive") and there:
+        mine = 1 + len(inside) - len(there)
+        first = other if other in there else there[0]
+        if mine < len(there):
+            return (
+                f"Rank {rank} itself is at another collective than rank {first}, which "
+                f"{states[first]}"
+            )
+        return f"Rank {first} {states[first]}{tells}"
+    kinds = [[r for r in states if states[r].startswith(kind)] for kind in _WAITS]
+    for found in [*kinds, [r for r in states if states[r].startswith("cannot ")]]:
+        if found:
+            first = other if other in found else found[0]
+            return f"Rank {first} {states[first]}{tells * (found in kinds)}"
+    return ""
 
 
 _WATCHDOG: list[Watchdog] = []
