@@ -55,6 +55,7 @@ torch.set_num_threads(1)
 ALL = KINDS | OURS
 GONE = {"is killed", "stops", "aborts", "is killed while it saves"}
 GONE |= {"stops while it saves", "is killed, and no descriptor left"}
+GONE |= {"is killed before others come"}
 GONE |= {"is killed at a collective", "stops at a collective"}
 GONE |= {"is killed as it joins", "stops as it joins"}
 VERDICTS = ["right", "told", "misnamed", "silent", "hang"]  # from good to bad

@@ -146,6 +146,16 @@ def no_descriptor(rank: Any, mesh: Any, state: Any) -> None:
         pass
 
 
+def kill_before_others(rank: Any, mesh: Any, state: Any) -> None:
+    """One rank is killed, and the others come later, one after the other.
+
+    Who comes last finds those gone that have raised before, and with rank 0 the store.
+    """
+    if rank.due():
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.4 * rank.fault.timeout * mesh.rank)
+
+
 def worker(rank: Any, mesh: Any, state: Any) -> None:
     """A loader's worker is killed, as for want of memory, while its rank waits."""
     if not rank.due():
@@ -182,5 +192,6 @@ BESIDE: dict[str, tuple[str, Callable[[Any, Any, Any], None]]] = {
     "has a fork that reduces": ("right", fork(reduces, 5)),
     "leaves junk in the store": ("right", litter),
     "is killed, and no descriptor left": ("told", no_descriptor),
+    "is killed before others come": ("told", kill_before_others),
     "loses its loader's worker": ("told", worker),
 }  # fmt: skip

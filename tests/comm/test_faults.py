@@ -130,7 +130,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.processes
 def test_each_ends_as_is_due_on_every_survivor(outcomes):
-    assert len({row["kind"] for row in outcomes}) == 51
+    assert len({row["kind"] for row in outcomes}) == 52
     assert {row["shared"] for row in outcomes} == {True, False}
     for row in outcomes:
         assert row["verdict"] == row["due"], row
@@ -172,6 +172,7 @@ def test_the_errors_say_what_happened(outcomes):
         "catches an interrupt": "this mesh is closed since KeyboardInterrupt in psum",
         "is killed, and no descriptor left": "its process was killed",
         "loses its loader's worker": "raised RuntimeError: DataLoader worker (pid ",
+        "is killed before others come": "rank ",
         "is killed at a collective": "its process was killed",
         "stops at a collective": "does not answer: its process is stopped",
         "raises at a collective": "raised ArithmeticError: no such number at ",
