@@ -126,8 +126,8 @@ class Mailbox(Board):
             dist.PrefixStore("fsfunc", store.clone()) for _ in range(2)
         )
         self.lock, self.over = threading.Lock(), False
-        # Raises where there are no queues. (queue_len would ask with the GIL held: where
-        # the store is stopped, no thread of this process could go on.)
+        # Raises where there are no queues. (queue_len would ask with the GIL held: no
+        # thread of this process could go on where the store is stopped.)
         self.inbox.queue_push(str(rank), b"no message")
         self.inbox.set_timeout(_FOREVER)
         self.thread = threading.Thread(target=self._listen, daemon=True, name="fsfunc")
