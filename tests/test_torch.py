@@ -1,5 +1,6 @@
 """Each private torch function, and what breaks when torch changes it."""
 
+import dataclasses
 import re
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -1077,3 +1079,23 @@ def test_a_graph_has_writes_collectives_and_constants():
         (made,) = found.graph(*given, beside)
     assert calls == [("start", 7), ("wait", 7)], breaks(what)
     assert made.tolist() == given[1].tolist() == [4.0, 6.0], breaks(what)
+
+
+def test_a_registered_dataclass_says_which_fields_it_leaves_out():
+    @dataclasses.dataclass
+    class Known:
+        w: object
+        name: object = None
+        b: object = None
+
+    torch_pytree.register_dataclass(Known)
+    node = torch_pytree.SUPPORTED_NODES[Known]
+    what = "a gradient with None at a word has another structure than its parameters"
+    for value, said in (
+        (Known(1, "x", 2), [["w", "name", "b"], []]),
+        (Known(1, None, 2), [["w", "b"], ["name"]]),
+        (Known(1), [["w"], ["name", "b"]]),
+    ):
+        assert node.flatten_fn(value)[1] == said, breaks(what)
+    context = [["w", "name", "b"], []]
+    assert node.unflatten_fn([1, None, 2], context) == Known(1, None, 2), breaks(what)

@@ -47,6 +47,12 @@ def metadata(path: str | os.PathLike) -> Stored:
     >>> stored.metadata, stored.leaves
     ({'run': 7}, {'w': ((2,), torch.float32)})
     """
+    if path is None:
+        raise FileNotFoundError(
+            "there is no checkpoint: the path is None, which ff.latest returns of a "
+            "folder that has none. Begin anew then: `found = ff.latest(folder)`, and "
+            "`state = ff.load(found, target) if found else ff.init_state(...)`"
+        )
     return _found(Path(path))
 
 

@@ -157,7 +157,12 @@ class Printed:
         from rich.text import Text
 
         file = StringIO()
-        console = Console(file=file, width=_UNBOUNDED, color_system=None)
+        console = Console(
+            file=file,
+            width=_UNBOUNDED,
+            color_system=None,
+            force_jupyter=False,  # which would show it in a cell, not write to the file
+        )
         for piece in self._rendered(width):
             if isinstance(piece, Text):
                 file.write(f"{piece.plain}\n")

@@ -7,13 +7,14 @@ torch's pytree does neither; it only learns of the nodes registered here, so tha
 """
 
 from builtins import map as each
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 
 from fsfunc.tree.nodes import learned
 from fsfunc.tree.structure import (
+    GIVE,
     LEAVES,
     NAMESPACE,
     PLAIN,
@@ -152,8 +153,8 @@ def _looked_into(
         if type(x) in closed and hides(x):
             first, *rest = path.split("/")
             path = "/".join([parts[int(first)] if parts else first, *rest])
-            use = "Use a dict, a tuple or a dataclass"
-            use = "Give dict(...) of it" if isinstance(x, Mapping) else use
+            given = [f"Give {to}(...) of it" for of, to in GIVE if isinstance(x, of)]
+            use = (*given, "Use a dict, a tuple or a dataclass")[0]
             raise TypeError(
                 f"{who} {does} a {type(x).__name__}{path and f', at {path!r},'} that "
                 "holds a tensor out of sight: no transform would gather, cast, cut or "

@@ -7,6 +7,7 @@ types of leaves are looked at, all in one set operation.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
@@ -148,17 +149,22 @@ def adopt(cls: type[Any]) -> bool:
             names = tuple(value)
         elif keyed is not None:
             names = tuple(_name_of(key) for key, _ in keyed(value)[0])
+        # torch's own of a dataclass leaves out fields that are None. So is what a tree
+        # has in place of a leaf that is not differentiated: its structure is the same.
+        pair = keyed is not None and type(context) is list and len(context) == 2
+        if pair and context[0] == list(names or ()) and context[1]:
+            value = copy.copy(value)
+            for name in context[1]:
+                object.__setattr__(value, name, _UNSET)
+            children, *rest = flatten(value)
+            return tuple(None if x is _UNSET else x for x in children), *rest
         return tuple(children), _Context(context), names
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn(list(children), context.value)
 
     optree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        path_entry_type=optree.AutoEntry,
-        namespace=NAMESPACE,
+        cls, flatten, unflatten, path_entry_type=optree.AutoEntry, namespace=NAMESPACE
     )
     _LEARNED[cls] = False
     count_as_leaf(cls)

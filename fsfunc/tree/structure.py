@@ -45,10 +45,14 @@ def is_node(cls: type) -> bool:
 def is_open(cls: type) -> bool:
     """True if values of the class need no search for hidden tensors."""
     if issubclass(cls, (torch.Tensor, enum.Enum, Callable)):
-        return True
+        return not issubclass(cls, _PARAMETERS)
     return not (issubclass(cls, CONTAINERS) or cls.__dictoffset__ or slots_of(cls))
 
 
+# Modules that nobody calls: what they hold are the leaves of a tree.
+_PARAMETERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
+# Classes that are no nodes, and what can be made of one.
+GIVE = ((Mapping, "dict"), (_PARAMETERS[0], "dict"), (_PARAMETERS[1], "list"))
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 

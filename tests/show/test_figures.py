@@ -137,3 +137,11 @@ def test_a_terminal_without_colours_shows_the_text(shown):
     Console(file=file, width=200).print(shown())
     printed = [line.rstrip() for line in file.getvalue().splitlines()]
     assert printed == shown().text(200).splitlines()
+
+
+@pytest.mark.parametrize("shown", [CHARTS["timeline"], lambda: plan(small())])
+def test_a_notebook_prints_the_same_text(shown, monkeypatch):
+    """There rich writes into a cell, and to no file."""
+    expected = str(shown())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(shown()) == expected
