@@ -26,6 +26,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import stacked
 from fsfunc.sharded.placements import describe
 from fsfunc.sharded.slices import Box, boxes
+from fsfunc.state.layout_rules import check_apart
 
 VALUES = (bool, int, float, str)
 
@@ -126,12 +127,8 @@ def contents_of(state: Any) -> Contents:
     """
     found = Contents(random=_random_state())
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
+    check_apart(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
-        if path in found.tensors or path in found.values:
-            raise ValueError(
-                f"two leaves of the state have the path {path!r}: a key of a dict that "
-                "holds '/' looks like a path; rename it"
-            )
         _check_path(path)
         if isinstance(leaf, Sharded | Tensor):
             held = Held.of(path, leaf)

@@ -112,9 +112,10 @@ def watching(watcher: Watcher) -> Scoped:
 
 
 def claim(x: Any, what: str) -> None:
-    """Tells the watcher that ``x`` must be equal on all ranks."""
-    if (watcher := _WATCHER.get()) is not None:
-        watcher.claimed(x, what)
+    """Tells the watcher, and a call that compares them, what must be equal on ranks."""
+    for watcher in (_WATCHER.get(), COMPARING.get()):
+        if watcher is not None:
+            watcher.claimed(x, what)
 
 
 def claim_own(x: Tensor, axis: Axis | None, what: str) -> None:
@@ -173,6 +174,7 @@ def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
 
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
+COMPARING: ContextVar[Watcher | None] = ContextVar("fsfunc_comparing", default=None)
 _AXES: ContextVar[set[str] | None] = ContextVar("fsfunc_axes", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 

@@ -6,6 +6,7 @@ Both are implemented in ``tracing``, and handed to ``shard`` and the frame from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -76,6 +77,10 @@ class Tracer:
         Args:
             key: the `signature` of its arguments; ``mean``: the axes of the mean.
         """
+
+    def heard(self, values: Any) -> Any:
+        """The arguments of a sharded function, whose numbers tell how they compare."""
+        return values
 
     def returned(self, args: Any, out: Any) -> None:
         """Called with the arguments and the result of a sharded function."""
@@ -154,11 +159,18 @@ class FirstCalls:
         """
 
     def note(
-        self, own_paths: Iterable[str], draws: bool, drawing: Iterable[str]
+        self,
+        own_paths: Iterable[str],
+        draws: bool,
+        drawing: Iterable[str],
+        numbers: bool = False,
     ) -> None:
-        """Adds to ``own_paths`` and to ``drawing``.
+        """Notes what a check has seen of the step.
 
-        ``draws``: if the default generators are drawn of.
+        Args:
+            own_paths, drawing: are added to the attributes.
+            draws: whether the default generators are drawn of.
+            numbers: whether it combines numbers with what is one value.
         """
         self.own_paths = (self.own_paths or set()).union(own_paths)
         self.drawing |= frozenset(drawing)
@@ -179,24 +191,22 @@ class FirstCalls:
             together: the axes whose ranks are given one batch, and why.
         """
 
-    def begins(self, batch: Any, found: Any) -> int:
-        """The number of a call whose state is compared; 0 if it is not.
+    def begins(self, batch: Any, found: Any) -> Any:
+        """The call that begins: it runs in this context, for `compare_state`.
 
         Raises where ranks that must be given one ``batch`` are not.
 
         Args:
             found: the frame that it will run in.
         """
-        return 0
+        return nullcontext()
 
-    def compare_state(
-        self, f: Any, found: Any, given: Any, out: Any, call: int
-    ) -> None:
-        """Raises where ranks return unequal values of what is one value in a state.
+    def compare_state(self, f: Any, found: Any, given: Any, out: Any, call: Any):
+        """Raises where ranks make or return unequal values of what is one value.
 
         Args:
-            f: the step; ``found``: the frame that it ran in; ``call``: its number, or 0
-                where nothing is compared.
+            f: the step; ``found``: the frame that it ran in; ``call``: what `begins`
+                returned.
             given: the structure of the state it was given; ``out``: what it returned.
         """
 

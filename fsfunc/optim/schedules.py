@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, stated
 from fsfunc.optim.leaves import Tree
@@ -49,6 +50,9 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
             f"the schedule gave the learning rate {rate} at count {count}: "
             "it must be 0 or more"
         )
+    if (call := COMPARING.get()) is not None:
+        said = rate.item() if isinstance(rate, Tensor) else rate
+        call.claimed(said, "the learning rate of a schedule")
     return rate
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -75,6 +76,8 @@ def init_state(
         RanksDiffer: on every rank, if the ranks' steps, parameters, optimizers or their
             numbers differ, or their functions draw from different numbers. See
             ``place``.
+
+    Warns as ``place`` does, where nothing of the state is cut.
 
     Optimizers are compared by their arguments: schedules by their rates at some counts,
     masks by their values for each leaf; your own by the names of its functions, and its
@@ -222,6 +225,8 @@ def _begun(
     """
     with together(step, layouts) as agreement:
         source = shapes or GivenLeaves()
+        if isinstance(params, torch.nn.Module):  # which can be called
+            raise TypeError(_MODULE.format(type(params).__name__))
         if callable(params):
             params, made = defer(params, batch, draws=shapes is None)
             source = shapes or made
@@ -268,7 +273,7 @@ def _laid_out(
     apart = own_leaves(step, {"params": params, "extra": extra}, given_own)
     if not beside:
         apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
-    told_of: dict[str, Any] = {"own": apart, "given": given}
+    told_of: dict[str, Any] = {"own": apart, "given": given, "begins": True}
     told_of["of"] = step, first.optimizer, first.more
     if beside:
         both = _Whole(params, extra)
@@ -331,3 +336,10 @@ class _Whole(NamedTuple):
 
     params: Any
     extra: Any
+
+
+_MODULE = (
+    "init_state is given a {}, a module, as parameters: ff.from_module(module) returns "
+    "a function and the tree of its parameters; of a ParameterDict give dict(...) of "
+    "it, of a ParameterList give list(...) of it"
+)

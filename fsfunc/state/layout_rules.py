@@ -165,3 +165,18 @@ def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
                 f"is not a multiple of it; make it {-(-n // split.size) * split.size}"
             )
         lengths[split.dim] = n // split.size
+
+
+def check_apart(paths: Sequence[str], what: str) -> None:
+    """Raises where two leaves of a tree have one path, as "a/b" and "b" of "a".
+
+    Args:
+        what: the tree, for the message.
+    """
+    if len(set(paths)) == len(paths):
+        return
+    path = next(path for i, path in enumerate(paths) if path in paths[:i])
+    raise ValueError(
+        f"two leaves of {what} have the path {path!r}, by which a leaf is known: a key "
+        "of a dict that holds '/' looks like a path, and 0 like '0'; rename one of them"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from fsfunc.state.agreeing import (
     together,
     unlike_steps,
 )
-from fsfunc.state.layout_rules import LayoutRules, own_of, splits_of
+from fsfunc.state.layout_rules import LayoutRules, check_apart, own_of, splits_of
 from fsfunc.state.leaf_groups import block_of, lay_groups
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
@@ -89,6 +90,9 @@ def place(
             or that is one of a pipeline; ``like`` names a path that is not there, or
             leaves of other shapes.
 
+    Warns where ``fn`` is a step that takes gradients, and no unit takes a leaf as a
+    parameter: at zero 1 to 3 it would cut nothing.
+
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes and two of 16, which are in no ledger.
     """
@@ -124,18 +128,22 @@ def lay_out(
     own: Mapping[str, Own] | None = None,
     given: Callable[[], Lines] = list,
     of: tuple[Any, ...] = (),
+    begins: bool = False,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
     Args:
         own: by path, leaves that are each rank's own; ``given``: what ranks compare
-            too, where there are others; ``of``: what ``fn`` calls, if not its own.
+            too, where there are others; ``of``: what ``fn`` calls, if not its own;
+            ``begins``: whether it makes the first state of a step.
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
     laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     _check_given(t, rest, laying, source)
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    if laying or layouts:
+        check_apart(paths, "what is laid out")
     found = dict(zip(paths, leaves, strict=True))
     kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
     own = {**kept, **(own or {})}  # what is laid out stays so
@@ -173,12 +181,16 @@ def lay_out(
         recorder.steadiness.check()
         _check_taken(splits, found)
         return tree.map(source.own, t, is_leaf=is_sharded)
+    check_apart(paths, "what is laid out")
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(handlers[0].mesh)
     compare_programs(fn, recorder, handlers, rest, at, over, said, values, agreement)
     lay_groups(found, recorder, applied, like or {}, sharding, source, stores, at)
     _check_taken(splits, found)
+    steps = (begins or recorder.steps) and recorder.calls_at  # by gradients
+    if sharding is not None and steps:
+        _warn_of_whole(sharding, found.values(), at)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     lay_leaves(placed, own)
     if sharding is not None and not isinstance(source, Shapes):
@@ -247,6 +259,25 @@ def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
             )
 
 
+def _warn_of_whole(sharding: Sharding, leaves: Iterable[Any], at: Here) -> None:
+    """Warns where a step that is to have its state in parts has all of it whole."""
+    if at.rank or not sharding.zero or at.mesh.axis_size(sharding.cut.axis) == 1:
+        return
+    whole = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    if whole and not any(map(is_sharded, leaves)):
+        size = sum(x.numel() * x.element_size() for x in whole)
+        what = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
+        warnings.warn(_WHOLE.format(sharding.zero, size, what), stacklevel=2)
+
+
+_WHOLE = (
+    "shard(..., zero={}) cuts nothing of this state: every rank holds all {:,} bytes "
+    "of its {}, as no unit takes one as a parameter. Call the layers that read them in "
+    "functions with @ff.unit (ff.from_module(module, units=...) for a module); or say "
+    "that they are to stay whole, zero=0"
+)
+
+
 def _check_types(
     sharding: Sharding,
     fn: Callable[..., Any],
@@ -279,7 +310,8 @@ def _check_types(
                 return
             recorder.steadiness.checked(seen.said)
             sharding.first_calls.learn(at.rank, seen.calls)
-            sharding.first_calls.note(seen.own_paths, seen.draws, seen.drawing)
+            noted = seen.own_paths, seen.draws, seen.drawing, seen.numbers
+            sharding.first_calls.note(*noted)
 
 
 def _recorded(

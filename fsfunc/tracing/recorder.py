@@ -134,7 +134,7 @@ def _record(
             recorder.own.add(tree.leaves(rest))
             with Reads(recorder):
                 try:
-                    out = fn(*asked_numbers(given, recorder.answered))
+                    out = fn(*recorder.heard(given))
                 except Exception as error:
                     recorder.explain(error, rest)
                     raise
@@ -174,7 +174,8 @@ class Recorder(Findings, Tracer, Watcher):
             ``calls_at``: the lines of gradient calls.
         axes: those of its collectives (except of numbers outside losses), and those
             whose ``axis_index`` it read.
-        updates: whether it returns sharded leaves that are no gradients.
+        updates: whether it returns sharded leaves that are no gradients; ``steps``:
+            whether it returns a tree like its first argument, of new values.
         own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
         drawing: the units that draw random numbers outside gradient calls.
         cuts: whether it cuts a batch into microbatches.
@@ -190,6 +191,7 @@ class Recorder(Findings, Tracer, Watcher):
     calls_at: set[str] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     updates: bool = False
+    steps: bool = False
     own: OwnValues = field(default_factory=OwnValues)
     hidden: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
@@ -285,6 +287,10 @@ class Recorder(Findings, Tracer, Watcher):
         refuse_reshaped(leaves)
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
+        given, returned = (tree.flatten(x, is_sharded)[1] for x in (args[:1], (state,)))
+        new = [x.local if is_sharded(x) else x for x in leaves]
+        new = [x for x in new if isinstance(x, Tensor) and id(x) not in self._gradients]
+        self.steps = bool(new) and returned == given
         bare = [x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)]
         self.plain &= not any(map(self.is_leaf, bare))  # parts that lost their layout
         if isinstance(state, Tensor):  # such as a loss
@@ -294,6 +300,9 @@ class Recorder(Findings, Tracer, Watcher):
 
     def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
         self.plain = self.plain and where.mean
+
+    def heard(self, values: Any) -> Any:
+        return asked_numbers(values, self.answered)
 
     def answered(self, found: bool) -> bool:
         self.plain = False  # the other answer may lead elsewhere

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.collective_ops import COMPARING, Watcher
 from fsfunc.comm.comparison import (
     RanksDiffer,
     Section,
@@ -16,6 +18,7 @@ from fsfunc.comm.comparison import (
     has_values,
     whole_values,
 )
+from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
@@ -25,6 +28,7 @@ from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
+from fsfunc.tracing.equal_batches import warn_of_equal
 
 Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
 
@@ -99,6 +103,49 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
     compare([Section(title, [*found.lines, *others], advice)], where)
 
 
+class Claims(Watcher):
+    """A context: what is done inside to what is one value, ``said`` as (who, what)."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+
+    def claimed(self, x: Any, what: str) -> None:
+        if not isinstance(x, Tensor):
+            self.said.append((what, x))
+
+    def __enter__(self) -> Claims:
+        self._token = COMPARING.set(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        COMPARING.reset(self._token)
+
+    @contextmanager
+    def again(self, calls: Sequence[Any]) -> Iterator[None]:
+        """Inside, adds what is claimed to those of ``calls`` that are due, and this."""
+        due = [call for call in calls if isinstance(call, DueCall)]
+        if not due:
+            yield
+            return
+        with (inside := Claims()):
+            yield
+        for call in due:
+            call.said += [*self.said, *inside.said]
+
+
+class DueCall(Claims):
+    """A call of a step in which the ranks compare what must be equal.
+
+    Args:
+        number: its number since the state was laid out: 1, 2, 4, 8 and so on.
+        batch: its arguments after the state.
+    """
+
+    def __init__(self, number: int, batch: Any):
+        super().__init__()
+        self.number, self.batch = number, batch
+
+
 class Replicas:
     """Comparison of the batches and states of ranks that must have the same.
 
@@ -133,25 +180,33 @@ class Replicas:
                 _compare_generators(group(axes, at))
         return n
 
-    def end(self, f: Any, found: Frame, given: Any, out: Any, n: int) -> None:
-        """Compares the state that call ``n`` returned.
+    def end(
+        self, f: Any, found: Frame, given: Any, out: Any, call: DueCall, equal: Any
+    ) -> bool:
+        """Compares what a call claimed, and the state that it returned.
 
         Args:
             f: the function; ``found``: the frame that it ran in.
             given: the structure of its first argument; ``out``: what it returned.
+            equal: the axes along which ranks may be given equal batches.
+
+        Returns:
+            whether it returned a state.
 
         Raises:
             RanksDiffer: names the leaves, the ranks, and the ways out.
 
         Cost: each leaf compared is read once; a gather of 16 bytes a set of axes over
-        processes, and of 16 a leaf along axes over which others are split.
+        processes, and of 16 a leaf along axes over which others are split. In the first
+        call the batch is read once too, for another gather of 16 bytes.
         """
         at, (leaves, structure) = found.at, tree.flatten(out, is_leaf=is_sharded)
         pair = issubclass(structure.type or int, tuple) and structure.num_children > 0
         first = structure.child(0) if pair else None
         if at is None or not (first == given or self.updates and structure == given):
-            return
+            return False
         leaves = leaves[: given.num_leaves]
+        _compare_claims(call.said, _over(f, found, leaves, at), at)
         means = {a for a in at.mean if at.mesh.axes[a] > 1}
         apart = {a for a, size in at.mesh.axes.items() if size > 1} - means
         if apart:
@@ -162,6 +217,46 @@ class Replicas:
         split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
         for axes, values in _one_value(leaves, given, split - means, at):
             _compare_near(axes, values, group(axes, at))
+        if given.is_leaf() and not is_sharded(leaves[0]):
+            return False  # but a loss, where a tensor is all that was given
+        if call.number == 1 and (apart := _in_order(means - {*equal}, at)):
+            warn_of_equal(call.batch, apart, at)
+        return True
+
+
+def _in_order(axes: Container[str], at: Here) -> tuple[str, ...]:
+    """Those of these axes that have several ranks, in the order of the mesh."""
+    return tuple(a for a, n in at.mesh.axes.items() if n > 1 and a in axes)
+
+
+def _over(f: Any, found: Frame, leaves: Any, at: Here) -> tuple[str, ...]:
+    """The axes whose ranks make one update: of means, of parts, and of stages."""
+    handlers = [*found.handlers, *getattr(f, "interpretations", ())]
+    over = {a for h in handlers if h.lays_out for a in getattr(h, "axes", ())}
+    over |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
+    return _in_order(over.union(at.mean), at)
+
+
+def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
+    """Raises where ranks update what is one value by unlike optimizers or numbers."""
+    if not axes:
+        return
+    distinct = dict.fromkeys(tuple(told(who, x)) for who, x in claims)
+    lines: dict[str, str] = {}
+    for said in distinct:
+        for key, text in said:
+            while key in lines and lines[key] != text:
+                key += "'"
+            lines[key] = text
+    names = " and ".join(map(repr, axes))
+    title = f"the ranks along {names} update one state by unlike optimizers or numbers"
+    compare([Section(title, [*lines.items()], _ALIKE)], group(axes, at))
+
+
+_ALIKE = (
+    "Each would step its part at a rate of its own. Make them of what is equal on all "
+    "ranks: of the count, or of ff.pmean of what each measures, carried in the state"
+)
 
 
 def _compare_near(
@@ -212,7 +307,7 @@ def _one_value(
     Leaves without layouts may differ, and so may those of each rank's own.
     """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
-    axes = tuple(a for a in at.mesh.axes if a in over)
+    axes = _in_order(over, at)
     for i, x in enumerate(leaves if axes else ()):
         along = axes
         if is_sharded(x):

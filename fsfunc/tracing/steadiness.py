@@ -248,6 +248,8 @@ class Outside(TorchFunctionMode):
                 "element, and a step is recorded on tensors that have none: use "
                 "torch's operators, or call it in a unit"
             )
+        if name == "tensor_split":
+            args, kwargs = _without_tensors(args, kwargs)
         writes = name.endswith("_") and not name.endswith("__") or name in _WRITES
         given = args[:1] if writes else kwargs.get("out")
         if given is not None:
@@ -269,6 +271,22 @@ class Outside(TorchFunctionMode):
                     continue  # not written; a graph may hold it
                 with torch.inference_mode(x.is_inference()):
                     x.detach().copy_(value)
+
+
+def _without_tensors(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``tensor_split``, with numbers in place of a tensor of places.
+
+    torch reads such a tensor's memory where no mode hears of it.
+    """
+    names = ("input", "tensor_indices_or_sections")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    places = given.get(names[1])
+    if not isinstance(places, _torch.FakeTensor):
+        return args, kwargs
+    found = [int(x) for x in places.unbind()] if places.ndim else int(places)
+    x, rest = given.pop(names[0]), args[2:]
+    del given[names[1]]
+    return (x, found, *rest), given
 
 
 def _version(x: Tensor) -> int:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import called_by_user, is_internal, is_own_call
+from fsfunc.comm.attribution import (
+    called_by_user,
+    is_internal,
+    is_own_call,
+    source_line,
+)
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
@@ -89,6 +94,7 @@ class Reads(Outside):
             if name not in _READS_NOTHING:
                 self.recorder.read(values, library)
             if func in _DERIVATIVES and not is_internal():
+                _check_pulled(name, args, kwargs or {})
                 self.recorder.plain = False
             given = args, kwargs or {}
             if [x for x in values if type(x) is Recorded]:
@@ -174,6 +180,8 @@ class Asked(Outside):
             return func(*args, **kwargs)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs)
+        if func in _DERIVATIVES and not is_internal():
+            _check_pulled(func.__name__, args, kwargs)
         if func is Tensor.backward:
             return self._backward(func, "gradient", args, kwargs)
         if func is torch.autograd.backward:
@@ -253,3 +261,22 @@ class Asked(Outside):
             out = func(*args, **kwargs)
         self.checker.pulled(leaves, [x.grad for x in leaves], args)
         return out
+
+
+def _check_pulled(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises where a derivative is asked for of what has no graph.
+
+    Leaves of a state require no gradient: torch says that, and no more.
+    """
+    roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    roots = [x for x in tree.leaves(roots) if isinstance(x, Tensor)]
+    if roots and not any(x.requires_grad or x.grad_fn for x in roots):
+        raise RuntimeError(_NO_GRAPH.format(name, source_line()))
+
+
+_NO_GRAPH = (
+    "{} at {} asks for the derivative of what does not depend on anything that "
+    "requires grad: the leaves of a state do not, and no .grad is read. "
+    "ff.value_and_grad(loss_fn)(params, batch) returns the loss and its gradients; "
+    "within a loss, x.requires_grad_() first"
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +16,16 @@ from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
-from fsfunc.comm.comparison import Lines
+from fsfunc.comm.comparison import Lines, unlike
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import Frame, frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
-from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.refusals import MAPPED, UNCHECKED, LawError, RowsApart
-from fsfunc.tracing.replicas import Replicas, compare_whole
+from fsfunc.tracing.replicas import DueCall, Replicas, compare_whole
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
@@ -122,29 +123,39 @@ def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[in
 
 
 class TypeCheck(FirstCalls):
-    """Checks the types of a sharded function's calls, the first time of their kind."""
+    """Checks the types of a sharded function's calls, the first time of their kind.
 
-    def __init__(self) -> None:
+    Args:
+        equal: the axes along which ranks may be given equal batches.
+    """
+
+    def __init__(self, equal: Iterable[str] = ()) -> None:
         super().__init__()
-        self.replicas = Replicas()
-        self._later: frozenset[int] = frozenset()  # ranks whose next call is checked
+        self.replicas, self.equal = Replicas(), frozenset(equal)
+        # Ranks whose next call is checked: whether all ranks' are, and twice.
+        self._later: dict[int, tuple[bool, bool]] = {}
+        # Whether the step gives numbers to what is one value, by the first check of a
+        # state, which all ranks make: a later one, of new shapes, is a rank's alone.
+        self.numbers: bool | None = None
         self.ran = True  # as a state was laid out
 
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
-        later, self._later = at.rank in self._later, self._later - {at.rank}
-        again = not self.knows(at.rank)
+        later, first = at.rank in self._later, (False, not self.knows(at.rank))
+        together, again = self._later.pop(at.rank, first)
+        exchange = _Exchange(group(axes, at) if together else None)
         try:
-            seen = check(call, args, keywords, at, axes, again=again)
+            seen = check(call, args, keywords, at, axes, again=again, exchange=exchange)
         except Exception as error:
             if "in the mapped dimension" in str(error):  # torch's own, of its vmap
                 raise LawError(f"{error}: {MAPPED}") from error
             if not later or isinstance(error, LawError | NotATensor | Unsteady):
                 raise
+            exchange(())
             warnings.warn(UNCHECKED.format(repr(error)), stacklevel=2)
             return
         finally:
             self.ran = True
-        self.note(seen.own_paths, seen.draws, seen.drawing)
+        self.note(seen.own_paths, seen.draws, seen.drawing, seen.numbers)
 
     def check_returned(self, out: Any) -> None:
         if not _torch.fake_active():
@@ -154,34 +165,68 @@ class TypeCheck(FirstCalls):
     def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
         compare_whole(chosen, is_whole, where)
 
-    def note(self, own_paths: Any, draws: bool, drawing: Any) -> None:
-        super().note(own_paths, draws, drawing)
+    def note(
+        self, own_paths: Any, draws: bool, drawing: Any, numbers: bool = False
+    ) -> None:
+        super().note(own_paths, draws, drawing, numbers)
         self.replicas.draws |= draws
+        self.numbers = numbers if self.numbers is None else self.numbers
 
     def laid_out(self, rank: int, updates: bool, together: Any) -> None:
         self.replicas.laid_out(rank, updates, together)
+        self.numbers = None
 
-    def begins(self, batch: Any, found: Frame) -> int:
+    def begins(self, batch: Any, found: Frame) -> Any:
         if found.tracer is not None or found.at is None:
-            return 0
+            return _NOT_DUE
         n = self.replicas.begin(batch, found.at)
-        if n > 8 and n.bit_length() % 2:  # 16, 64, 256: the next call is checked anew
-            self._forget(found.at.rank)
-        return n
+        if _is_checked_later(n):
+            self._forget(found.at.rank, False, True)
+        return DueCall(n, batch) if n else _NOT_DUE
 
-    def _forget(self, rank: int) -> None:
+    def _forget(self, rank: int, together: bool, twice: bool) -> None:
         """Has the rank's next call checked as a first one.
 
         What chooses a branch, as an attribute or a clock, may stand otherwise by now.
+
+        Args:
+            together: whether all ranks do so, which then compare their numbers.
+            twice: whether it is to be seen that the step repeats itself, too.
         """
         self._known = {known for known in self._known if known[0] != rank}
-        self._later |= {rank}
+        self._later[rank] = together, twice
 
     def compare_state(
-        self, f: Any, found: Frame, given: Any, out: Any, call: int
+        self, f: Any, found: Frame, given: Any, out: Any, call: Any
     ) -> None:
-        if call and given is not None:
-            self.replicas.end(f, found, given, out, call)
+        if call is _NOT_DUE or given is None or found.at is None:
+            return
+        steps = self.replicas.end(f, found, given, out, call, self.equal)
+        late = _is_checked_later(n := call.number)
+        graph = found.compiler is not None and found.compiler.whole  # of no Python
+        if steps and not graph and (late or self.numbers and 1 < n < 16):
+            self._forget(found.at.rank, True, late)
+
+
+_NOT_DUE = nullcontext()
+
+
+def _is_checked_later(n: int) -> bool:
+    """True of calls 16, 64, 256, of which the next one is checked anew."""
+    return n > 8 and n.bit_length() % 2 == 1
+
+
+class _Exchange:
+    """Exchanges lines with other processes, once; with none if ``where`` is None."""
+
+    def __init__(self, where: RankGroup | None):
+        self.where = where
+
+    def __call__(self, lines: Lines) -> Mapping[int, Lines]:
+        where, self.where = self.where, None
+        if where is None or where.link.notes is not None:
+            return {}
+        return unlike(lines, where)
 
 
 class _Trial:
@@ -294,7 +339,7 @@ class _Trial:
             if times > 1:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]
-            args, named = asked_numbers((args, named), stand_ins.answered)
+            args, named = checker.heard((args, named))
             with (
                 inside(f.replace(tracer=checker, at=now)),
                 watching(checker),

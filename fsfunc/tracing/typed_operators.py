@@ -70,10 +70,11 @@ class Operators(OperatorMode):
 
     ``events`` are what the ranks must agree on; ``draws`` whether torch's default
     generators are drawn of, in units too; ``drawing`` the names of units in which they
-    are outside gradient calls; ``known`` what is known of tensors; ``given`` the memory
-    that the bodies of units which run were given; ``captured`` of what the tensors are
-    made that the outermost of them reads beside; ``split`` along which axes beside
-    ``axes`` values are each rank's own.
+    are outside gradient calls; ``numbers`` whether numbers are combined with what is
+    one value; ``known`` what is known of tensors; ``given`` the memory that the bodies
+    of units which run were given; ``captured`` of what the tensors are made that the
+    outermost of them reads beside; ``split`` along which axes beside ``axes`` values
+    are each rank's own.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Operators(OperatorMode):
         self.known, self.nodes = Known(), Nodes()
         self.split = SplitWork(axes)
         self.given: set[int] = set()
-        self.draws = False
+        self.draws = self.numbers = False
         self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
         self.indexing = False  # while a tensor is indexed
@@ -344,6 +345,7 @@ class Operators(OperatorMode):
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
+        self.numbers = self.numbers or bool(constants)
         if self._alike(op.name, constants, line):
             return kind, None
         if kind in PARTS:

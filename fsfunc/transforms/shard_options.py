@@ -34,6 +34,7 @@ class ShardOptions:
     reduce_each: bool = False
     gather: Gather = Gather()
     reduction: Reduction = Reduction()
+    equal_batches: tuple[str, ...] = ()
 
     @classmethod
     def of(

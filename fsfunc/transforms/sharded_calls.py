@@ -85,17 +85,18 @@ class Sharding(Interpretation):
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
             where = partial(group, self.axes, at)
-            if found.tracer is None and enter_tracked(leaves, ownership, where):
+            if found.tracer is not None:
+                args, keywords = found.tracer.heard((args, keywords))
+            elif enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
             call = self.first_calls.begins((args[1:], keywords), found)
             try:
-                with inside(found.replace(runtimes=runtimes)):
+                with inside(found.replace(runtimes=runtimes)), call:
                     out = f(*args, **keywords)
             except BaseException:
-                settle(
-                    failed=True
-                )  # whoever catches it may write parameters on the host
+                # Whoever catches it may write parameters on the host.
+                settle(failed=True)
                 raise
             runtime.gathers.close()
             if found.tracer is not None:

@@ -25,6 +25,7 @@ def shard(
     reduce_each: bool = False,
     gather: Gather | None = None,
     reduction: Reduction | None = None,
+    equal_batches: Axis | None = None,
 ) -> Callable[..., Any]:
     """``f`` with its units' parameters split over ``axis``, one part per rank.
 
@@ -54,6 +55,11 @@ def shard(
         gather, reduction: messages in other encodings, such as
             ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``. Complex leaves are
             sent as they are where these encode.
+        equal_batches: those of the axes along which ranks are given equal batches on
+            purpose: each cuts them in the step, say, or draws its own data there.
+
+    Warns where all ranks along another axis are given equal batches in the first call
+    of a step: they would all train on the same rows, as without ``ff.local_batch``.
 
     Raises:
         TypeError: another value of ``reshard_after_forward``.
@@ -67,9 +73,10 @@ def shard(
     and those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one
     gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
     psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
-    bytes. Reductions overlap with the backward of the units that follow. Ranks that
-    must have one batch or equal leaves compare them in calls 1, 2, 4, 8 and so on of a
-    state that was laid out: a gather of 16 bytes, in no ledger.
+    bytes. Reductions overlap with the backward of the units that follow. Ranks compare
+    what must be equal, batches along other axes, replicated leaves, optimizers with
+    their numbers and rates, in calls 1, 2, 4, 8 and so on of a state that was laid out:
+    gathers of 16 bytes, in no ledger.
 
     What is checked: the first call of each structure of arguments and each set of True
     and False among them, and of each shapes if the step computes with leaves or
@@ -79,9 +86,10 @@ def shard(
     in a later call, as an attribute or a clock chooses it, is not seen at once: that
     would cost a Python function for every operator of every call. Calls 17, 65, 257 and
     so on of a state that was laid out are checked too, with the branches that run by
-    then, which takes as long as Python in about fifteen steps; and a branch shows
-    where it makes replicated leaves differ. Give the step what chooses it as an
-    argument.
+    then, which takes as long as Python in about fifteen steps; so are calls 3, 5 and 9
+    of a step that itself combines numbers with leaves or gradients (``w - rate * g``),
+    which ranks compare; and a branch shows where it makes replicated leaves differ.
+    Give the step what chooses it as an argument.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
@@ -105,5 +113,11 @@ def shard(
         reduce_each=reduce_each,
         gather=Gather() if gather is None else gather,
         reduction=Reduction() if reduction is None else reduction,
+        equal_batches=() if equal_batches is None else mesh.check(equal_batches),
     )
-    return transformed(f, Sharding(options, TypeCheck()))
+    if other := {*options.equal_batches} - {*options.axes}:
+        raise ValueError(
+            f"equal_batches={equal_batches!r}: {sorted(other)} is none of the axes "
+            f"over which this shard takes a mean, {options.axes}"
+        )
+    return transformed(f, Sharding(options, TypeCheck(options.equal_batches)))

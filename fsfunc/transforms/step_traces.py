@@ -24,6 +24,7 @@ from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.tracing.operators import is_random
+from fsfunc.tracing.replicas import Claims
 from fsfunc.tracing.runs import without_data
 from fsfunc.transforms.graph_arguments import (
     CONSTANT,
@@ -60,11 +61,13 @@ class StepTrace:
         places: of each, whether it lies in an input, and in which tensor; None: it is
             a constant.
         compared: the calls whose batches and states ``shard`` compares.
+        claims: what the step claims to be equal on all ranks.
         asked: (function, the leaf that it is given, tensor for what it returns).
     """
 
     whole = True
     before: BeforeRuns
+    claims: Claims
 
     def __init__(
         self,
@@ -127,7 +130,8 @@ class StepTrace:
             known = {id(x) for x in inputs}
 
             def run() -> list[Tensor]:
-                with inside(around), in_graph() as self.before:
+                self.claims = Claims()
+                with inside(around), in_graph() as self.before, self.claims:
                     self.out = f(*args, **keywords)
                 made = distinct(tree.leaves(self.out, is_leaf=is_sharded))
                 return [x for x in made if id(x) not in known]

@@ -178,3 +178,11 @@ def test_a_pickle_is_never_loaded(tmp_path, kind):
     if kind not in ("pickle, protocol 0", "a folder beside safetensors"):
         for text in said:
             assert "pickle" in text or kind == "the manifest", text
+
+
+@pytest.mark.parametrize(
+    "read", [lambda path: ff.load(path, {"w": torch.ones(1)}), ff.metadata]
+)
+def test_a_folder_without_checkpoints_is_told(tmp_path, read):
+    with pytest.raises(FileNotFoundError, match="ff.latest returns .*ff.init_state"):
+        read(ff.latest(tmp_path))

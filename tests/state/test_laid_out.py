@@ -281,3 +281,85 @@ def test_other_elements_of_a_leaf_s_memory_are_no_leaf():
         f({"a": a[::2]}, mine())
 
     refused(lambda: everywhere(main), ValueError, "'a' f32.*not laid out")
+
+
+# What is cut, or is to be
+
+
+SGD = ff.sgd(0.125)
+
+
+def stepping(loss):
+    return SGD(ff.value_and_grad(loss))
+
+
+def beside_units(p, x):
+    return (torch.tanh(x @ p["w"]) * p["s"]).square().mean()
+
+
+def begun(way, loss, mesh, **how):
+    def main():
+        step, x = ff.shard(stepping(loss), mesh, "data", **how), X[: 4 // mesh.size]
+        if way == "place":
+            return ff.place(step, ff.TrainState(W, SGD.init(W)), x)
+        return ff.init_state(step, W, SGD, x)
+
+    return ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("way, zero", [("init_state", 3), ("place", 2), ("place", 1)])
+def test_a_step_of_which_nothing_is_cut_is_told(way, zero):
+    told = (
+        rf"zero={zero}\) cuts nothing .* all 48 bytes of its 2 leaves.*@ff.unit.*zero=0"
+    )
+    with pytest.warns(UserWarning, match=told) as seen:
+        begun(way, beside_units, MESH, zero=zero)
+    assert len(seen) == 1
+
+
+WHOLE_ON_PURPOSE = {
+    "zero=0": (beside_units, MESH, {"zero": 0}),
+    "one rank": (beside_units, simulated(1), {}),
+    "some are cut": (loss, MESH, {}),
+    "replicas alone": (beside_units, simulated(node=2, data=1), {"replicate": "node"}),
+}
+
+
+@pytest.mark.parametrize("way", ["init_state", "place"])
+@pytest.mark.parametrize("name", WHOLE_ON_PURPOSE)
+def test_what_stays_whole_on_purpose_is_not_told(name, way):
+    of, mesh, how = WHOLE_ON_PURPOSE[name]
+    begun(way, of, mesh, **how)
+
+
+def test_a_call_that_makes_no_step_is_not_told():
+    def main():
+        gradients = ff.shard(ff.value_and_grad(beside_units), MESH, "data")
+        ff.place(gradients, W, mine())
+        evaluated = ff.shard(lambda s, x: (s, beside_units(s, x)), MESH, "data")
+        ff.place(evaluated, W, mine())
+
+    everywhere(main)
+
+
+TWO = {
+    "a key like a path": {"a/b": torch.ones(2), "a": {"b": torch.ones(3)}},
+    "a number and its text": {0: torch.ones(2), "0": torch.ones(3)},
+}
+
+
+@pytest.mark.parametrize("way", ["init_state", "place"])
+@pytest.mark.parametrize("name", TWO)
+def test_two_leaves_of_one_path_are_told_apart(name, way):
+    read = ff.unit(lambda p, x: sum(w.square().sum() for w in tree.leaves(p)) * x.sum())
+    value, g = ff.value_and_grad(read)(TWO[name], torch.ones(2))
+    assert value.item() == 10 and len(tree.leaves(g)) == 2  # one device: as they lie
+
+    def main():
+        step, x = ff.shard(stepping(read), MESH, "data"), torch.ones(1)
+        if way == "place":
+            return ff.place(step, ff.TrainState(TWO[name]), x)
+        return ff.init_state(step, TWO[name], SGD, x)
+
+    with pytest.raises(ValueError, match="two leaves of .* have the path .*rename"):
+        everywhere(main)

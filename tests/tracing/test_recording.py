@@ -251,3 +251,77 @@ def test_a_step_that_returns_its_state_needs_no_type_check(bare):
         return record(ff.shard(step, MESH, "data"), params, (X,)).plain
 
     assert ff.spmd(main, MESH)() == [not bare] * 2
+
+
+def first_of(pieces):
+    return sum(x.sum() for x in pieces[:2])
+
+
+PLACES = {
+    "places": (lambda w, i: torch.tensor_split(w, i), [1, 3]),
+    "a number": (lambda w, i: torch.tensor_split(w, i, dim=1), 2),
+    "a method": (lambda w, i: w.tensor_split(i, 1), [1]),
+    "by name": (
+        lambda w, i: w.tensor_split(tensor_indices_or_sections=i, dim=0),
+        [2, 3],
+    ),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_tensor_is_split_at_places_that_a_tensor_holds(name, outside):
+    """torch reads these unheard: a step that does is told where, as by ``.item()``."""
+    split, i = PLACES[name]
+    w, i = torch.arange(12.0).reshape(4, 3), torch.tensor(i)
+    square = ff.unit(lambda w, i: first_of(split(w.square(), i)))
+    plain = ff.unit(lambda w, i: w.square())
+
+    def loss(w, i):
+        return first_of(split(plain(w, i), i)) if outside else square(w, i)
+
+    def main(**how):
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        value, g = step(ff.place(step, w, i, **how), i)
+        return value, ff.unshard(g)
+
+    told = f'(?s)value at {__file__}.*record="real"'
+    with pytest.raises(RuntimeError, match=told):
+        ff.spmd(main, MESH)()
+    for found in ff.spmd(lambda: main(record="real"), MESH)():
+        close(found, ff.value_and_grad(loss)(w, i))
+
+
+def backward(loss, params):
+    loss.backward()
+
+
+def backward_of_several(loss, params):
+    torch.autograd.backward([loss])
+
+
+def grad(loss, params):
+    torch.autograd.grad(loss, params)
+
+
+@pytest.mark.parametrize("way", ["init_state", "place", "another's state", "alone"])
+@pytest.mark.parametrize("ask", [backward, backward_of_several, grad])
+def test_a_derivative_of_what_has_no_graph_names_value_and_grad(ask, way):
+    linear, w, sgd = ff.unit(lambda w, x: x @ w), torch.ones(2, 2), ff.sgd(0.1)
+
+    def step(state, x):
+        loss = linear(state.params, x).mean()
+        ask(loss, state.params)
+        return state, loss
+
+    def main():
+        sharded = ff.shard(step, MESH, "data")
+        if way == "init_state":
+            return ff.init_state(sharded, w, sgd, X)
+        if way == "place":
+            return ff.place(sharded, ff.TrainState(w, sgd.init(w)), X)
+        other = ff.shard(lambda s, x: (s, linear(s.params, x).mean()), MESH, "data")
+        return sharded(ff.init_state(other, w, sgd, X), X)
+
+    with pytest.raises(RuntimeError, match=r"ff\.value_and_grad\(loss_fn\)"):
+        ff.init_state(step, w, sgd, X) if way == "alone" else ff.spmd(main, MESH)()

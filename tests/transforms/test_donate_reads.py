@@ -19,7 +19,7 @@ from tests.checks import same, unchanged
 from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
-X = torch.arange(8.0).view(2, 4) / 8
+X = torch.arange(16.0).view(4, 4) / 16
 OLD = "read it before the update, or keep a copy"
 
 
@@ -50,6 +50,7 @@ OPTIMIZERS = {
     "added": lambda: ff.scale(-0.1),
 }
 ALL = {"clipped", "torch's", "added"}  # which train the leaf that no unit reads, too
+ALONE = ("alone", "remat")
 STACKS = {
     "alone": lambda f: f,
     "remat": ff.remat,
@@ -129,13 +130,14 @@ def run(name, stack, plan, donated):
     step = STACKS[stack](step_of(optimizer, plan))
     step = ff.donate(step) if donated else step
     plain = STACKS[stack](step_of(optimizer, []))
-    state = ff.init_state(plain, fresh, optimizer, X)
+    x = X if stack in ALONE else ff.local_batch(X, MESH, "data")
+    state = ff.init_state(plain, fresh, optimizer, x)
     out = []
     for _ in range(2):
         watch = nullcontext() if donated else unchanged(ff.unshard(state))
         try:
             with watch:
-                state, seen = step(state, X)
+                state, seen = step(state, x)
             seen = tree.map(snapshot, seen)
         except RuntimeError as error:
             if OLD not in str(error):
@@ -178,7 +180,7 @@ def test_donated_is_not_donated_whatever_is_read(name, stack, plan, late):
     def main():
         return [run(name, stack, plan, donated) for donated in (False, True)]
 
-    alone = stack in ("alone", "remat")
+    alone = stack in ALONE
     with pytest.MonkeyPatch.context() as patch:
         if late:
             patch.setattr("fsfunc.transforms.donation._ranks_meet", lambda: False)

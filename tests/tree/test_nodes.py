@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equals_one_device
+from tests.checks import same
 from tests.models import layers as plain_layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -374,3 +375,73 @@ def test_what_holds_no_tensor_goes_in_and_out_as_it_is(kind):
     for transform in (lambda f: f, ff.remat):
         grad = transform(ff.value_and_grad(loss))(torch.ones(2), torch.ones(2))[1]
         assert torch.equal(grad, torch.ones(2))
+
+
+# Fields of which torch's flatten function says nothing
+
+
+def registered(**fields):
+    """A dataclass of its own with these fields, as torch registers it."""
+    cls = dataclasses.make_dataclass("Known", [(k, Any) for k in fields])
+    torch_pytree.register_dataclass(cls)
+    return cls(**fields)
+
+
+FIELDS = {
+    "a word": {"w": torch.ones(3), "b": torch.ones(2), "name": "x"},
+    "a word first": {"name": "x", "w": torch.ones(3)},
+    "a count": {"w": torch.ones(3), "n": torch.arange(2), "more": 3},
+    "nothing": {"w": torch.ones(3), "b": None, "name": "x"},
+    "a tree": {"w": [torch.ones(3), 1], "b": {"c": "x"}},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_gradient_has_the_structure_of_what_torch_knows(name):
+    """With None for what is not differentiated, which torch's own would leave out."""
+    params, plain = registered(**FIELDS[name]), FIELDS[name]
+    read = ff.unit(lambda p, x: sum(w.square().sum() for w in floats(p)) * x.mean())
+    step, x = OPTIMIZER(ff.value_and_grad(read)), torch.ones(2)
+    expected = step(ff.TrainState(plain, OPTIMIZER.init(plain)), x)[0].params
+    state = ff.TrainState(params, OPTIMIZER.init(params))
+    found = step(state, x)[0].params
+    assert type(found) is type(params) and vars(found).keys() == plain.keys()
+    same(vars(found), expected)
+    paths, leaves, treedef = tree.flatten_with_paths(params)
+    assert all(path.partition("/")[0] in plain for path in paths)
+    assert tree.flatten(tree.unflatten(treedef, [None] * len(leaves)))[0] == []
+    sharded = ff.shard(step, MESH, "data")
+    goes_on = {"goes_on": lambda out: out[0]}
+    assert_equals_one_device(step, sharded, MESH, state, X, **goes_on)
+
+
+def floats(params):
+    found = [x for x in tree.leaves(params) if isinstance(x, torch.Tensor)]
+    return [x for x in found if x.is_floating_point()]
+
+
+# Modules that hold parameters
+
+
+@pytest.mark.parametrize(
+    "module, way",
+    [
+        (torch.nn.ParameterDict({"w": torch.ones(3)}), r"Give dict\(...\) of it"),
+        (torch.nn.ParameterList([torch.ones(3)]), r"Give list\(...\) of it"),
+    ],
+)
+def test_parameters_in_a_module_are_told_with_the_way_out(module, way):
+    read = ff.unit(lambda p, x: sum(w.sum() for w in tree.leaves(p)) * x.mean())
+    step = OPTIMIZER(ff.value_and_grad(read))
+    for params in (module, {"of": module}):
+        with pytest.raises(TypeError, match=way):
+            read(params, X)
+        with pytest.raises(TypeError, match=way):
+            ff.value_and_grad(read)(params, X)
+        with pytest.raises(TypeError, match=f"(?i){way}"):
+            ff.init_state(step, params, OPTIMIZER, X)
+
+
+def test_a_module_is_no_function_that_makes_parameters():
+    with pytest.raises(TypeError, match="Linear, a module, .*ff.from_module"):
+        ff.init_state(lambda s, x: (s, x), torch.nn.Linear(2, 2), OPTIMIZER, X)
