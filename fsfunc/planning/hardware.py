@@ -12,7 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fsfunc.planning.machines import Hardware, Level, nearest, refuse_unknown
+from fsfunc.planning.machines import Hardware, Level, refuse_unknown
+from fsfunc.tree.structure import meant
 
 
 def replace(hardware: Hardware, **fields: Any) -> Hardware:
@@ -73,7 +74,7 @@ def named(name: str) -> Hardware:
     if found is None:
         names = [hardware.name for hardware in GIVEN]
         raise ValueError(
-            f'no hardware is named "{name}"{nearest(name.upper(), names)}; there are: '
+            f'no hardware is named "{name}"{meant(name.upper(), names)}; there are: '
             f"{', '.join(names)}; another is described by Hardware(...)"
         )
     return found
