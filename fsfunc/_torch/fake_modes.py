@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -213,10 +214,17 @@ def forget_fakes(mode: FakeTensorMode) -> None:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not log what an operator refuses on fake tensors."""
-    logger = logging.getLogger(fake_tensor.__name__)
-    before, logger.disabled = logger.disabled, True
+    """Inside, torch does not log what an operator refuses on fake tensors.
+
+    Its pages of internals would stand before the error that is raised, once for each
+    run. For this context alone: simulated ranks come and go in any order.
+    """
+    token = _QUIET.set(True)
     try:
         yield
     finally:
-        logger.disabled = before
+        _QUIET.reset(token)
+
+
+_QUIET: ContextVar[bool] = ContextVar("fsfunc_quiet_fakes", default=False)
+logging.getLogger(fake_tensor.__name__).addFilter(lambda _: not _QUIET.get())

@@ -303,6 +303,9 @@ class Call:
                         out = _cast(out, casts.output)
                 failed = False
                 return out
+        except Exception as error:
+            _tell_unit(error, self.name)
+            raise
         finally:
             for g, state in states:
                 g.set_state(state)
@@ -336,6 +339,13 @@ _VERSION = operator.attrgetter("_version")
 def _differs(f: Frame) -> bool:
     """True where another rank's data differ, and numbers that are made now count."""
     return any(count > 1 for _, count in f.varies) and not _torch.fake_active()
+
+
+def _tell_unit(error: Exception, name: str) -> None:
+    """Adds the innermost unit: torch tells shapes that do not fit, and not where."""
+    notes = getattr(error, "__notes__", ())
+    if not any(str(note).startswith("in unit ") for note in notes):
+        error.add_note(f"in unit {name!r}")
 
 
 def _tensors(given: list[Any]) -> list[Tensor]:

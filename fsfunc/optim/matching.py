@@ -81,11 +81,9 @@ class Matched:
         for what, column in zip(names, others, strict=True):
             if (i := first_unfit(leaves, column, active)) is not None:
                 at, its = paths_of(treedef)[i], said(column[i])
-                apart = is_sharded(leaves[i]) != is_sharded(column[i])
                 raise tree.TreeMismatch(
-                    f"{what} do not fit the parameters at {at!r}: "
-                    f"expected one like {said(leaves[i])}, found {its}"
-                    + (_WHOLE if apart else "")
+                    f"{what} do not fit the parameters at {at!r}: expected one like "
+                    f"{said(leaves[i])}, found {its}{_way_out(leaves[i], column[i])}"
                 )
         return cls(treedef, trees, active, split_real(columns))
 
@@ -216,6 +214,20 @@ def unlike(of: str, state: Any, kind: Any) -> ValueError:
     )
 
 
+def _way_out(leaf: Any, other: Any) -> str:
+    """How leaves are made to lie alike, where that is all that differs; or ""."""
+    if is_sharded(leaf) != is_sharded(other):
+        return _WHOLE
+    if is_sharded(leaf) and leaf.layout.shape == other.layout.shape:
+        return _ELSEWHERE.format(leaf.name, other.name)
+    return ""
+
+
+_ELSEWHERE = (
+    ". They are cut at other places, as trees are that were packed apart. Have one lie "
+    "as the other: ff.place(step, state, ..., like={{{!r}: {!r}}}), or with the paths "
+    "of the two trees, either first"
+)
 _WHOLE = (
     ". One is whole, the other sharded: ff.init_state(step, params, optimizer, *batch) "
     "makes the optimizer's state from the laid out parameters, as "

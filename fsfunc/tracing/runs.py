@@ -77,6 +77,8 @@ def without_data(
         if not fake:
             stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
+        if fake:
+            stack.enter_context(fake_modes.quiet_fakes())
         if fake and mode is None:
             mode = stack.enter_context(fake_modes.fake_mode_of(tree.leaves(values)))
             if not remembers:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines, unlike
@@ -317,19 +316,16 @@ class _Trial:
         checker.fills = self.real
         link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
         now, given = replace(at, link=link), (self.args, self.keywords)
-        with (
-            without_data(
-                given,
-                now,
-                fake=not self.real,
-                remembers=not self.forgets,
-                restores=False,
-                asked=self.asked,
-                # Ranks of one process share these, and none draws what another does.
-                seed=None if at.link.notes is None else at.rank,
-            ) as mode,
-            fake_modes.quiet_fakes(),
-        ):
+        with without_data(
+            given,
+            now,
+            fake=not self.real,
+            remembers=not self.forgets,
+            restores=False,
+            asked=self.asked,
+            # Ranks of one process share these, and none draws what another does.
+            seed=None if at.link.notes is None else at.rank,
+        ) as mode:
             f, coordinates = frame(), at.mesh.coordinates(at.rank)
             copying = None if self.real else mode
             args, named = shadows(copying, given, coordinates, apart=True)

@@ -185,3 +185,29 @@ def test_in_place_on_an_output_in_glue() -> None:
     expected = 2 * ((X @ W) ** 2).sum()
     for _, (value, _) in interpreted(f, W, X):
         torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("where", ["plain", "shard", "remat"])
+def test_an_error_of_torchs_names_the_innermost_unit_once(where, caplog) -> None:
+    """And torch's log of fake tensors does not stand before it."""
+
+    @ff.unit
+    def inner(w, x):
+        return x @ w
+
+    @ff.unit
+    def outer(w, x):
+        return inner(w, x).sum()
+
+    step = ff.value_and_grad(lambda w, x: outer(w["w"], x))
+    given = {"w": torch.ones(4, 2)}, torch.ones(2, 3)
+    ways = {
+        "plain": lambda: step(*given),
+        "remat": lambda: ff.remat(step)(*given),
+        "shard": lambda: sharded(step, *given),
+    }
+    with pytest.raises(RuntimeError) as raised:
+        ways[where]()
+    units = [x for x in raised.value.__notes__ if "unit" in x]
+    assert units == ["in unit 'outer/inner'"]
+    assert not caplog.records

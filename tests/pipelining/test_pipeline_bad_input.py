@@ -330,7 +330,8 @@ def test_after_a_step_that_raised_and_was_caught_nobody_has_numbers(rank):
 
     with pytest.raises(Broken) as caught:
         ff.spmd(main, MESH)()
-    assert caught.value.__notes__ == [f"on simulated rank {rank}, in a pipelined step"]
+    said = f"on simulated rank {rank}, in a pipelined step"
+    assert caught.value.__notes__ == ["in unit 'broken'", said]
     assert found == []
 
 

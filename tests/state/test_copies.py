@@ -60,6 +60,25 @@ def test_else_the_error_says_how_to_place_it():
         on_ranks(elastic, state())
 
 
+def test_a_gradient_at_an_average_that_was_packed_by_itself_says_how_to_place_it():
+    optimizer = ff.ema(ff.sgd(0.1), 0.9)
+
+    def step(s, x):
+        grads = ff.value_and_grad(net)(s.params, x)[1]
+        average = ff.eval_params(s.opt_state, s.params)
+        there = ff.value_and_grad(net)(average, x)[1]
+        return s.apply_gradients(grads, optimizer).apply_gradients(there, optimizer)
+
+    s = ff.TrainState(W, optimizer.init(W))
+    told = r"Have one lie.*like=\{'params/a': 'opt_state/average/a'\}"
+    with pytest.raises(tree.TreeMismatch, match=told):
+        on_ranks(step, s)
+    trees = "params", "opt_state/average"
+    for one, other in (trees, trees[::-1]):
+        for found, _ in on_ranks(step, s, like={one: other}):
+            close(found, step(s, X), 1e-9)
+
+
 @pytest.mark.parametrize("way", ["clone", "lay_like"])
 def test_the_other_ways_that_the_error_names(way):
     def step(s, x):
@@ -176,6 +195,6 @@ def test_vmap_over_sharded_leaves_names_the_leaf():
         for found, _ in on_ranks(inside, stacked, zero):
             close(found, outside(stacked, X), 1e-9)
     unlike = {**stacked, "b": stacked["b"][:, :, :2]}  # parts have other sizes, too
-    with pytest.raises(ValueError, match="in the mapped dimension") as refused:
+    told = r"in the mapped dimension[\s\S]*ff\.unit\(lambda params"
+    with pytest.raises(LawError, match=told):
         on_ranks(outside, unlike)
-    assert "ff.unit(lambda params" in refused.value.__notes__[0]
