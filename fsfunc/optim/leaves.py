@@ -330,7 +330,7 @@ def held(buffers: Any) -> list[Tensor]:
 def split_real(columns: Sequence[Sequence[Any]]) -> list[Any]:
     """`split`, with complex tensors as `RealViews`."""
     return [
-        RealViews(b) if any(t.is_complex() for t in b.tensors) else b
+        RealViews(b) if any(map(torch.is_complex, b.tensors)) else b
         for b in split(columns)
     ]
 

@@ -284,7 +284,8 @@ class Recorder(Findings, Tracer, Watcher):
         state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
         refuse_hidden(self, args, leaves)
-        refuse_reshaped(leaves)
+        # Of a leaf that came in parts, its own part is a row.
+        refuse_reshaped([x for x in leaves if isinstance(x, Recorded)])
         laid = [x.local for x in leaves if is_sharded(x)]
         self.updates = any(id(x) not in self._gradients for x in laid)
         given, returned = (tree.flatten(x, is_sharded)[1] for x in (args[:1], (state,)))

@@ -119,7 +119,9 @@ def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
     if inner or name in _SWITCHES:  # by a unit's first call alone, say
         return None
     inner = is_internal() or _torch.current_node() is not None
-    return NumbersGiven(name, tuple(found), source_line(), inner, is_own_call())
+    # Plain ones: one whose comparisons are heard holds who hears of them.
+    plain = tuple([x.__class__(x) for x in found])
+    return NumbersGiven(name, plain, source_line(), inner, is_own_call())
 
 
 _SWITCHES = {"_set_grad_enabled", "_set_multithreading_enabled"}

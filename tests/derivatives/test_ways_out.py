@@ -56,6 +56,7 @@ class Squared(torch.autograd.Function):
 
 
 CLIPPED = ff.unit(clipped, whole=True)
+TRIANGLE = ff.unit(lambda w, x: w["a"].triu() * x.mean(), whole=True)
 MAPPED = ff.unit(
     lambda w, x: vmap(lambda row, x: (x @ row).mean(), (0, None))(w["a"], x), whole=True
 )
@@ -165,6 +166,10 @@ TEXTS = {
         gradient(lambda w, x: by_units(w, x) + ff.global_norm(w)),
     ],
     "mixes": [sorted_whole, lambda w, x: mean(HESSIAN(w, x))],
+    "dims": [
+        lambda w, x: ff.lay_like(each(torch.triu, ff.unshard(w)), w),
+        lambda w, x: mean(TRIANGLE(w, x)),
+    ],
     "shape": [by_shape, lambda w, x: each(torch.zeros_like, w)],
     "term": [gradient(scaled_by_norm)],
     "input": [in_parameters, by_unsharded],

@@ -72,7 +72,7 @@ def plain(f):
 
 @pytest.mark.parametrize(
     ("run", "stack", "ranks", "most"),
-    [(gradient, plain, 2, 231), (gradient, ff.remat, 1, 181), (donated, plain, 2, 294)],
+    [(gradient, plain, 2, 233), (gradient, ff.remat, 1, 182), (donated, plain, 2, 298)],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_one_more_unit_costs_no_more_calls(run, stack, ranks, most):

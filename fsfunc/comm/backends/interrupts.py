@@ -58,6 +58,7 @@ class Interrupts:
         for number, (ours, before) in self.ours.items():
             if signal.getsignal(number) is ours:
                 signal.signal(number, before)
+        self.ours.clear()  # each holds this object: no circle, in which tensors wait
         kept, self.kept = self.kept, None
         try:
             if kept is not None:
