@@ -46,7 +46,8 @@ def on(mesh, zero=3, **options):
 # 2. A plan is not a model of the step: it is the step, run without data. On four ranks
 #    it is run with data too, and the collectives are the same.
 def both(mesh):
-    step, rows = on(mesh), tuple(torch.randn(2, 8, 16))
+    step, batch = on(mesh), tuple(torch.randn(2, 32, 16))
+    rows = ff.local_batch(batch, mesh, "data")
     state = ff.init_state(step, lambda: init(16), optimizer, rows)
     plan = ff.plan(step, state, rows)
     with ff.ledger() as log:

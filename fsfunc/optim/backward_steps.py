@@ -70,8 +70,9 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     ...     return x.mean()
     >>> optimizer = ff.step_in_backward(ff.sgd(1.0))
     >>> def main():
-    ...     step, x = optimizer(ff.value_and_grad(loss)), torch.tensor([1.0, 3.0])
-    ...     step = ff.donate(ff.shard(step, mesh, "data"))
+    ...     step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    ...     step, x = ff.donate(step), torch.tensor([[0.0, 2.0], [2.0, 4.0]])
+    ...     x = ff.local_batch(x, mesh, "data")
     ...     ws = [torch.ones(2), torch.ones(2)]
     ...     state = ff.init_state(step, ws, optimizer, x)
     ...     return ff.unshard(step(state, x)[0].params)

@@ -154,8 +154,13 @@ def test_a_plan_knows_bytes_and_memory(form, order, window, masks) -> None:
         return [{"qkv": torch.ones(8, 24), "o": torch.ones(8, 8)} for _ in "ab"]
 
     step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
-    batch = torch.zeros(2, 16, 8), masks
-    how = {"mesh": mesh, "over": (), "steps": 1, "call": planned_and_run}
+    batch = torch.arange(512.0).view(2, 32, 8) / 512, masks
+
+    def part(batch):
+        x, masks = batch
+        return x.chunk(2, 1)[ff.axis_index("context")], masks
+
+    how = {"mesh": mesh, "over": part, "steps": 1, "call": planned_and_run}
     for run in trained(step, init, optimizer, batch, **how):
         run.logs[0].check()
 

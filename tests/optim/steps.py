@@ -91,7 +91,7 @@ def trained(
     given = {"batches": [(b,) for b in batches], "look": look_at, **laid}
     return [
         Run(r.params, [m["loss"] for m in r.outs], r.state.opt_state, r.sent, r.seen)
-        for r in checks.trained(step, init, optimizer, mesh=mesh, over="data", **given)
+        for r in checks.trained(step, init, optimizer, mesh=mesh, **given)
     ]
 
 

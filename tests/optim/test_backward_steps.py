@@ -18,7 +18,7 @@ from tests.optim.steps import trained as stacked
 from tests.optim.trees import assert_bits
 from tests.planning.comparing import planned_and_run
 
-WIDTH, UNITS, ROWS = 8, 3, 12
+WIDTH, UNITS, ROWS = 8, 3, 24
 BF16 = torch.bfloat16
 
 

@@ -113,11 +113,12 @@ def test_a_plan_and_a_step_that_raises_give_them_back():
     def main():
         beside = ff.shard(lambda state, x: x.sum(), MESH, "data")  # they stay whole
         state = ff.TrainState(fresh(), optimizer.init(fresh()))
-        state = ff.place(beside, state, X)
+        rows = ff.local_batch(X, MESH, "data")
+        state = ff.place(beside, state, rows)
         params = state.params
-        ff.plan(step, state, X)
+        ff.plan(step, state, rows)
         assert type(params[0]["w"]) is torch.Tensor
-        step(state, X)
+        step(state, rows)
         with pytest.raises(RuntimeError, match="donated"):
             params[0]["w"] + 1
 
@@ -134,15 +135,16 @@ def test_a_backward_does_not_gather_what_was_written_since(remat, outer):
         shard = lambda f: ff.shard(f, MESH, "data")  # noqa: E731
         call = shard(remat(loss)) if outer else remat(shard(loss))
         step = shard(step_of(optimizer))
-        state = ff.init_state(step, fresh, optimizer, X)
-        x = X.clone().requires_grad_()
+        rows = ff.local_batch(X, MESH, "data")
+        state = ff.init_state(step, fresh, optimizer, rows)
+        x = rows.clone().requires_grad_()
         (right,) = torch.autograd.grad(call(state.params, x), x)
         y = call(state.params, x)
-        kept, _ = step(state, X)
+        kept, _ = step(state, rows)
         (found,) = torch.autograd.grad(y, x, retain_graph=True)
         assert torch.equal(found, right)
         y = call(kept.params, x)
-        ff.donate(step)(kept, X)
+        ff.donate(step)(kept, rows)
         with pytest.raises(RuntimeError, match="written over|donated"):
             torch.autograd.grad(y, x)
 

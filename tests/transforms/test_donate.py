@@ -38,6 +38,11 @@ def sharded(step, zero):
     return step if zero is None else ff.shard(step, MESH, "data", zero=zero)
 
 
+def rows_of(zero):
+    """The rank's rows, or all where nothing is sharded."""
+    return X if zero is None else ff.local_batch(X, MESH, "data")
+
+
 def everywhere(main, zero):
     """What ``main`` returns on each rank, or alone where nothing is sharded."""
     return [main()] if zero is None else list(ff.spmd(main, MESH)())
@@ -90,11 +95,12 @@ def test_a_donated_sharded_state_is_refused_everywhere(zero):
 
     def main():
         plain = ff.shard(train_step(loss, optimizer), MESH, "data", zero=zero)
-        state = ff.init_state(plain, fresh, optimizer, X)
-        ff.donate(plain)(state, X)
+        x = rows_of(zero)
+        state = ff.init_state(plain, fresh, optimizer, x)
+        ff.donate(plain)(state, x)
         for use in (
-            lambda: ff.donate(plain)(state, X),
-            lambda: plain(state, X),
+            lambda: ff.donate(plain)(state, x),
+            lambda: plain(state, x),
             lambda: ff.unshard(state),
             lambda: tree.map(lambda x: x, state),
             lambda: torch.utils._pytree.tree_map(lambda x: x, state.params["blocks"]),
@@ -122,7 +128,7 @@ def test_a_step_that_raises_leaves_the_state_or_says_that_it_is_spoiled(
     """Before it writes: the state is as it was. After: whoever uses it is told."""
 
     def main():
-        optimizer, armed = OPTIMIZERS[name](), []
+        optimizer, armed, rows = OPTIMIZERS[name](), [], rows_of(zero)
 
         def step(state, x):
             value, grads = ff.value_and_grad(loss)(state.params, x)
@@ -134,19 +140,19 @@ def test_a_step_that_raises_leaves_the_state_or_says_that_it_is_spoiled(
             return state, value
 
         step = ff.donate(sharded(step, zero))
-        state = ff.init_state(step, fresh, optimizer, X)
-        expected = ff.unshard(step(ff.init_state(step, fresh, optimizer, X), X))
+        state = ff.init_state(step, fresh, optimizer, rows)
+        expected = ff.unshard(step(ff.init_state(step, fresh, optimizer, rows), rows))
         before = digest(state)
         armed.append(True)
         with pytest.raises(Boom) as info:
-            step(state, X)
+            step(state, rows)
         armed.clear()
         if when == "before":
             assert digest(state) == before
-            return same(ff.unshard(step(state, X)), expected)
+            return same(ff.unshard(step(state, rows)), expected)
         assert "neither the old one nor the new one" in info.value.__notes__[0]
         with pytest.raises(RuntimeError, match="neither the old one nor the new"):
-            step(state, X)
+            step(state, rows)
 
     everywhere(main, zero)
 
@@ -166,12 +172,12 @@ def test_what_lies_in_the_state_twice_changes_once(zero, alias):
         return new.replace(extra=ema), value
 
     def train(around):
-        f = around(sharded(step, zero))
+        f, rows = around(sharded(step, zero)), rows_of(zero)
 
         def start(p, x):
             return f(ff.TrainState(p, optimizer.init(p), extra=p), x)
 
-        first = ff.place(start, fresh(), X)
+        first = ff.place(start, fresh(), rows)
         again = {
             "itself": first,
             "mapped": tree.map(lambda x: x, first),
@@ -179,7 +185,7 @@ def test_what_lies_in_the_state_twice_changes_once(zero, alias):
         }[alias]
         state = ff.TrainState(first, optimizer.init(first), extra=again)
         for _ in range(2):
-            state, _ = f(state, X)
+            state, _ = f(state, rows)
         return ff.unshard((state.params, state.extra))
 
     everywhere(lambda: same(train(ff.donate), train(lambda f: f)), zero)
@@ -190,21 +196,21 @@ def test_held_memory_is_left_as_it_is(name, zero):
     """What somebody reads in the background a donated step does not write into."""
 
     def main():
-        optimizer = OPTIMIZERS[name]()
+        optimizer, rows = OPTIMIZERS[name](), rows_of(zero)
         step = sharded(train_step(loss, optimizer), zero)
-        state = ff.init_state(step, fresh(), optimizer, X)
-        expected = digest(ff.unshard(step(step(state, X)[0], X)[0]))
+        state = ff.init_state(step, fresh(), optimizer, rows)
+        expected = digest(ff.unshard(step(step(state, rows)[0], rows)[0]))
         parts = [x.detach() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
         before = [x.clone() for x in parts]
         release = hold(parts)
         donated = ff.donate(step)
-        new, _ = donated(state, X)
+        new, _ = donated(state, rows)
         assert all(map(torch.equal, parts, before))
         with pytest.raises(RuntimeError, match="donated"):
-            donated(state, X)
+            donated(state, rows)
         release()
         where = [x.data_ptr() for x in tree.leaves(new.params)]
-        newer, _ = donated(new, X)  # held no more: in place again
+        newer, _ = donated(new, rows)  # held no more: in place again
         assert [x.data_ptr() for x in tree.leaves(newer.params)] == where
         return digest(ff.unshard(newer)) == expected
 
@@ -217,8 +223,10 @@ def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zer
     params = {"b": torch.eye(WIDTH), "w": torch.ones(WIDTH, WIDTH)}
     some = ff.masked(OPTIMIZERS[name](), lambda path, leaf: path == "w")
     step = some(ff.value_and_grad(lambda p, x: layer(p, x).square().mean()))
-    (one,) = trained(step, params, some, X, mesh=simulated(1), steps=3)
-    donated, how = ff.donate(sharded(step, zero)), {"steps": 3, "over": ()}
-    for run in trained(donated, params, some, X, **how):
+    x = floats(2 * WIDTH, WIDTH, seed=5)  # by parts, to each of which "b" is added
+    parts = ff.accumulate(step, 2)
+    (one,) = trained(parts, params, some, x, mesh=simulated(1), steps=3)
+    donated = ff.donate(sharded(step, zero))
+    for run in trained(donated, params, some, x, steps=3):
         close(run.params, one.params)
         assert torch.equal(run.params["b"], params["b"])

@@ -404,12 +404,13 @@ def test_a_disk_that_is_full_or_gone_leaves_the_state(
 
 
 def test_a_saved_state_goes_back_to_where_its_target_lies(tmp_path):
-    mesh, params, x = simulated(), layers(2, make=floats), floats(4, 4)
+    mesh, params, rows = simulated(), layers(2, make=floats), floats(4, 4)
     where = dict.fromkeys(("params", "moments"), tmp_path / "disk")
     plain = ff.shard(train_step(chain(), ADAM), mesh, "data")
     step = ff.offload(plain, **where)
 
     def main():
+        x = ff.local_batch(rows, mesh, "data")
         state = step(ff.init_state(step, params, ADAM, x), x)[0]
         ff.save(tmp_path / "saved", state)
         expected = ff.unshard(state)

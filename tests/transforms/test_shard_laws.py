@@ -81,9 +81,10 @@ def test_a_notebook_goes_on_with_what_spmd_returned():
     mesh, optimizer = simulated(2), ff.sgd(0.1)
     params, x = layers(1, make=floats), floats(8, 4, seed=2)
     step = ff.shard(train_step(chain(), optimizer), mesh, "data")
-    states = ff.spmd(lambda: ff.init_state(step, params, optimizer, x), mesh)()
+    rows = ff.spmd(lambda: ff.local_batch(x, mesh, "data"), mesh)()
+    states = ff.spmd(lambda x: ff.init_state(step, params, optimizer, x), mesh)(rows)
     losses = []
     for _ in range(3):
-        states, values = ff.spmd(step, mesh)(states, x).unzip()
+        states, values = ff.spmd(step, mesh)(states, rows).unzip()
         losses.append(values[0].item())
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]

@@ -201,14 +201,15 @@ def test_an_encoding_in_place_owes_what_it_loses():
             ff.value_and_grad(lambda w, x: unit(w, x))
         )
         step = ff.shard(step, mesh, "data", reduction=Whole(in_place))
-        x = torch.tensor([0.4, 1.0, 2.2, -0.1])
+        x = torch.tensor([[0.4, 1.0, 2.2, -0.1], [0.8, 3.0, 1.4, -0.1]])
+        x = ff.local_batch(x, mesh, "data")
         state = ff.init_state(step, torch.zeros(4), ff.error_feedback(ff.sgd(1.0)), x)
         for _ in range(5):
             state, _ = step(state, x)
         return ff.unshard(state.params)
 
     same(*(ff.spmd(main, mesh)(way)[0] for way in (False, True)))
-    assert ff.spmd(main, mesh)(True)[0].tolist() == [-2.0, -5.0, -11.0, 0.0]
+    assert ff.spmd(main, mesh)(True)[0].tolist() == [-3.0, -10.0, -9.0, 0.0]
 
 
 def owed(optimizer, reduction=None):

@@ -75,13 +75,14 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     >>> def main():
     ...     step = optimizer(ff.value_and_grad(lambda w, x: unit(w, x)))
     ...     step = ff.shard(step, mesh, "data", reduction=ff.QuantizedReduction(4))
-    ...     x = torch.tensor([127.0, 0.4])
+    ...     x = torch.tensor([[127.0, 0.4], [127.0, 0.2]])
+    ...     x = ff.local_batch(x, mesh, "data")
     ...     state = ff.init_state(step, torch.zeros(2), optimizer, x)
     ...     for _ in range(5):
     ...         state, _ = step(state, x)
     ...     return ff.unshard(state.params)
-    >>> ff.spmd(main, mesh)()[0]  # 5 times x; without it, the 0.4 would be 0
-    tensor([-635.,   -2.])
+    >>> ff.spmd(main, mesh)()[0]  # 5 times the mean; without it, the 1.5 is 0
+    tensor([-635.0000,   -1.5000])
     """
     return Optimizer.of(
         WithFeedback(optimizer, ErrorFeedbackState, _nothing_owed, _Owing)
