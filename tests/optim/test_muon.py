@@ -188,7 +188,7 @@ def test_whatever_is_no_matrix_has_another_optimizer():
         {"matrix": ff.muon(0.1), "other": ff.sharded_adam(0.1)},
         lambda path, leaf: "matrix" if leaf.ndim == 2 else "other",
     )
-    x = torch.linspace(-1, 1, 24).view(4, 6)
+    x = torch.linspace(-1, 2, 24).view(4, 6)
     loss = lambda p, x: unit(p, x).square().mean()  # noqa: E731
     w, b = (torch.nn.Parameter(params[k].clone()) for k in "wb")
     theirs = torch.optim.Muon([w], lr=0.1), torch.optim.AdamW([b], lr=0.1)
