@@ -147,7 +147,8 @@ class TypeCheck(FirstCalls):
         except Exception as error:
             if "in the mapped dimension" in str(error):  # torch's own, of its vmap
                 raise LawError(f"{error}: {MAPPED}") from error
-            if not later or isinstance(error, LawError | NotATensor | Unsteady):
+            refused = isinstance(error, LawError | NotATensor | Unsteady)
+            if not later or refused or exchange.failed:
                 raise
             exchange(())
             warnings.warn(UNCHECKED.format(repr(error)), stacklevel=2)
@@ -216,16 +217,24 @@ def _is_checked_later(n: int) -> bool:
 
 
 class _Exchange:
-    """Exchanges lines with other processes, once; with none if ``where`` is None."""
+    """Exchanges lines with other processes, once; with none if ``where`` is None.
+
+    Attributes:
+        failed: whether it has raised: that is no error of the step, as another rank
+            has failed, or a signal came in the wait, and the mesh is closed.
+    """
 
     def __init__(self, where: RankGroup | None):
-        self.where = where
+        self.where, self.failed = where, False
 
     def __call__(self, lines: Lines) -> Mapping[int, Lines]:
         where, self.where = self.where, None
         if where is None or where.link.notes is not None:
             return {}
-        return unlike(lines, where)
+        self.failed = True
+        found = unlike(lines, where)
+        self.failed = False
+        return found
 
 
 class _Trial:
