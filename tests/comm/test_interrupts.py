@@ -1,4 +1,7 @@
-"""An interrupt of simulated ranks is heard wherever it comes, and leaves no thread."""
+"""An interrupt of simulated ranks is heard wherever it comes, and leaves no thread.
+
+FSFUNC_LONG_TESTS=1 draws ten times as many places and times.
+"""
 
 import _thread
 import os
@@ -15,6 +18,8 @@ import fsfunc as ff
 from fsfunc.comm.backends import simulated
 
 SOON = 5.0  # seconds, on a slow machine
+LONG = os.environ.get("FSFUNC_LONG_TESTS") == "1"
+BYTECODES, TIMES = (3000, 1000) if LONG else (300, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +71,9 @@ def bytecodes(call, at=None):
     return count
 
 
-@pytest.mark.parametrize("many", [25, pytest.param(3000, marks=[pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "many", [25, pytest.param(BYTECODES, marks=[pytest.mark.slow])]
+)
 def test_an_interrupt_before_any_bytecode_is_heard(many):
     threads, run = set(threading.enumerate()), ff.spmd(total, mesh())
     run()
@@ -91,7 +98,7 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("many", [30, pytest.param(500, marks=[pytest.mark.slow])])
+@pytest.mark.parametrize("many", [30, pytest.param(TIMES, marks=[pytest.mark.slow])])
 def test_an_interrupt_at_any_time_is_heard(many, alarm):
     threads, draw = set(threading.enumerate()), random.Random(many)
     for _ in range(many):
