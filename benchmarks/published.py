@@ -14,7 +14,8 @@ trains 13B parameters on 8 GPUs and 175B on 128 (2021). Each is planned as our o
 of the same model, on a mesh of as many abstract ranks; speeds are estimated for the
 A100-40 of `ff.hardware`.
 
-`--quick` plans models of two layers: every row, no meaning in the numbers.
+`--quick` plans models of two layers: every row (of the 62 runs, every seventh), no
+meaning in the numbers.
 """
 
 from __future__ import annotations
