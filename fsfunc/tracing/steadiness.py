@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
         return None
     inner = is_internal() or _torch.current_node() is not None
     # Plain ones: one whose comparisons are heard holds who hears of them.
-    plain = tuple([x.__class__(x) for x in found])
+    plain = tuple([cast(Any, x.__class__)(x) for x in found])
     return NumbersGiven(name, plain, source_line(), inner, is_own_call())
 
 
