@@ -939,6 +939,16 @@ def test_fakes_that_refuse_may_be_quiet(caplog):
     assert not caplog.records, breaks(what)
 
 
+def test_rrelu_saves_its_noise_before_it_has_drawn_it():
+    x = torch.ones(3, requires_grad=True)
+    said = [
+        _torch.saves_early(torch.nn.functional.rrelu(x, training=how).grad_fn)
+        for how in (True, False)
+    ]
+    assert said == [True, False], breaks("rrelu under remat has memory as its gradient")
+    assert not _torch.saves_early(x.sin().grad_fn)
+
+
 def test_a_process_group_says_how_long_it_waits():
     limit = timedelta(seconds=8)
     how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

@@ -89,6 +89,7 @@ from fsfunc._torch.graph import (
     saved_norms,
     saved_tensors,
     saved_tensors_hooked,
+    saves_early,
     sequence_number,
     takes_tangents,
 )

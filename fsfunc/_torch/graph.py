@@ -186,6 +186,11 @@ def _saved(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def saves_early(node: Any) -> bool:
+    """True of a node of an operator that saves memory before it has filled it."""
+    return node.name().startswith("RreluWithNoise") and node._saved_training
+
+
 def saved_handles(nodes: Iterable[Any]) -> list[Any]:
     """Handles on the tensors that ``nodes`` save, but for those under hooks.
 

@@ -140,7 +140,7 @@ def is_summed(x: Any) -> bool:
     return isinstance(x, Summed)
 
 
-def is_one(x: Any) -> bool:
+def counts_as_leaf(x: Any) -> bool:
     """True of an auxiliary output that counts as one leaf though it holds tensors.
 
     A `Summed`, or a sharded leaf, of which the part has no rows.
@@ -166,7 +166,7 @@ def added(a: Any, b: Any) -> Any:
     """
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
-    return tree.map(_both, a, b, is_leaf=is_one)
+    return tree.map(_both, a, b, is_leaf=counts_as_leaf)
 
 
 def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -224,4 +224,6 @@ def divided(aux: Any, count: int) -> Any:
     """The auxiliary outputs of ``count`` microbatches, their sums made averages."""
     if count == 1:
         return aux
-    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_one)
+    return tree.map(
+        lambda x: x / count if averaged(x) else x, aux, is_leaf=counts_as_leaf
+    )

@@ -436,7 +436,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
         rows = zip(tensors, each, outs, strict=True)
         return [torch.mul(t, by, out=o) for t, by, o in rows]
     found = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
-    if isinstance(factor, Tensor) and factor.dtype == torch.float64:
+    if isinstance(factor, Tensor) and not all(t.ndim for t in tensors):
         # Two numbers without dims give one of the wider dtype.
         found = [x.to(t.dtype) for x, t in zip(found, tensors, strict=True)]
     return found

@@ -20,8 +20,8 @@ from fsfunc.core.losses import (
     added,
     added_weights,
     averaged,
+    counts_as_leaf,
     divided,
-    is_one,
 )
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
 from fsfunc.optim.leaves import held_dtype
@@ -127,7 +127,9 @@ def joined(values: Sequence[Any], shares: Sequence[float]) -> Any:
 def _scaled(aux: Any, share: float) -> Any:
     if share == 1:
         return aux
-    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_one)
+    return tree.map(
+        lambda x: x * share if averaged(x) else x, aux, is_leaf=counts_as_leaf
+    )
 
 
 def everywhere(value: Any, where: RankGroup, source: int) -> Any:

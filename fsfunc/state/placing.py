@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
 from fsfunc.comm.typed_maps import LawError
+from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
@@ -142,7 +143,7 @@ def lay_out(
     laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     _check_given(t, rest, laying, source)
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    if laying or layouts:
+    if laying or layouts:  # else only a recording tells whether it is laid out
         check_apart(paths, "what is laid out")
     found = dict(zip(paths, leaves, strict=True))
     kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
@@ -259,13 +260,13 @@ def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
             )
 
 
-def _warn_of_whole(sharding: Sharding, leaves: Iterable[Any], at: Here) -> None:
+def _warn_of_whole(sharding: Sharding, leaves: Collection[Any], at: Here) -> None:
     """Warns where a step that is to have its state in parts has all of it whole."""
     if at.rank or not sharding.zero or at.mesh.axis_size(sharding.cut.axis) == 1:
         return
-    whole = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    whole = [x for x in leaves if isinstance(x, Tensor) and differentiable(x)]
     if whole and not any(map(is_sharded, leaves)):
-        size = sum(x.numel() * x.element_size() for x in whole)
+        size = sum(x.nbytes for x in whole)
         what = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
         warnings.warn(_WHOLE.format(sharding.zero, size, what), stacklevel=2)
 

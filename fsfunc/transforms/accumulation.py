@@ -147,7 +147,9 @@ class _Accumulate(Interpretation):
         It adds those of a microbatch to the sums as they come.
         """
         within = iter(f.handlers)
-        any(handler is self for handler in within)  # then come those within, if any
+        if not any(handler is self for handler in within):
+            return False
+        # The iterator goes on behind this handler: with those within.
         own = (h for h in within if type(h).gradient is not Interpretation.gradient)
         return isinstance(next(own, None), Sharding)
 

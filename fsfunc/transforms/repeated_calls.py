@@ -197,7 +197,7 @@ class RepeatedCall:
             with nullcontext() if compiled else draws:
                 out = self._hooked(fn, args, keywords)
             stop = () if token is None else (token.grad_fn,)
-            if any(map(_saves_early, nodes_of(out, (args, keywords), stop))):
+            if any(map(_torch.saves_early, nodes_of(out, (args, keywords), stop))):
                 raise RuntimeError(_RRELU.format(self.name))
             self.how = How.KEEPS if self.derives else How.DROPS
         except RuntimeError as error:
@@ -339,12 +339,6 @@ def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[
         stop.add(thread.token.grad_fn)
     out = fn(*args, **keywords)
     return out, _torch.saved_handles(nodes_of(out, stop=stop))
-
-
-def _saves_early(node: Any) -> bool:
-    """True of a node of an operator that saves memory before it has filled it."""
-    name = node.name()
-    return name.startswith("RreluWithNoise") and node._saved_training
 
 
 def nodes_of(out: Any, given: Any = (), stop: Iterable[Any] = ()) -> list[Any]:

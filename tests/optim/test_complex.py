@@ -195,6 +195,14 @@ def test_noise_has_a_variance_of_one_on_any_mesh():
         assert_bits(whole, found)
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_numbers_without_dims_keep_their_dtype_when_scaled(wide):
+    values = [torch.ones((), dtype=torch.bfloat16), torch.ones((), dtype=torch.cfloat)]
+    scaled = ff.tree_scale(values, torch.tensor(0.5, dtype=wide))
+    for found, x in zip(scaled, values, strict=True):
+        assert found.dtype == x.dtype and found == 0.5
+
+
 # Refused
 
 W = {"a": torch.ones(3), "w": torch.ones(2, 2, dtype=torch.complex64)}

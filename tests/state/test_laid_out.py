@@ -317,6 +317,18 @@ def test_a_step_of_which_nothing_is_cut_is_told(way, zero):
     assert len(seen) == 1
 
 
+def test_a_step_of_complex_leaves_of_which_nothing_is_cut_is_told():
+    def loss(p, x):
+        return (x * p["w"]).abs().square().mean()
+
+    def main():
+        step = ff.shard(stepping(loss), MESH, "data")
+        return ff.init_state(step, {"w": torch.ones(3, dtype=torch.cfloat)}, SGD, X[:2])
+
+    with pytest.warns(UserWarning, match="all 24 bytes of its leaf"):
+        ff.spmd(main, MESH)()
+
+
 WHOLE_ON_PURPOSE = {
     "zero=0": (beside_units, MESH, {"zero": 0}),
     "one rank": (beside_units, simulated(1), {}),

@@ -242,7 +242,9 @@ def check_matrices(params: Tree, name: str) -> None:
     leaves, treedef = tree.flatten(params, is_sharded)
     for i, leaf in enumerate(leaves):
         if trainable(leaf) and leaf.dtype.is_complex:
-            check_real(params, f"{name} takes", "as torch.optim.Muon takes none")
+            check_real(
+                params, f"{name} takes", "whose products here are of real matrices"
+            )
         if trainable(leaf) and leaf.ndim != 2:
             raise ValueError(
                 f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
