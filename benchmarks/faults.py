@@ -165,7 +165,7 @@ class Case:
             "late numbers": 0, "names it": 0, "intact": [], "happened": bool(when),
             "survivors": len(self.survivors), "errors": {}, "itself": "",
             "due": ALL[fault.kind],
-            "own screen": Path(self.path(fault.rank, "log")).read_text()[-4000:],
+            "own screen": Path(self.path(fault.rank, "log")).read_text()[-40_000:],
         }  # fmt: skip
         for rank in range(fault.ranks):
             notes, verdict = every[rank], "right"
