@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc._torch import fake_modes, fake_results, products, tangents, versions
+from fsfunc._torch import (
+    fake_modes,
+    fake_results,
+    formulas,
+    products,
+    tangents,
+    versions,
+)
 from tests.probes import Watch
 from tests.programs import ROOT, python
 
@@ -1109,3 +1116,32 @@ def test_a_registered_dataclass_says_which_fields_it_leaves_out():
         assert node.flatten_fn(value)[1] == said, breaks(what)
     context = [["w", "name", "b"], []]
     assert node.unflatten_fn([1, None, 2], context) == Known(1, None, 2), breaks(what)
+
+
+def test_an_operator_is_known_by_its_formula():
+    aten = torch.ops.aten
+    assert formulas.decomposition(aten.silu.default) is not None
+    assert formulas.decomposition(torch.ops.prims.mul.default) is torch.mul
+    assert formulas.decomposition(aten.linalg_svd.default) is not None  # calls another
+    assert formulas.decomposition(aten._linalg_svd.default) is None
+    assert formulas.functional(aten.add.Tensor) is None
+    assert formulas.functional(aten.add_.Tensor) == (aten.add.Tensor, ("self",))
+    assert formulas.functional(aten.add.out) == (aten.add.Tensor, ("out",))
+    assert formulas.is_seeded(aten.bernoulli_.float)
+    assert not formulas.is_seeded(aten.add.Tensor)
+    assert formulas.gives_views(aten.transpose.int)
+    assert not formulas.gives_views(aten.add_.Tensor)
+    x = torch.arange(3)
+    assert formulas.TO_COPY(x, dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_mode_says_whether_it_acts_in_every_thread():
+    class Everywhere(_torch.DispatchMode):
+        enters_ranks = True
+
+    class Here(_torch.DispatchMode):
+        pass
+
+    with Everywhere() as everywhere, Here():
+        assert _torch.modes_of_ranks() == [everywhere]
+        assert _torch.active_modes() == ["Here"]

@@ -9,6 +9,7 @@ fake_tensors.py     which tensors are fake
 Not exported here, as few modules use them:
 
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
+formulas.py         decompositions of operators, and what writes without writing
 tangents.py         tangents of forward mode at each of its levels
 products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
@@ -34,6 +35,7 @@ from fsfunc._torch.dispatch import (
     beneath_modes,
     dispatch_modes,
     is_view,
+    modes_of_ranks,
     outside_function_modes,
     outside_modes,
     plain_tensors,

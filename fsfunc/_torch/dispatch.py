@@ -22,14 +22,20 @@ from fsfunc._torch.internals import storage_key
 
 
 def active_modes() -> list[str]:
-    """Names of the torch function and dispatch modes that are on in this thread."""
+    """Names of the function and dispatch modes that act in this thread alone."""
     functions = torch.overrides._get_current_function_mode_stack()
     dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
     return [
         type(m).__name__
         for m in [*functions, *dispatch]
-        if not isinstance(m, DeviceContext)
+        if not isinstance(m, DeviceContext) and not getattr(m, "enters_ranks", False)
     ]
+
+
+def modes_of_ranks() -> list[Any]:
+    """The dispatch modes that are on here and act alike in every thread."""
+    dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
+    return [m for m in dispatch if getattr(m, "enters_ranks", False)]
 
 
 def plain_tensors() -> Any:

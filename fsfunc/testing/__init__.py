@@ -23,6 +23,7 @@ tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``
 one_device.py       law 1 of any transform
 mistakes.py         the ten commonest mistakes, as explanations of a difference
 comparing.py        comparison of trees; data whose sums are exact
+finite_field/       exact(): steps computed in a finite field
 costs.py            assert_cost: what a step sends; live_bytes
 transposes.py       check_collective, by typed dot products
 rank_checks.py      check_replicated; check_batch; check_types
@@ -35,6 +36,7 @@ from typing import Any
 
 from fsfunc.testing.comparing import assert_equal, integers
 from fsfunc.testing.costs import Living, assert_cost, live_bytes
+from fsfunc.testing.finite_field import NoExactRule, exact, residues
 from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
 from fsfunc.testing.rank_checks import (

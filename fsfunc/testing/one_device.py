@@ -21,6 +21,8 @@ from fsfunc.state.placing import place
 from fsfunc.state.unsharding import unshard
 from fsfunc.testing.comparing import Difference, difference, held
 from fsfunc.testing.costs import said
+from fsfunc.testing.finite_field import exact as exactly
+from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
 
 _SHOWN = 8  # ranks, and collectives, of a message
@@ -39,6 +41,7 @@ def assert_equals_one_device(
     whole: Callable[[Any], Any] = unshard,
     tolerance: float = 0.0,
     uneven: bool = False,
+    exact: bool = False,
 ) -> None:
     """Raises unless ``transformed`` on every rank equals ``step`` on one device.
 
@@ -66,6 +69,9 @@ def assert_equals_one_device(
         tolerance: the largest difference of two numbers, relative to theirs or to 1. By
             default 0: give integers, as :func:`integers` makes them.
         uneven: whether ranks may have different numbers of rows.
+        exact: compares exact runs (:func:`ff.testing.exact`), from random residues in
+            place of the floats of ``state`` and ``batch``: every difference counts, and
+            none is rounding. :func:`ff.prove` reports such a comparison.
 
     Raises:
         ValueError: a mesh whose ranks have no values of their own; nothing to compare.
@@ -96,51 +102,91 @@ def assert_equals_one_device(
       rank 1      5.0
     it is 2 times too large, the size of "data": a sum in the place of a mean, ...
     """
-    check_mesh(mesh, "assert_equals_one_device")
-    if mesh.backend in ("abstract", "vmap"):
-        raise ValueError(
-            f"assert_equals_one_device on {mesh}, whose ranks have no values of their "
-            'own: give it ranks, as ff.make_mesh(axes, "simulated")'
-        )
-    if calls < 1:
-        raise ValueError(f"calls={calls}: nothing would be compared")
-    axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
-    draws, given = torch.get_rng_state(), (held(state), held(batch))
-    expected = _on_one(step, state, batch, calls, goes_on)
-    if what := _written(given, state, batch):  # the ranks would begin from that
-        raise AssertionError(f"{_name(step)}, on one device: it {what}")
-    torch.set_rng_state(draws)
-    if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
-        raise ValueError(f"{_name(step)} returns no tensor: nothing would be compared")
+    how = Comparison(
+        step, transformed, mesh, axis, layouts, calls, goes_on, whole, tolerance, uneven
+    )
+    if not exact:
+        how.compare(state, batch)
+        return
+    for draw in range(_DRAWS):
+        with exactly(draw):
+            how.compare(*residues((state, batch), draw))
 
-    def main() -> Any:
-        mine = local_batch(batch, mesh, axes, uneven) if axes else batch
-        placed: Any = None
-        outs, written = [], ""
-        for _ in range(calls):
-            if placed is None or goes_on is None and _donated(placed):
-                placed = place(transformed, state, *mine, layouts=layouts)
-            before = held(placed), held(mine)
-            out = transformed(placed, *mine)
-            written = written or _written(before, placed, mine)
-            with silence():
-                outs.append(tree.map(_copied, whole(out)))
-            placed = placed if goes_on is None else goes_on(out)
-        return outs, written, _rows(mine)
 
-    with ledger() as log:
-        found = spmd(main, mesh)()
-    outs, written, rows = found.unzip()
-    alone = mesh.backend == "processes"
-    seen = _Runs(
-        step, transformed, mesh, state, batch, axes, calls, goes_on,
-        expected, [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
-    )  # fmt: skip
-    for k in range(calls):
-        seen.compare(k, tolerance)
-        for rank, what in zip(seen.ranks, written, strict=True):
-            if what:
-                raise AssertionError(f"{seen.title(0)}: on rank {rank} it {what}")
+_DRAWS = 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`assert_equals_one_device` compares, and how; see its arguments."""
+
+    step: Callable[..., Any]
+    transformed: Callable[..., Any]
+    mesh: Mesh
+    axis: Axis | tuple[()] | None = None
+    layouts: LayoutRules | None = None
+    calls: int = 2
+    goes_on: Callable[[Any], Any] | None = None
+    whole: Callable[[Any], Any] = unshard
+    tolerance: float = 0.0
+    uneven: bool = False
+
+    def compare(self, state: Any, batch: Sequence[Any]) -> Any:
+        """Returns what one device returned in its last call, which every rank did too.
+
+        Raises:
+            ValueError, AssertionError: as ``assert_equals_one_device``.
+        """
+        step, transformed, mesh = self.step, self.transformed, self.mesh
+        calls, goes_on, axis = self.calls, self.goes_on, self.axis
+        check_mesh(mesh, "assert_equals_one_device")
+        if mesh.backend in ("abstract", "vmap"):
+            raise ValueError(
+                f"assert_equals_one_device on {mesh}, whose ranks have no values of "
+                'their own: give it ranks, as ff.make_mesh(axes, "simulated")'
+            )
+        if calls < 1:
+            raise ValueError(f"calls={calls}: nothing would be compared")
+        axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
+        draws, given = torch.get_rng_state(), (held(state), held(batch))
+        expected = _on_one(step, state, batch, calls, goes_on)
+        if what := _written(given, state, batch):  # the ranks would begin from that
+            raise AssertionError(f"{_name(step)}, on one device: it {what}")
+        torch.set_rng_state(draws)
+        if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
+            raise ValueError(
+                f"{_name(step)} returns no tensor: nothing would be compared"
+            )
+
+        def main() -> Any:
+            mine = local_batch(batch, mesh, axes, self.uneven) if axes else batch
+            placed: Any = None
+            outs, written = [], ""
+            for _ in range(calls):
+                if placed is None or goes_on is None and _donated(placed):
+                    placed = place(transformed, state, *mine, layouts=self.layouts)
+                before = held(placed), held(mine)
+                out = transformed(placed, *mine)
+                written = written or _written(before, placed, mine)
+                with silence():
+                    outs.append(tree.map(_copied, self.whole(out)))
+                placed = placed if goes_on is None else goes_on(out)
+            return outs, written, _rows(mine)
+
+        with ledger() as log:
+            found = spmd(main, mesh)()
+        outs, written, rows = found.unzip()
+        alone = mesh.backend == "processes"
+        seen = _Runs(
+            step, transformed, mesh, state, batch, axes, calls, goes_on,
+            expected, [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
+        )  # fmt: skip
+        for k in range(calls):
+            seen.compare(k, self.tolerance)
+            for rank, what in zip(seen.ranks, written, strict=True):
+                if what:
+                    raise AssertionError(f"{seen.title(0)}: on rank {rank} it {what}")
+        return expected[-1]
 
 
 @dataclass(frozen=True)

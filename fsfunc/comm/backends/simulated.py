@@ -280,6 +280,7 @@ def carry() -> Callable[[], ExitStack]:
     device, threads = torch.get_default_device(), torch.get_num_threads()
     plain = device == torch.device("cpu")
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    modes = _torch.modes_of_ranks()
 
     def enter() -> ExitStack:
         stack = ExitStack()
@@ -295,6 +296,8 @@ def carry() -> Callable[[], ExitStack]:
             stack.enter_context(device)
         if stream is not None:
             stack.enter_context(torch.cuda.stream(stream))
+        for mode in modes:
+            stack.enter_context(mode)
         return stack
 
     return enter

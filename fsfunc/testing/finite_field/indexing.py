@@ -1,0 +1,98 @@
+"""What moves numbers, makes them, and adds them at indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.testing.finite_field.field import Field, modulo
+from fsfunc.testing.finite_field.rules import multiply, number, rule, value
+
+# Operators that move numbers, and compute none. Views are known by their schemas.
+MOVES = {
+    "alias_copy", "as_strided_copy", "as_strided_scatter", "block_diag", "cat", "clone",
+    "contiguous", "copy", "copy_", "detach_copy", "diag_embed", "diagonal_backward",
+    "diagonal_scatter", "embedding", "expand_copy", "flip", "gather", "index",
+    "index_copy", "index_put_", "index_select", "is_pinned", "is_same_size",
+    "lift", "masked_scatter", "masked_select", "permute_copy", "pixel_shuffle",
+    "pixel_unshuffle", "record_stream", "reflection_pad1d", "repeat", "resize_",
+    "repeat_interleave", "replication_pad1d", "roll", "rot90", "scatter.src",
+    "select_backward", "select_scatter", "set_", "slice_backward", "slice_scatter",
+    "split_copy", "split_with_sizes_copy", "stack", "stride", "sym_numel", "sym_size",
+    "sym_storage_offset", "sym_stride", "take", "transpose_copy", "tril", "triu",
+    "unbind_copy", "unfold_backward", "unfold_copy", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes", "_unsafe_index", "_unsafe_view", "view_copy", "where",
+    "_reshape_copy", "_reshape_alias_copy", "im2col", "zero", "zero_", "t_",
+    "squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapaxes_", "swapdims_",
+    "detach_", "pin_memory", "_pin_memory", "_has_same_storage_numel", "tril_", "triu_",
+    "channel_shuffle", "masked_scatter_",
+    "requires_grad_", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy",
+}  # fmt: skip
+
+# Those that also write scalars, which become numbers.
+FILLS = {
+    "fill", "fill_", "masked_fill", "masked_fill_", "constant_pad_nd", "index_fill",
+    "index_fill_", "scatter", "scatter_", "fill_diagonal_",
+}  # fmt: skip
+
+# Those that make tensors of none.
+FACTORIES = {
+    "arange", "eye", "full", "full_like", "linspace", "new_full", "new_ones",
+    "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like", "empty",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
+    "tril_indices", "triu_indices", "lift_fresh", "lift_fresh_copy", "logspace",
+    "_efficientzerotensor", "one_hot",
+}  # fmt: skip
+
+
+@rule("scatter_add")
+def scatter_add(f: Field, x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    return modulo(value(x).scatter_add(dim, index, value(source)))
+
+
+@rule("index_add")
+def index_add(
+    f: Field, x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1
+) -> Tensor:
+    source = value(multiply(f, source, alpha))
+    return modulo(value(x).index_add(dim, index, source))
+
+
+@rule("index_put", "_unsafe_index_put", "_index_put_impl")
+def index_put(
+    f: Field, x: Any, indices: Any, values: Any, accumulate: bool = False,
+    unsafe: bool = False,
+) -> Tensor:  # fmt: skip
+    if not accumulate:
+        return number(x).index_put(indices, number(values))
+    return modulo(value(x).index_put(indices, value(values), accumulate=True))
+
+
+@rule("scatter_reduce.two")
+def scatter_reduce(
+    f: Field, x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
+    include_self: bool = True,
+) -> Tensor:  # fmt: skip
+    if reduce != "sum":
+        raise NotImplementedError(f"scatter_reduce by {reduce!r} has no exact rule")
+    made = value(x).scatter_reduce(
+        dim, index, value(source), "sum", include_self=include_self
+    )
+    return modulo(made)
+
+
+@rule("scatter.reduce", "scatter.value_reduce")
+def scatter_by(
+    f: Field, x: Any, dim: int, index: Tensor, source: Any, *, reduce: str
+) -> Tensor:
+    if reduce != "add":
+        raise NotImplementedError(f"scatter by {reduce!r} has no exact rule")
+    x, source = value(x), value(source)
+    return modulo(x.scatter_add(dim, index, source.expand(index.shape)))
+
+
+@rule("col2im")
+def col2im(f: Field, x: Any, *sizes: Any) -> Tensor:
+    return modulo(torch.ops.aten.col2im(value(x), *sizes))

@@ -1,0 +1,117 @@
+"""A context in which steps are computed exactly, and what they begin from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.runtime.scopes import plainly
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing.finite_field.field import (
+    PRIME,
+    Field,
+    fraction,
+    inverse,
+    product,
+    residue,
+    salt,
+)
+from fsfunc.testing.finite_field.mode import Exact
+
+
+@contextmanager
+def exact(seed: int = 0) -> Iterator[Field]:
+    """Computes everything inside in a finite field, where sums have no order.
+
+    Two programs that compute the same function agree there to the last bit, whatever
+    the order of their sums; two that differ are told apart, however little they differ.
+    Begin from :func:`residues`; every floating tensor inside is a float64 tensor of
+    residues modulo a prime near 2^25. Arithmetic is that of the field; a nonlinear
+    function is a random one of its own, and comparisons go by one random order. Casts
+    change nothing, and compiled functions run as what they were compiled from.
+
+    Simulated ranks that ``ff.spmd`` starts inside compute so too; over processes each
+    enters it by itself, with the same seed.
+
+    Args:
+        seed: of the random choices.
+
+    Raises:
+        NoExactRule: at an operator without a rule; one that draws numbers; a write into
+            a narrower tensor that was made outside.
+
+    Cost: some ten times that of float64, and more for small tensors.
+
+    >>> import torch, fsfunc as ff
+    >>> with ff.testing.exact():
+    ...     x = ff.testing.residues(torch.ones(1000))
+    ...     mean, other = x.mean(), x.flip(0).view(10, 100).mean(0).mean()
+    ...     print(torch.equal(mean, other), torch.equal(mean, other * (1 + 1e-12)))
+    True False
+    """
+    mode = Exact(Field(seed))
+    with plainly(), mode:
+        yield mode.field
+
+
+def is_exact() -> bool:
+    """True inside of :func:`exact`."""
+    return any(isinstance(mode, Exact) for mode in _torch.modes_of_ranks())
+
+
+def residues(values: Any, seed: int = 0) -> Any:
+    """Returns a tree in which each floating tensor has random residues, in float64.
+
+    They depend on the seed and on a leaf's path. A tensor that a tree has twice stays
+    one. Integers, and leaves that are no tensors, stay as they are.
+
+    Raises:
+        TypeError: complex tensors, and leaves that are sharded already.
+    """
+    paths, leaves, structure = tree.flatten_with_paths(values, is_leaf=is_sharded)
+    made: dict[int, Tensor] = {}
+    drawn = []
+    for path, x in zip(paths, leaves, strict=True):
+        if is_sharded(x) or isinstance(x, Tensor) and x.is_complex():
+            kind = "sharded" if is_sharded(x) else "complex"
+            raise TypeError(
+                f"residues: {path!r} is {kind}; an exact run begins from whole tensors "
+                "of real numbers"
+            )
+        if isinstance(x, Tensor) and x.is_floating_point():
+            if id(x) not in made:
+                made[id(x)] = _drawn(x, salt(path, seed))
+            x = made[id(x)]
+        drawn.append(x)
+    return tree.unflatten(structure, drawn)
+
+
+def _drawn(x: Tensor, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    with _torch.beneath_all_modes():
+        numbers = torch.randint(0, PRIME, x.shape, generator=draw, device="cpu")
+        made = numbers.to(torch.float64).to(x.device)
+    return made.requires_grad_(x.requires_grad and x.is_leaf)
+
+
+def values(x: Tensor) -> Tensor:
+    """Returns the residues of what an exact run made, to look at outside of it."""
+    with _torch.beneath_all_modes():
+        return residue(x.detach())
+
+
+def exact_ratio(a: Tensor, b: Tensor) -> float | None:
+    """Returns the small fraction k, neither 0 nor 1, where a = k b in an exact run."""
+    a, b = values(a).flatten(), values(b).flatten()
+    with _torch.beneath_all_modes():
+        at = int(b.argmax())
+        k = product(a[at], inverse(b[at]))
+        found = fraction(int(k))
+        if found is None or found in (0, 1) or not torch.equal(product(b, k), a):
+            return None
+    return float(found)

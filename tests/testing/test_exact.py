@@ -1,0 +1,267 @@
+"""Exact runs: equal programs have equal bits there, and others are told apart."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc.testing import NoExactRule, assert_equals_one_device, exact, residues
+from fsfunc.testing.finite_field import PRIME
+
+WIDTH, HEADS, WORDS, LENGTH = 4, 2, 5, 3
+
+
+@ff.unit
+def embed(table, tokens):
+    return F.embedding(tokens, table)
+
+
+@ff.unit
+def block(p, x):
+    rows, length, width = x.shape
+    h = F.layer_norm(x, (width,), p["scale"], p["bias"])
+    heads = (h @ p["qkv"]).view(rows, length, 3, HEADS, -1)
+    q, k, v = heads.permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + attended.transpose(1, 2).reshape(x.shape) @ p["out"]
+    return x + F.gelu(F.rms_norm(x, (width,), p["gain"]) @ p["up"]) @ p["down"]
+
+
+@ff.unit
+def head(p, x, targets):
+    return F.cross_entropy((x @ p).flatten(0, 1), targets.flatten())
+
+
+def loss_fn(params, batch):
+    x = embed(params["table"], batch["tokens"])
+    for p in params["blocks"]:
+        x = block(p, x)
+    return head(params["head"], x, batch["targets"])
+
+
+def step_of(optimizer):
+    def train_step(state, batch):
+        loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads, optimizer), {"loss": loss}
+
+    return train_step
+
+
+def parameters():
+    zeros = torch.zeros
+    return {
+        "table": zeros(WORDS, WIDTH),
+        "blocks": [
+            {
+                "scale": zeros(WIDTH), "bias": zeros(WIDTH), "gain": zeros(WIDTH),
+                "qkv": zeros(WIDTH, 3 * WIDTH), "out": zeros(WIDTH, WIDTH),
+                "up": zeros(WIDTH, 2 * WIDTH), "down": zeros(2 * WIDTH, WIDTH),
+            }
+            for _ in range(2)
+        ],
+        "head": zeros(WIDTH, WORDS),
+    }  # fmt: skip
+
+
+def batch_of(rows=12):
+    draw = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, WORDS, (2, rows, LENGTH), generator=draw)
+    return {"tokens": tokens, "targets": targets}
+
+
+OPTIMIZER = ff.chain(
+    ff.clip_by_global_norm(1.0), ff.sharded_adam(1e-2, weight_decay=0.1)
+)
+train_step = step_of(OPTIMIZER)
+
+
+def check(transformed, mesh, step=train_step, optimizer=OPTIMIZER, **how):
+    batch = batch_of()
+    state = ff.init_state(step, parameters(), optimizer, batch)
+    assert_equals_one_device(
+        step, transformed, mesh, state, batch, goes_on=lambda out: out[0], exact=True,
+        **how,
+    )  # fmt: skip
+
+
+def simulated(**axes):
+    return ff.make_mesh(axes, "simulated")
+
+
+DATA, HYBRID = simulated(data=4), simulated(data=2, node=2)
+PIPE, BOTH = simulated(pipe=2), simulated(data=2, pipe=2)
+
+STACKS = {
+    "zero 3": (DATA, lambda f: ff.shard(f, DATA, "data")),
+    "zero 3, three ranks": (simulated(data=3), None),
+    "zero 2, rematerialized": (
+        DATA, lambda f: ff.remat(ff.shard(f, DATA, "data", zero=2)),
+    ),
+    "zero 1, donated": (DATA, lambda f: ff.donate(ff.shard(f, DATA, "data", zero=1))),
+    "zero 0": (DATA, lambda f: ff.shard(f, DATA, "data", zero=0)),
+    "hybrid": (HYBRID, lambda f: ff.shard(f, HYBRID, "data", replicate="node")),
+    "accumulated": (
+        HYBRID,
+        lambda f: ff.shard(ff.remat(ff.accumulate(f, 3)), HYBRID, ("data", "node")),
+    ),
+    "pipeline": (
+        BOTH,
+        lambda f: ff.shard(
+            ff.pipeline(f, BOTH, "pipe", n_microbatches=2), BOTH, "data"
+        ),
+    ),
+    "zero bubbles": (
+        PIPE,
+        lambda f: ff.pipeline(
+            f, PIPE, "pipe", n_microbatches=4, schedule=ff.schedules.zb_h1
+        ),
+    ),
+    "bfloat16": (
+        DATA, lambda f: ff.shard(ff.precision(f, torch.bfloat16), DATA, "data"),
+    ),
+    "offloaded": (
+        DATA, lambda f: ff.shard(ff.offload(f, params="host"), DATA, "data"),
+    ),
+    "compiled units": (DATA, lambda f: ff.shard(ff.jit(f), DATA, "data")),
+    "a compiled step": (
+        DATA, lambda f: ff.jit(ff.shard(f, DATA, "data"), whole_step=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_step_is_the_same_function_under_every_stack(name):
+    mesh, stack = STACKS[name]
+    stack = stack or (lambda f: ff.shard(f, mesh, "data"))
+    how = {"axis": ()} if "data" not in mesh.axes else {}
+    check(stack(train_step), mesh, **how)
+
+
+MATRICES = ("qkv", "out", "up", "down")
+OPTIMIZERS = {
+    "sgd": ff.sgd(0.1, momentum=0.9),
+    "lion": ff.lion(1e-3),
+    "lamb": ff.lamb(1e-2, weight_decay=0.1),
+    "adafactor": ff.adafactor(1e-2),
+    "muon": ff.partition(
+        {"matrix": ff.muon(1e-2), "other": ff.sgd(0.1)},
+        lambda path, leaf: "matrix" if path.endswith(MATRICES) else "other",
+    ),
+    "moments in bfloat16": ff.sharded_adam(1e-2, moment_dtype=torch.bfloat16),
+    "torch's": ff.from_torch(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "averaged": ff.ema(ff.sgd(0.1), 0.9),
+    "masters": ff.master_weights(ff.sharded_adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_the_same_function_of_parts(name):
+    optimizer = OPTIMIZERS[name]
+    step, mesh = step_of(optimizer), simulated(data=2)
+    check(ff.shard(step, mesh, "data"), mesh, step, optimizer)
+
+
+# What differs, however little
+
+
+def off_by(relative):
+    """A train step whose loss, and gradients, are a little too large."""
+
+    def train_step(state, batch):
+        def loss_fn_off(params, batch):
+            loss = loss_fn(params, batch)
+            return loss + relative * loss
+
+        loss, grads = ff.value_and_grad(loss_fn_off)(state.params, batch)
+        return state.apply_gradients(grads, OPTIMIZER), {"loss": loss}
+
+    return train_step
+
+
+@pytest.mark.parametrize("relative", [1e-3, 1e-6, 1e-9, 1e-12])
+def test_a_difference_is_seen_whatever_its_size(relative):
+    with pytest.raises(AssertionError, match="is not train_step on one device"):
+        check(ff.shard(off_by(relative), DATA, "data"), DATA)
+
+
+def test_a_common_mistake_is_named():
+    gradients = lambda w, x: torch.func.grad(lambda w: (x @ w).square().mean())(w)  # noqa: E731
+    mesh = simulated(data=2)
+    with pytest.raises(AssertionError, match="2 times too large, the size of .data."):
+        assert_equals_one_device(
+            gradients, lambda w, x: ff.psum(gradients(w, x), "data"), mesh,
+            torch.zeros(3), torch.zeros(4, 3), exact=True,
+        )  # fmt: skip
+
+
+def test_a_mean_over_the_wrong_rows_is_seen_at_any_weight():
+    """A regularizer of weight 1e-9 is taken of this rank's rows in the place of all."""
+
+    def step(w, x, reduce=lambda m: m):
+        def loss(w, x):
+            spread = (x @ w - reduce((x @ w).mean())).square().mean()
+            return (x @ w).square().mean() + 1e-9 * spread
+
+        return ff.value_and_grad(loss)(w, x)
+
+    mesh = simulated(data=2)
+    sharded = ff.shard(lambda w, x: step(w, x), mesh, "data", zero=0)
+    with pytest.raises(AssertionError, match="differs"):
+        assert_equals_one_device(
+            step, sharded, mesh, torch.zeros(3), torch.zeros(4, 3), exact=True
+        )
+    # In floats it passes: 1e-9 is below every tolerance that rounding needs.
+    draw = torch.randn(3), torch.randn(4, 3)
+    assert_equals_one_device(step, sharded, mesh, *draw, tolerance=1e-6)
+
+
+# Context
+
+
+def test_random_residues_depend_on_the_path_and_the_seed():
+    w = torch.zeros(3, dtype=torch.bfloat16)
+    values = {"a": w, "b": torch.zeros(3), "tied": w, "n": torch.arange(3), "x": 0.5}
+    drawn, again, other = residues(values), residues(values), residues(values, seed=1)
+    assert drawn["a"].dtype == torch.float64 and drawn["a"] is drawn["tied"]
+    assert torch.equal(drawn["a"], again["a"])
+    assert not torch.equal(drawn["a"], drawn["b"])
+    assert not torch.equal(drawn["a"], other["a"])
+    assert drawn["n"] is values["n"] and drawn["x"] == 0.5
+    assert bool((drawn["b"] >= 0).all()) and bool((drawn["b"] < PRIME).all())
+    with pytest.raises(TypeError, match="'w' is complex"):
+        residues({"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_what_has_no_rule_is_refused_by_name():
+    x = residues(torch.zeros(3, 3))
+    unit = ff.unit(lambda w, x: torch.linalg.inv(x) @ w)
+    with exact():
+        with pytest.raises(NoExactRule, match=r"linalg_inv_ex .*in unit '<lambda>'"):
+            unit(x, x)
+        with pytest.raises(NoExactRule, match="bernoulli_.* draws numbers.*p=0.0"):
+            F.dropout(x, 0.5)
+        with pytest.raises(NoExactRule, match="codes of 8 bits"):
+            x.to(torch.int8)
+        with pytest.raises(NoExactRule, match="complex"):
+            x.to(torch.complex64)
+    outside = torch.zeros(3, 3)
+    with exact(), pytest.raises(NoExactRule, match="float32 of shape .3, 3., made out"):
+        outside.copy_(x)
+
+
+def test_quantised_messages_are_refused():
+    step = ff.shard(train_step, DATA, "data", gather=ff.QuantizedGather())
+    with pytest.raises(NoExactRule, match="codes of 8 bits"):
+        check(step, DATA)
+
+
+def test_ranks_that_are_started_inside_compute_exactly():
+    mesh, x = simulated(data=2), residues(torch.zeros(5))
+
+    def main():
+        return ff.psum(x * 0.5, "data")
+
+    with exact():
+        for total in ff.spmd(main, mesh)():
+            assert torch.equal(total, x)
+    assert not torch.equal(ff.spmd(main, mesh)()[0], x / 2)
