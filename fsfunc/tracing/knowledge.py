@@ -70,6 +70,7 @@ class Known:
         self.own = OwnTensors()
         self._seen = StorageTable[Seen]()
         self._leaves = StorageTable[list[_Leaf]]()  # that share a storage
+        self._paired = StorageTable[bool]()  # see `pair`
         self._numbers = itertools.count(1)
 
     def of(self, x: Tensor) -> Seen:
@@ -96,6 +97,22 @@ class Known:
         first = int(_torch.unwrapped(x).storage_offset())
         new = _Leaf(first + start, first + stop, what)
         self._leaves[x] = [*(self._leaves.get(x) or []), new]
+
+    def pair(self, x: Tensor) -> None:
+        """Says that of a part's memory there are views as pairs of real numbers."""
+        self._paired[x] = True
+
+    def is_paired(self, x: Tensor) -> bool:
+        return bool(self._paired.get(x))
+
+    def are_pairs(self, x: Tensor, seen: Seen) -> bool:
+        """True of such a view: its last dim has the numbers of a pair, not elements."""
+        if not self.is_paired(x):
+            return False
+        x = _torch.unwrapped(x)
+        if x.is_complex() or x.ndim == 1 and (seen.flat or seen.kind is Kind.S):
+            return False  # the second: a part, of two elements
+        return x.shape[-1:] == (2,) and x.stride(-1) == 1
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
@@ -185,11 +202,16 @@ def digest_of(x: Tensor) -> Any:
 
 
 class Origin(NamedTuple):
-    """The operator that an autograd node is of; ``trusted``: the library called it."""
+    """The operator that an autograd node is of.
+
+    ``trusted``: the library called it, or the type check knows it as the library does;
+    ``of_pairs``: it takes one number of each pair.
+    """
 
     name: str
     where: str
     trusted: bool
+    of_pairs: bool = False
 
 
 class Nodes:
@@ -245,6 +267,17 @@ class Nodes:
         if found is not None:
             self.came_from(numbers, found)
         return found
+
+
+def keeps_pairs(x: Tensor, y: Tensor) -> bool:
+    """True if a view ``y`` shows all pairs of ``x``, or the same number of each."""
+    x, y = _torch.unwrapped(x), _torch.unwrapped(y)
+    if y.shape == x.shape:
+        return y.stride() == x.stride()
+    if y.shape != x.shape[:-1]:
+        return False
+    which = int(y.storage_offset()) - int(x.storage_offset())
+    return y.is_complex() or y.stride() == x.stride()[:-1] and which in (0, 1)
 
 
 def operand(x: Tensor, seen: Seen) -> Operand:

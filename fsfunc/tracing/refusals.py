@@ -229,6 +229,12 @@ _TEXTS = {
         "ff.unshard(tree) for whole tensors and ff.lay_like(result, tree) for the way "
         "back, or do it in a unit, whose parameters are whole"
     ),
+    "pairs": (
+        "{at} reads the dims of torch.view_as_real of this rank's part of {part}, or "
+        "works along them: the part is a range of the leaf's elements, 1-D. w.real and "
+        "w.imag are parts as w is; torch.view_as_real(w) of the whole leaf is taken in "
+        "a unit, whose parameters are gathered, or of ff.unshard(tree)"
+    ),
     "shape": (
         "{op} at {line} reads this rank's part of {first}, which is a row of its "
         "elements: read the shape of the leaf, by tree.map(fn, t, "

@@ -58,9 +58,10 @@ def seen_of(
     forward = _torch.current_node() is None
     told = forward and not op.random
     sources = [x for _, x in facts]
+    lies = made.ndim == 1 or made.ndim == 2 and known.is_paired(made)
     return _seen(op, kind, sources, digest, line)._replace(
         uniform=(uniform or op.factory or op.alike) and not op.random,
-        flat=forward and rows and made.ndim == 1 and any([x.flat for x in sources]),
+        flat=forward and rows and lies and any([x.flat for x in sources]),
         made_of=made_of(known, op, given, facts, made) if forward else NOTHING,
         value=value_of(known, op, given, facts) if told else 0,
         root=_root(known, op, facts) if told else 0,

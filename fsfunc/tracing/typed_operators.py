@@ -20,7 +20,15 @@ from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
-from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen, memory, operand
+from fsfunc.tracing.knowledge import (
+    Known,
+    Nodes,
+    Origin,
+    Seen,
+    keeps_pairs,
+    memory,
+    operand,
+)
 from fsfunc.tracing.operators import (
     COPIES,
     OF_LISTS,
@@ -213,9 +221,14 @@ class Operators(OperatorMode):
         for x in tensors:
             self.used(x)
         view = not writes and all(lies_in)
-        if view and not (by_user or op.picks):
+        if view and not (by_user or op.picks or op.name == "view_as_real"):
             return
         sources = [self.known.of(x) for x in tensors]
+        if view and self._takes_pairs(op, tensors[0], sources[0], made[0]):
+            if op.picks and origin:
+                origin = origin._replace(trusted=True, of_pairs=True)
+                self.nodes.came_from(numbers, origin)
+            return
         over = op.name == "copy" and sources[0].kind not in PARTS  # the first is lost
         read = tensors[1:] if over else tensors
         operands = list(map(operand, read, sources[len(tensors) - len(read) :]))
@@ -236,10 +249,12 @@ class Operators(OperatorMode):
         if by_user and kind is not Kind.V:
             kind, digest = self._event(op, given, tensors, sources, kind, line)
         numbers_alone = all([x.number for x in operands])
+        paired = op.name == "select_backward" and bool(origin and origin.of_pairs)
         facts = list(zip(tensors, sources, strict=True))
         seen = seen_of(
             self.known, op, kind, given, facts, made[0], digest, line,
-            uniform=op.elementwise and numbers_alone, rows=op.elementwise or trusted,
+            uniform=(op.elementwise or paired) and numbers_alone,
+            rows=op.elementwise or trusted,
         )  # fmt: skip
         self._put(made, lies_in, seen)
 
@@ -279,6 +294,19 @@ class Operators(OperatorMode):
                 raise refusal("input", name, [seen], None)
             self.captured.append(self.known.made_of(x))
 
+    def _takes_pairs(self, op: OperatorClass, x: Tensor, seen: Seen, y: Tensor) -> bool:
+        """True of what real and imaginary parts of a part of complex numbers are.
+
+        As torch computes these: its view as pairs of real numbers, views of those, and
+        one number of each pair.
+        """
+        if not (seen.flat or seen.kind in PARTS):
+            return False
+        if op.name == "view_as_real":
+            self.known.pair(x)
+            return True
+        return self.known.are_pairs(x, seen) and keeps_pairs(x, y)
+
     def _placed(
         self,
         op: OperatorClass,
@@ -288,10 +316,20 @@ class Operators(OperatorMode):
         view: bool,
     ) -> None:
         """Raises where the dims of a placed leaf's elements count: it shows a row."""
-        for x, seen in zip(given, sources, strict=True):
-            if not (seen.flat or seen.kind is Kind.S):
-                continue
-            if view:
+        placed = [
+            (x, seen, self.known.are_pairs(x, seen))
+            for x, seen in zip(given, sources, strict=True)
+            if seen.flat or seen.kind is Kind.S
+        ]
+        paired = [x.shape for x, _, are_pairs in placed if are_pairs]
+        for x, seen, are_pairs in placed:
+            if paired and x.ndim:  # else one number for all elements
+                kept = all(y.shape == paired[0] for y in made)
+                if view or not (are_pairs and op.elementwise and kept):
+                    raise refusal("pairs", op.name, [seen], None)
+                for y in made:
+                    self.known.pair(y)
+            elif view:
                 turned = op.name in TURNS or any(
                     y.shape[-1:] != x.shape[-1:] for y in made
                 )

@@ -63,6 +63,115 @@ def test_what_reads_dims_is_refused_by_name_and_with_the_way_out(name):
         on_ranks(with_w(REFUSED[name]), PARAMS, X, mesh=MESH)
 
 
+# Real and imaginary parts, which torch takes as views of pairs of real numbers
+
+
+@ff.unit
+def complex_unit(p, x):
+    return (x.to(p["w"].dtype) @ p["w"]).abs().mean() + p["s"].abs() + p["b"].sum()
+
+
+COMPLEX = {
+    "b": torch.randn(3, dtype=torch.float64),
+    "s": torch.randn((), dtype=torch.complex128),  # no rank but one has any of it
+    "w": torch.randn(5, 3, dtype=torch.complex128),
+}
+
+
+def _written(t):
+    t = t * 1
+    t.real.mul_(3)
+    t.imag = t.real * 2
+    return t.abs()
+
+
+OF_COMPLEX = {  # real results, linear in the parts and not
+    "real": lambda t: t.real,
+    "imag of a conjugate": lambda t: t.conj().imag,
+    "both": lambda t: t.real + 3 * t.imag,
+    "by itself": lambda t: (t * t.imag).real * t.abs(),
+    "complex": lambda t: torch.complex(t.real, t.imag.sin()).abs(),
+    "isfinite": lambda t: torch.where(torch.isfinite(t), t.real.square(), 0),
+    "written": _written,
+    "pairs": lambda t: torch.view_as_complex(torch.view_as_real(t).exp() * 2).abs(),
+    "of pairs": lambda t: torch.view_as_real(t)[..., 1] * t.imag,
+}
+
+
+def of_each(fn, params):
+    return ff.tree.map(lambda t: fn(t) if t.is_complex() else t.square(), params)
+
+
+def _all(t):
+    return sum(fn(t) for name, fn in OF_COMPLEX.items() if name != "all")
+
+
+OF_COMPLEX["all"] = _all
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [*((name, 3) for name in OF_COMPLEX), *(("all", z) for z in (0, 1, 2))],
+)
+def test_parts_of_complex_numbers_are_parts_forward_and_backward(name, zero):
+    fn, mesh = OF_COMPLEX[name], simulated(3)
+
+    def loss(params, x):
+        return complex_unit(params, x) + ff.tree_sum(of_each(fn, params))
+
+    def norms(params, x):  # a derivative of derivatives
+        grads = ff.value_and_grad(loss)(params, x)[1]
+        return ff.tree_sum(of_each(lambda g: g.abs().square(), grads))
+
+    def step(params, x):
+        by_torch = torch.func.grad(loss)(params, x)
+        twice = torch.func.grad(norms)(params, x)
+        _, grads = ff.value_and_grad(loss)(params, x)
+        return of_each(fn, params), grads, by_torch, twice
+
+    def whole(params, x):
+        terms = ff.tree.leaves(of_each(fn, params))
+        return complex_unit(params, x) + sum(y.sum() for y in terms)
+
+    def whole_norms(params, x):
+        grads = torch.func.grad(whole)(params, x).values()
+        return sum(g.abs().square().sum() for g in grads)
+
+    x = torch.randn(6, 5, dtype=torch.float64)
+    grads = torch.func.grad(whole)(COMPLEX, x)
+    expected = (
+        of_each(fn, COMPLEX),
+        grads,
+        grads,
+        torch.func.grad(whole_norms)(COMPLEX, x),
+    )
+    sharded = ff.shard(step, mesh, "data", zero=zero)
+    for found in on_ranks(sharded, COMPLEX, x, mesh=mesh):
+        close(found, expected, 1e-9)
+
+
+AS_PAIRS = {
+    "sum": lambda t: t * torch.view_as_real(t).sum(-1),
+    "a row": lambda t: t * torch.view_as_real(t)[0],
+    "beside the part": lambda t: torch.view_as_real(t) * t.real,
+    "turned": lambda t: torch.view_as_real(t).transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", AS_PAIRS)
+def test_pairs_of_real_numbers_are_no_dim_of_a_part(name, zero):
+    params = {"b": torch.ones(1), "s": torch.ones(()), "w": COMPLEX["w"][:2, :2]}
+
+    def step(params, x):
+        w = ff.tree.map(AS_PAIRS[name], params["w"])
+        return {**params, "w": w}, complex_unit(params, x)
+
+    step = ff.shard(step, MESH, "data", zero=zero)
+    with pytest.raises(LawError, match=r"'w'.*ff\.unshard\(tree\)"):
+        on_ranks(step, params, torch.randn(4, 2), mesh=MESH)
+
+
 def test_a_map_over_leaves_of_unlike_sizes_is_refused_with_the_way_out():
     two = ff.unit(lambda p, x: torch.tanh(x @ p["a"]) @ p["b"])
     params = {"a": torch.ones(5, 2, 3), "b": torch.ones(5, 3, 1)}
