@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, stated
@@ -289,6 +290,7 @@ def answers(params: Tree) -> Ask:
     return ask
 
 
+@heard()
 def _said(fn: Callable[..., Any], *args: Any) -> str:
     try:
         return stated(fn(*args))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
+from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
@@ -69,6 +70,7 @@ class PartedUnits:
             self._made[key] = self._traced(call, share, leaves, treedef)
         return self._made[key] or fn
 
+    @heard()
     def _traced(
         self, call: Call, share: float | None, leaves: list[Any], treedef: Any
     ) -> _Parted | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
@@ -279,6 +280,7 @@ _WHOLE = (
 )
 
 
+@heard()
 def _check_types(
     sharding: Sharding,
     fn: Callable[..., Any],

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
+from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
@@ -48,6 +49,7 @@ from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
 from fsfunc.tracing.torch_calls import OwnValues, Reads
 
 
+@heard()
 def record(
     fn: Callable[..., Any],
     params: Any,
@@ -92,6 +94,7 @@ def record(
         return run()
 
 
+@heard()
 def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:
     """The numbers of another run, and its error where it raises without a backward."""
     with suppress(Exception):

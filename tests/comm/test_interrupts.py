@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def test_an_interrupt_before_any_bytecode_is_heard(many):
         with pytest.raises(KeyboardInterrupt):
             bytecodes(run, at)
         check_nothing_stays(threads)
+
+
+@pytest.mark.processes
+def test_what_a_handler_raises_in_a_check_of_a_step_is_heard(processes):
+    """Checks go on where a step that they try raises; this is no error of the step."""
+    program = Path(__file__).parent / "limited_step.py"
+    assert "12 of 12 heard" in processes(program, 1, "1", "12")
 
 
 @pytest.fixture

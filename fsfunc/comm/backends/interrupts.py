@@ -13,9 +13,10 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -82,3 +83,23 @@ class Interrupts:
                 self.keep(error)
 
         return handler
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Inside, what a signal handler raises is raised where it comes, and at the end.
+
+    For code that tries what a user gave, and goes on where that raises: it cannot tell
+    a handler's exception, such as a time limit's, from one of what it tries. Nor do
+    those go on that come in a finalizer, whose exceptions Python drops.
+    """
+    interrupts = Interrupts(_raise)
+    try:
+        interrupts.begin()
+        yield
+    finally:
+        interrupts.end()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
