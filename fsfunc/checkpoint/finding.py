@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from fsfunc.checkpoint.stored import (
     refuse_pickle,
     stays,
 )
+from fsfunc.comm.attribution import warn
 from fsfunc.printing.tables import visible
 from fsfunc.runtime.scopes import uncollected
 
@@ -227,11 +227,10 @@ def latest(
         if fault is None:
             return path
         faults.append(fault)
-        warnings.warn(
+        warn(
             f"{visible(str(path))} cannot be loaded, and the one before it is "
             f"taken: {fault}",
             RuntimeWarning,
-            stacklevel=2,
         )
     if faults:
         raise CheckpointError(
@@ -253,10 +252,9 @@ def keep_newest(path: Path, keep: int) -> None:
         try:
             delete(old)
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{old} is to make room, and cannot be deleted: {error}",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 import threading
+import warnings
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -19,6 +22,8 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
+# Of Python, those that call what they decorate.
+_DECORATORS = contextlib.__file__, functools.__file__
 # Modes pass on a call, and so do operators and attributes of a leaf that is recorded.
 _PASSES_ON = {
     *("__torch_function__", "__torch_dispatch__", "dispatch"),
@@ -30,12 +35,15 @@ INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
 class _Owners(dict[str, str]):
-    """By the path of a source file: "user", or else whose code it has."""
+    """By the path of a source file: "user", or else whose code it has.
+
+    What calls for anybody is as torch's: who called is asked of the frames around it.
+    """
 
     def __missing__(self, path: str) -> str:
         if path.startswith(_OURS):
             owner = "anybody" if path in _ANYBODYS else "fsfunc"
-        elif path.startswith((_TORCH, "<frozen ")):
+        elif path.startswith((_TORCH, "<frozen ")) or path in _DECORATORS:
             owner = "torch"
         else:
             owner = "thread" if path == threading.__file__ else "user"
@@ -72,13 +80,29 @@ def is_internal() -> bool:
 
 def source_line() -> str:
     """``file:line`` of the innermost caller outside fsfunc and torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if _OWNERS[name] == "user":
-            return f"{name}:{frame.f_lineno}"
+    frame = _users(sys._getframe(1))
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from this one on that is outside fsfunc and torch."""
+    while frame is not None and _OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
-    return "?"
+    return frame
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line outside fsfunc and torch, which caused it."""
+    frame = _users(here := sys._getframe(1)) or here
+    where = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        where.get("__name__"),
+        where.setdefault("__warningregistry__", {}),
+    )
 
 
 def traceback_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import internal, label
+from fsfunc.comm.attribution import internal, label, warn
 from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
@@ -319,7 +318,7 @@ class Call:
         f, dtype = self.frame, casts.of(self.name)
         if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
             if not any(handler.scales for handler in f.handlers):
-                warnings.warn(_UNSCALED, stacklevel=2)
+                warn(_UNSCALED)
         kept = inputs[: self.unit.as_given]
         rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
         leaves, treedef = tree.flatten(params, is_leaf=is_sharded)

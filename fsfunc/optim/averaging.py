@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
+from fsfunc.comm.attribution import warn
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, along, chosen, copied, floating, held_dtype
 from fsfunc.optim.matching import Matched
@@ -109,11 +109,10 @@ def warn_narrow(
     dtypes = {held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
     stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
     if stuck:
-        warnings.warn(
+        warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
             f"does not move by {least[1]}. Give {way}"
             f"ff.master_weights(ff.{name}(optimizer)), which averages those",
-            stacklevel=2,
         )
 
 

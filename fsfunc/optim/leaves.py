@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.groups import strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
@@ -154,11 +154,10 @@ def warn_narrow_moments(
     if torch.bfloat16 in dtypes and asked is None and 1 - decay < 2**-8:
         faults.append(f"in bfloat16 one does not decay by b2 = {decay}")
     if faults:
-        warnings.warn(
+        warn(
             f"{name}'s moments have 16 bits and no scale: {', '.join(faults)}. Give "
             "moment_dtype=torch.float32 (or torch.uint8, which has scales), or "
             "ff.master_weights(optimizer)",
-            stacklevel=2,
         )
 
 

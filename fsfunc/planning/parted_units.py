@@ -9,7 +9,6 @@ Source: ``min_cut_rematerialization_partition`` of functorch.compile.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.core.execution_context import running
@@ -92,7 +92,7 @@ class PartedUnits:
             return found
         except Exception as error:
             first = str(error).partition("\n")[0]
-            warnings.warn(_WHOLE.format(call.name, first), stacklevel=2)
+            warn(_WHOLE.format(call.name, first))
             return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
@@ -269,7 +269,7 @@ def _warn_of_whole(sharding: Sharding, leaves: Collection[Any], at: Here) -> Non
     if whole and not any(map(is_sharded, leaves)):
         size = sum(x.nbytes for x in whole)
         what = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
-        warnings.warn(_WHOLE.format(sharding.zero, size, what), stacklevel=2)
+        warn(_WHOLE.format(sharding.zero, size, what))
 
 
 _WHOLE = (

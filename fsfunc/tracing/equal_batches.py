@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.comparison import Section, digests, has_values, whole_values
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here
@@ -38,7 +38,7 @@ def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
     if same and not all(map(_is_one_row, rows)):
         names, n = " and ".join(map(repr, same)), at.mesh.axis_size(tuple(same))
         every_axis, over = (a[0] if len(a) == 1 else tuple(a) for a in (axes, same))
-        warnings.warn(_EQUAL.format(names, n, every_axis, over), stacklevel=2)
+        warn(_EQUAL.format(names, n, every_axis, over))
 
 
 def _equal_along(i: int, sizes: Sequence[int], every: Sequence[bytes]) -> bool:

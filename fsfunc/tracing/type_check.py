@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import watching
@@ -153,7 +153,7 @@ class TypeCheck(FirstCalls):
             if not later or refused or exchange.failed:
                 raise
             exchange(())
-            warnings.warn(UNCHECKED.format(repr(error)), stacklevel=2)
+            warn(UNCHECKED.format(repr(error)))
             return
         finally:
             self.ran = True

@@ -6,7 +6,6 @@ names. All of its tensors with dims are cut, except for sharded leaves.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.attribution import warn
 from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
@@ -137,7 +137,7 @@ class Microbatches:
 def warn_narrow(total: Tensor, n: int) -> None:
     """Warns where what each of ``n`` microbatches adds to a sum may be lost in it."""
     if total.is_floating_point() and n * torch.finfo(total.dtype).eps >= 1:
-        warnings.warn(_NARROW.format(n, total.dtype), stacklevel=2)
+        warn(_NARROW.format(n, total.dtype))
 
 
 _NARROW = (

@@ -14,12 +14,12 @@ import socket
 import struct
 import time
 import uuid
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.shared_memory import SharedMemory, shared_file
 
@@ -307,11 +307,10 @@ class _Meeting:
 
 
 def _warn(whom: str, why: str) -> None:
-    warnings.warn(
+    warn(
         f"no memory to share with {whom} ({why}): messages to them go by gloo, as by "
         "make_mesh(shared_memory=False)",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 
