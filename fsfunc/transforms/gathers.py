@@ -171,7 +171,7 @@ class Gathers:
         self.again = again
         self.recent: Calls = []
         self.size = groups.where.size
-        self.rounds = not how.exact  # whether floating buffers are encoded
+        self.rounds = not how.exact  # whether buffers that it encodes are
         # By the name of the buffer; several, if trees of one layout are arguments.
         self.named: dict[str, list[FlatShard]] = {}
         for shard in shards:
@@ -233,9 +233,9 @@ class Gathers:
             return full, near.first.again(full)
         where: Any = self.groups[shard.split_axes].where
         how, full, source = self.how, shard.whole, None
-        if self.rounds and shard.flat.is_floating_point():
+        if self.rounds and how.encodes(shard.flat.dtype):
             source, full = self._encoded(shard, dtype), None
-        elif self.rounds:  # indices, masks, complex numbers: sent as they are
+        elif self.rounds:  # sent as they are
             how = _PLAIN
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source
@@ -309,8 +309,9 @@ class Gathers:
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """The whole buffer, decoded from what has arrived."""
-        if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
-            count, how = shard.place.chunk, self.how
+        how = self.how
+        if self.rounds and shard.place.size > 1 and how.encodes(shard.flat.dtype):
+            count = shard.place.chunk
             full = how.decode(full, dtype, count)
             check_decoded(how, full, count * shard.place.size, dtype)
             count_as("gathered", [full])

@@ -203,8 +203,8 @@ class GradientSums:
         if buffer.dtype == torch.float16:
             wait_for(buffer).div_(self.before)
         if where is not None and where.size > 1:
-            as_is = buffer.dtype.is_complex and not self.exact  # none encodes these
-            send = Reduction().send if as_is else self.send
+            encoded = self.exact or self.reduction.encodes(buffer.dtype)
+            send = self.send if encoded else Reduction().send
             one.work = send(buffer, shard, where, shard.place.size == 1)
         self.reducing.append(one)
         if now or len(self.reducing) > 1:
@@ -227,8 +227,8 @@ class GradientSums:
             one.work = one.grad = None  # frees what arrived as soon as it is cast
             flat = one.shard.flat
             wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
-            as_is = flat.is_complex() and not self.exact
-            how = Reduction() if as_is else self.reduction
+            encoded = self.exact or self.reduction.encodes(flat.dtype)
+            how = self.reduction if encoded else Reduction()
             grad = how.decode(arrived, wide, flat.numel())
             if arrived is not sent:
                 self.pool.spoil(sent)

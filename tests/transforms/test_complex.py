@@ -359,3 +359,26 @@ def test_a_checkpoint_loads_on_another_mesh(tmp_path):
         same(ff.load(tmp_path / path, model(torch.complex128, seed=1)), wide)
     narrow = ff.load(tmp_path / "a", model(), at="params")
     same(tree.map(lambda x, y: x.to(y.dtype), wide, narrow), narrow)
+
+
+def test_a_message_says_of_which_numbers_it_encodes_buffers():
+    """In one place: gathers and both ends of reductions go by that."""
+
+    class Sums(ff.QuantizedReduction):
+        def encodes(self, dtype):
+            return False
+
+    class Gathers(ff.QuantizedGather):
+        def encodes(self, dtype):
+            return False
+
+    init, x = {"w": torch.randn(8, 8)}, floats(6, 8)
+    only = ff.unit(lambda p, x: (x @ p["w"]).square().mean())
+    step = ff.sgd(0.1)(ff.value_and_grad(only))
+    hows: list[dict] = [{}, {"gather": Gathers(4), "reduction": Sums(4)}]
+    plain, kept = (
+        trained(ff.shard(step, simulated(), "data", **how), init, ff.sgd(0.1), x)
+        for how in hows
+    )
+    same(kept[0].params, plain[0].params)
+    assert kept[0].sent == plain[0].sent

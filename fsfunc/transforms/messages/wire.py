@@ -49,14 +49,24 @@ def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> Non
         )
 
 
-class _Shown:
-    """Equality, hash and repr by attributes, so that ranks can compare messages."""
+class _Message:
+    """What gathers and reductions have in common.
+
+    Equality, hash and repr are by attributes, so that ranks can compare messages.
+    """
 
     exact: bool
 
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """True if an inexact one, or a feedback, is for buffers of this dtype.
+
+        Others are sent as they are: integers, masks, complex numbers.
+        """
+        return dtype.is_floating_point
+
     def __init_subclass__(cls) -> None:
         own = not {"encode", "decode"}.isdisjoint(vars(cls))
-        if own and _Shown not in cls.__bases__ and cls.exact is True:
+        if own and _Message not in cls.__bases__ and cls.exact is True:
             raise TypeError(
                 f"{cls.__name__} has an encode or a decode of its own: say exact = "
                 "False in it, as what arrives may differ from what was sent"
@@ -73,7 +83,7 @@ class _Shown:
         return f"{type(self).__name__}({made})"
 
 
-class Gather(_Shown):
+class Gather(_Message):
     """The gather of a packed buffer: from each rank's range to the whole buffer.
 
     A subclass with an ``encode`` or ``decode`` sets ``exact = False``: it works under
@@ -129,7 +139,7 @@ class KeptGather(Handle):
         raise NotImplementedError
 
 
-class Reduction(_Shown):
+class Reduction(_Message):
     """The reduction of the ranks' gradients of a packed buffer to sums.
 
     Each rank receives the sum of its range, or at zero=0 the whole sum.
