@@ -247,8 +247,20 @@ def planned(sharded, x, extra):
     return state
 
 
+def whole(sharded, x, extra):
+    return ff.init_state(sharded, W, SGD, x, extra=extra)
+
+
+def searched(step, zero):
+    """The step of what a search finds best."""
+    loss = lambda w, x: unit(w, x).square().mean()  # noqa: E731
+    space = {"zero": (zero,), "remat": (None,), "accumulate": (1,)}
+    given = loss, SGD, lambda: W.clone(), X, dict(MESH.axes), ff.hardware.CPU
+    return ff.search(*given, **space).best.build(step, MESH)
+
+
 WAYS = {
-    "init_state": lambda f, x, extra: ff.init_state(f, W, SGD, x, extra=extra),
+    "init_state": whole,
     "init_state of a function": lambda f, x, extra: ff.init_state(
         f, lambda: torch.ones(3, 3), SGD, x, extra=lambda w: extra
     ),
@@ -258,6 +270,7 @@ WAYS = {
     "another step's init_state": lambda *given: begun(*given)[0],
     "an earlier call": lambda *given: begun(*given)[1],
     "plan": planned,
+    "search": whole,
 }
 
 
@@ -275,8 +288,10 @@ def test_however_a_first_call_comes_the_other_branch_is_refused(way, of, tmp_pat
         g = each(lambda g: g * x.mean(), g) if comes(s) else g
         return s.apply_gradients(g, SGD), loss
 
+    sharded = ff.shard(step, MESH, "data", zero=zero)
+    sharded = searched(step, zero) if way == "search" else sharded
+
     def main():
-        sharded = ff.shard(step, MESH, "data", zero=zero)
         mine = ff.local_batch(X, MESH, "data")
         sharded(ways[way](sharded, mine, extra), mine)
 
