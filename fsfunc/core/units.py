@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -303,6 +304,8 @@ class Call:
                 failed = False
                 return out
         except Exception as error:
+            if (refused := _unaligned(error, self.name, params)) is not None:
+                raise refused from error
             _tell_unit(error, self.name)
             raise
         finally:
@@ -345,6 +348,30 @@ def _tell_unit(error: Exception, name: str) -> None:
     notes = getattr(error, "__notes__", ())
     if not any(str(note).startswith("in unit ") for note in notes):
         error.add_note(f"in unit {name!r}")
+
+
+def _unaligned(error: Exception, name: str, params: Any) -> RuntimeError | None:
+    """The refusal of a wider view of leaves that begin anywhere in a packed buffer."""
+    if (said := _UNALIGNED.search(str(error))) is None:
+        return None
+    paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
+    tensors = [(p, x) for p, x in zip(paths, leaves, strict=True) if _is_dense(x)]
+    starts = {p: int(_torch.unwrapped(x).storage_offset()) for p, x in tensors}
+    odd = [f"{p!r} at element {n}" for p, n in starts.items() if n % int(said[1])]
+    return RuntimeError(_VIEWS.format(name, said[1], ", ".join(odd))) if odd else None
+
+
+_UNALIGNED = re.compile(r"storage_offset.*divisible by (\d+)")
+_VIEWS = (
+    "unit {!r} views a tensor as one of wider numbers (torch.view_as_complex, "
+    "x.view(dtype)), which must begin at a multiple of {} of its elements. Parameters "
+    "lie in a packed buffer, one after another, and these do not: {}. View a copy, "
+    "torch.view_as_complex(w.clone()); or let the parameter itself have that dtype"
+)
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided
 
 
 def _tensors(given: list[Any]) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Complex parameters (spectral layers, state spaces) train as in torch on any mesh."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import close, same, simulated, trained
+from fsfunc.comm.typed_maps import LawError
+from tests.checks import close, on_ranks, same, simulated, trained
 from tests.models import floats
 
 pytestmark = [  # of torch.compile
@@ -382,3 +385,54 @@ def test_a_message_says_of_which_numbers_it_encodes_buffers():
     )
     same(kept[0].params, plain[0].params)
     assert kept[0].sent == plain[0].sent
+
+
+WIDER = {
+    "view_as_complex": torch.view_as_complex,
+    "view": lambda w: w.view(torch.complex64),
+    "view of a view": lambda w: torch.view_as_complex(w.view(2, 2, 2)).view(4, 1),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("wrap", [lambda f: f, ff.remat], ids=["plain", "remat"])
+def test_a_wider_view_of_a_leaf_at_an_odd_place_is_refused_by_name(name, zero, wrap):
+    """Of three elements the first leaf: the second one begins at the fourth."""
+    params = {"a": torch.randn(3), "w": torch.randn(4, 2)}
+    x, mesh = floats(6, 4), simulated()
+
+    def layer(p, x, copied=False):
+        w = p["w"].clone() if copied else p["w"]
+        z = x.to(torch.complex64) @ WIDER[name](w)
+        return z.abs().mean() + p["a"].sum()
+
+    step = wrap(ff.value_and_grad(ff.unit(layer)))
+    sharded = ff.shard(step, mesh, "data", zero=zero)
+    told = r"(?s)unit 'layer' views .* 'w' at element 3\. .*w\.clone\(\)"
+    with pytest.raises(RuntimeError, match=told):
+        on_ranks(sharded, params, x, mesh=mesh)
+    step = wrap(ff.value_and_grad(ff.unit(partial(layer, copied=True))))
+    expected = ff.value_and_grad(layer)(params, x)
+    for found in on_ranks(
+        ff.shard(step, mesh, "data", zero=zero), params, x, mesh=mesh
+    ):
+        close(found, expected)
+    even = params | {"a": torch.randn(2)}
+    sharded = ff.shard(wrap(ff.value_and_grad(ff.unit(layer))), mesh, "data", zero=zero)
+    expected = ff.value_and_grad(layer)(even, x)
+    for found in on_ranks(sharded, even, x, mesh=mesh):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["view_as_complex", "view"])
+def test_a_wider_view_of_a_part_is_refused_by_name(name, size):
+    params = {"a": torch.randn(size), "w": torch.randn(4, 2)}
+    unit = ff.unit(lambda p, x: (x @ p["w"]).mean() + p["a"].sum())
+
+    def step(p, x):
+        return ff.tree.map(WIDER[name], p["w"]), unit(p, x)
+
+    with pytest.raises(LawError, match=r"'w'.*ff\.unshard\(tree\)"):
+        on_ranks(ff.shard(step, simulated(), "data"), params, floats(6, 4))
