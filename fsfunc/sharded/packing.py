@@ -108,6 +108,8 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     packed = FlatShard(members, flat, own)
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):
+            if leaf.local.shape != target.local.shape:  # one number would be repeated
+                leaf.layout.check_part(leaf.local.shape, own)
             target.local.copy_(leaf.local)
     return packed
 

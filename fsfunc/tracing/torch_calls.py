@@ -22,7 +22,6 @@ from fsfunc.comm.attribution import (
     is_own_call,
     source_line,
 )
-from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import Recorded, plain
@@ -41,6 +40,7 @@ _READS_NOTHING = _ASKS | {
     "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual", "split",
 }  # fmt: skip
 _DATA: Any = Tensor.data.__get__  # type: ignore
+_RAISED = (IndexError, RuntimeError, ValueError)  # by torch, of shapes
 _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 
 
@@ -164,7 +164,12 @@ class Asked(Outside):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         asks = name == "__get__"
         if name == "_set_grad_enabled" or asks and func not in _SHAPES:
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except _RAISED as error:  # by an attribute of matrices
+                if (refused := self.checker.of_a_part(func, args, error)) is None:
+                    raise
+                raise refused from error
         values = () if asks else flat((args, kwargs) if kwargs else args)
         if (words := said(func, values)) is not None:
             self.checker.said.append(words)
@@ -191,9 +196,7 @@ class Asked(Outside):
         self.checker.indexing = func is Tensor.__getitem__
         try:
             return super().__torch_function__(func, types, args, kwargs)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if isinstance(error, LawError) or _torch.is_data_dependent(error):
-                raise
+        except _RAISED as error:
             if (refused := self.checker.of_a_part(func, values, error)) is None:
                 raise
             raise refused from error

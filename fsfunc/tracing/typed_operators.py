@@ -164,12 +164,16 @@ class Operators(OperatorMode):
         self, func: Any, values: Iterable[Any], error: Exception
     ) -> LawError | None:
         """The refusal of a function that raised ``error``, given parts by a user."""
+        if isinstance(error, LawError) or _torch.is_data_dependent(error):
+            return None
         if frame().path or _trusted():
             return None
         seen = [self.known.of(x) for x in values if isinstance(x, Tensor)]
         if not any(x.kind is Kind.S or x.flat for x in seen):
             return None
         name = getattr(func, "__name__", type(func).__name__)
+        if name == "__get__":
+            name = func.__self__.__name__  # of an attribute
         return refusal("dims", name, seen, None, error)
 
     def asked(self, name: str, x: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ REFUSED = {
     "ravel": torch.ravel,
     "view": lambda t: (2 * t).view(-1),
     "unsqueeze": lambda t: t.unsqueeze(0),
+    "an attribute": lambda t: t.mT,
 }
 
 
@@ -61,6 +62,22 @@ REFUSED = {
 def test_what_reads_dims_is_refused_by_name_and_with_the_way_out(name):
     with pytest.raises(LawError, match=r"'w'.*ff\.unshard\(tree\)"):
         on_ranks(with_w(REFUSED[name]), PARAMS, X, mesh=MESH)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda t: t.new_zeros(1), lambda t: t.new_ones(3), lambda t: torch.cat([t, t])],
+    ids=["one number", "another size", "joined"],
+)
+def test_a_part_of_another_size_is_none_of_the_leaf(fn, zero):
+    def step(params, x):
+        return {**params, "w": ff.tree.map(fn, params["w"])}, unit(params, x)
+
+    step = ff.shard(step, MESH, "data", zero=zero)
+    told = r"(?s)the part of w .*on this rank, not .*ff\.lay_like|'w'.*ff\.lay_like"
+    with pytest.raises((ValueError, LawError), match=told):
+        on_ranks(step, PARAMS, X, mesh=MESH)
 
 
 # Real and imaginary parts, which torch takes as views of pairs of real numbers
