@@ -105,16 +105,27 @@ class OwnDraws:
     """
 
     def __init__(self, index: int, *, draws: bool):
-        self.before = generator_states()
-        digest = sha1(_bytes(self.before[0][1]), usedforsecurity=False).digest()
-        seed = mix(int.from_bytes(digest[:8], "little"), index)
-        for g, _ in self.before:
-            g.manual_seed(seed)
-        self.seeded = None if draws else generator_states()
+        self.before = before = generator_states()
+        found, seeded, standing = _SEEDED.get(index, _NEVER)
+        if found == (given := _standing(before)):  # as always where nothing is drawn
+            set_generators(seeded)
+        else:
+            digest = sha1(given[0][1], usedforsecurity=False).digest()
+            seed = mix(int.from_bytes(digest[:8], "little"), index)
+            for g, _ in before:
+                g.manual_seed(seed)
+            seeded = generator_states()
+            standing = _standing(seeded)
+            if len(_SEEDED) >= 256:
+                _SEEDED.clear()
+            _SEEDED[index] = given, seeded, standing
+        self.standing = None if draws else standing
 
     def end(self, failed: bool) -> None:
         """Puts the generators to what follows; ``failed``: as they were before."""
-        drawn = not failed and (self.seeded is None or are_drawn(self.seeded))
+        drawn = not failed
+        if drawn and self.standing is not None:
+            drawn = _standing(generator_states()) != self.standing
         set_generators(self.before)
         if drawn:
             one_number()
@@ -123,6 +134,17 @@ class OwnDraws:
 def are_drawn(states: States) -> bool:
     """True if generators stand otherwise than they did."""
     return any(_bytes(g.get_state()) != _bytes(state) for g, state in states)
+
+
+Standing = list[tuple[Any, bytes]]  # of generators: states, to compare
+
+# By index, how generators stood when `OwnDraws` last seeded them, and did afterwards.
+_NEVER: tuple[Standing, States, Standing] = [], [], []
+_SEEDED: dict[int, tuple[Standing, States, Standing]] = {}
+
+
+def _standing(states: States) -> Standing:
+    return [(g, _bytes(state)) for g, state in states]
 
 
 def _bytes(state: Tensor) -> bytes:

@@ -1,6 +1,7 @@
 """Units that draw outside gradient calls: each rank its own numbers, as within them."""
 
 import contextlib
+import hashlib
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.func import vmap
 
 import fsfunc as ff
+from fsfunc.runtime import generators
 from tests.checks import close, same, simulated
 
 WIDTH = 24
@@ -173,6 +175,29 @@ def test_a_unit_that_draws_nothing_leaves_the_generator_alone(fails):
 
     still_step = ff.shard(forward(still), MESH, "data")
     ff.spmd(main, MESH)()
+
+
+def test_generators_that_stand_still_are_seeded_once(monkeypatch):
+    """A unit call that finds them as the last one did takes what that made of them."""
+    mesh, made = simulated(2), []
+    step = ff.shard(forward(still), mesh, "data")
+
+    def sha(data, **how):
+        made.append(mesh.rank)
+        return hashlib.sha1(data, **how)
+
+    def main():
+        placed = ff.place(step, W, X)
+        torch.manual_seed(11)
+        with torch.no_grad():
+            for _ in range(4):
+                step(placed, X)
+            torch.rand(1)
+            step(placed, X)
+
+    monkeypatch.setattr(generators, "sha1", sha)
+    ff.spmd(main, mesh)()
+    assert sorted(made) == [0, 0, 1, 1]
 
 
 def test_ranks_without_rows_go_on_with_the_numbers_of_the_others():
