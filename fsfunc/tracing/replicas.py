@@ -176,8 +176,8 @@ class Replicas:
             return 0
         for axes, because in self.together:
             compare_batches(batch, group(axes, at), because)
-            if self.draws and because == SPLIT:
-                _compare_generators(group(axes, at))
+            if self.draws and because:
+                _compare_generators(group(axes, at), because)
         return n
 
     def end(
@@ -283,14 +283,17 @@ def _compare_near(
         )
 
 
-def _compare_generators(where: RankGroup) -> None:
-    """Raises if the default generators of ranks that compute one batch differ."""
+def _compare_generators(where: RankGroup, because: str) -> None:
+    """Raises if the default generators of ranks that compute one batch differ.
+
+    Not along axes of a mean: there numbers that are drawn are each rank's own.
+    """
     found = {g.device.type: state for g, state in generator_states()}
     values = whole_values([*found], [*found.values()], where.link.notes)
     names = " and ".join(map(repr, where.axis))
     title = (
         f"the ranks along {names} draw apart, as the default generators stand, and "
-        f"{SPLIT}: what they draw is one value"
+        f"{because}: what they draw is one value"
     )
     advice = (
         f"Seed the ranks along {names} alike, torch.manual_seed(seed); what each is to "

@@ -165,6 +165,43 @@ def test_ranks_of_split_parameters_that_draw_are_seeded_alike(drops):
         run("model")
 
 
+@pytest.mark.parametrize("apart", ["never", "seeded along data", "seeded", "later"])
+def test_stages_that_mix_rows_by_a_drawn_number_are_seeded_alike(apart):
+    """The first stage mixes the inputs, the last one the targets."""
+    mesh = simulated(pipe=2, data=2)
+
+    def loss(layers, batch):
+        x, y = batch
+        for p in layers:
+            x = unit(p, x)
+        return (x - y).square().mean()
+
+    def step(state, batch):
+        part = torch.rand(())
+        x, y = (part * v + (1 - part) * v.flip(0) for v in batch)
+        _, grads = ff.value_and_grad(loss)(state.params, (x, y))
+        return state.apply_gradients(grads, OPTIMIZER), {}
+
+    def main():
+        piped = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
+        sharded = ff.shard(piped, mesh, "data")
+        batch = ff.local_batch((floats(8, 2), floats(8, 2)), mesh, "data")
+        state = ff.init_state(sharded, [W, W + 1], OPTIMIZER, batch)
+        by = {"seeded along data": "data", "seeded": "pipe"}.get(apart)
+        torch.manual_seed(mesh.coordinate(by) if by else 0)
+        for i in range(1, 5):
+            if apart == "later" and i == 3 and mesh.coordinate("pipe"):
+                torch.rand(1)
+            state, _ = sharded(state, batch)
+
+    if apart in ("never", "seeded along data"):
+        ff.spmd(main, mesh)()
+    else:
+        with pytest.raises(RanksDiffer, match="along 'pipe' draw apart") as told:
+            ff.spmd(main, mesh)()
+        assert "stages lie along it" in str(told.value) and "rank" in str(told.value)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_branch_that_is_first_taken_later_is_told_where_leaves_part(zero):
     count = [0]
