@@ -292,11 +292,13 @@ def _check_types(
 ) -> None:
     """Runs the type check, if the step needs it.
 
-    It does where leaves are ``split`` over other axes too, whose ranks draw alike.
+    It does where leaves are ``split`` over other axes too, whose ranks draw alike, and
+    where units send along others.
     Errors of the step itself are left to its first call, as the state may still change.
     """
     own = holds_own(args) is not None
     plain = recorder.plain and not (own or split)
+    plain = plain and recorder.axes <= {*sharding.axes}
     if plain and recorder.handlers:  # on batches of any shape
         sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
         sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)

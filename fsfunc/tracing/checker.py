@@ -70,6 +70,8 @@ class Checker(Tracer, Watcher, Operators):
     # Collectives
 
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+        if frame().tracer is self:  # not in a loss that `pipeline` records within
+            self.split.check_enters(x, how, where)
         self.split.moved(x, how, where, y)
         if frame().path:
             return

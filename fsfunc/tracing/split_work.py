@@ -18,8 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.comm.attribution import source_line
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.tracing.operators import OF_LISTS, flat, rows
@@ -75,9 +77,37 @@ class SplitWork:
                 if not axes <= self.of(y):
                     self._put(y, self.of(y) | axes)
 
+    def check_enters(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        """Raises where a forward pass would differentiate a map of one value.
+
+        Its transpose gives each rank the gradient of its own share, and nothing adds up
+        the shares: ``pcast`` does, whose transpose is a sum. A map that is not
+        differentiated multiplies by n, as it says, and is right (ranks are counted so).
+        """
+        if where.size > 1 and x.requires_grad and _sends(how):
+            lacking = self.over(where.axis) - self.of(x)
+            if lacking and _torch.current_node() is None:  # else of a cotangent
+                name = "pmean" if how.power else how.op
+                raise LawError(_ENTERS.format(name, source_line(), min(lacking)))
+
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         """Notes what a linear map has made of ``x``."""
         over = self.over(where.axis) if where.size > 1 else _NONE
         if over or self._some:
             before = self.of(x)
             self._put(y, before | over if how.to in ("V", "P") else before - over)
+
+
+def _sends(how: LinearMap) -> bool:
+    """True of a map of each rank's own values, whose transpose gives such gradients."""
+    return how.of in ("V", "M") and not how.ordered and how.op not in _LOCAL
+
+
+_LOCAL = {"cast", "keep", "slice", "embed", "enter"}
+_ENTERS = (
+    "{0} at {1} takes each rank's own along {2!r}, and is given one value, the same on "
+    "all of its ranks, as no shard averages over {2!r}: its gradient would be that of "
+    "this rank's share alone. Leave {0} out where one value is meant; or, of it or of "
+    'what is each rank\'s own already, take ff.pcast(x, {2!r}, to="V"), whose gradient '
+    "is the sum over the ranks"
+)

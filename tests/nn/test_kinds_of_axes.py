@@ -245,3 +245,58 @@ def test_check_types_sees_it_and_a_loss_that_is_each_ranks_own():
         LawError, match="loss of .* each rank's own along 'model'.*psum"
     ):
         check_types(sharded, MESH, params, X, layouts=layouts)
+
+
+scaled = ff.unit(lambda w, x: w * x)
+summed = ff.unit(lambda w, x: ff.psum(w * x, "model"))
+averaged = ff.unit(lambda w, x: ff.pmean(w * x, "model"))
+cast_within = ff.unit(lambda w, x: ff.psum(own(w) * x, "model"))
+
+
+def own(x):
+    return ff.pcast(x, "model", to="V")
+
+
+ONE_VALUE = {
+    "psum in a unit": lambda w, x: summed(w, x).sum(),
+    "pmean in a unit": lambda w, x: averaged(w, x).sum(),
+    "psum in glue": lambda w, x: ff.psum(scaled(w, x).sum(), "model"),
+    "pmean in glue": lambda w, x: ff.pmean(scaled(w, x).sum(), "model"),
+    "psum over both axes": lambda w, x: ff.psum(scaled(w, x).sum(), ("data", "model")),
+    "all_gather": lambda w, x: ff.all_gather(scaled(w, x), "model", to="I").sum(),
+}
+
+
+def of_rows(loss):
+    """The value and the gradient by ``w`` of a rank's rows of 1 to 4."""
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        x = ff.local_batch(torch.arange(1.0, 5.0), MESH, "data")
+        value, grad = step(ff.place(step, torch.tensor(3.0), x), x)
+        return value.item(), ff.unshard(grad).item()
+
+    return ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("name", ONE_VALUE)
+def test_a_differentiated_sum_of_one_value_is_refused(name):
+    """Its value is n times, and its gradient was not; a mean's was an nth."""
+    op = name.split()[0]
+    with pytest.raises(LawError, match=rf"{op} at .* ff\.pcast\(x, 'model'"):
+        of_rows(ONE_VALUE[name])
+
+
+@pytest.mark.parametrize(
+    ("loss", "times"),
+    [
+        (lambda w, x: ff.psum(own(scaled(w, x).sum()), "model"), 2),
+        (lambda w, x: ff.pmean(own(scaled(w, x).sum()), "model"), 1),
+        (lambda w, x: cast_within(w, x).sum(), 2),
+        (lambda w, x: scaled(w, x).sum() / ff.psum(torch.ones(()), "model"), 0.5),
+        (lambda w, x: scaled(w, x).sum() * ff.psum(x.int() * 0 + 1, "model")[0], 2),
+        (lambda w, x: scaled(w, x * ff.psum(torch.ones(()), "model")).sum(), 2),
+    ],
+)
+def test_a_sum_of_own_values_and_one_that_is_not_differentiated_are_right(loss, times):
+    assert of_rows(loss) == [(15.0 * times, 5.0 * times)] * 4
