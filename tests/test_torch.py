@@ -1129,8 +1129,9 @@ def test_an_operator_is_known_by_its_formula():
     assert formulas.functional(aten.add.out) == (aten.add.Tensor, ("out",))
     assert formulas.is_seeded(aten.bernoulli_.float)
     assert not formulas.is_seeded(aten.add.Tensor)
-    assert formulas.gives_views(aten.transpose.int)
-    assert not formulas.gives_views(aten.add_.Tensor)
+    assert _torch.gives_views(aten.transpose.int)
+    assert not _torch.gives_views(aten.add_.Tensor)
+    assert not _torch.gives_views(aten.to.dtype)  # it may copy
     x = torch.arange(3)
     assert formulas.TO_COPY(x, dtype=torch.float64).dtype == torch.float64
 

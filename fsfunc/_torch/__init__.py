@@ -34,6 +34,7 @@ from fsfunc._torch.dispatch import (
     beneath_all_modes,
     beneath_modes,
     dispatch_modes,
+    gives_views,
     is_view,
     modes_of_ranks,
     outside_function_modes,

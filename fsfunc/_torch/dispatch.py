@@ -112,11 +112,12 @@ def tells(func: Any) -> str:
 
 def is_view(func: Any, args: Any) -> bool:
     """True if all that a call on fake tensors gives lies in the memory of its first."""
-    return _gives_views(func) and type(args[0]) is FakeTensor
+    return gives_views(func) and type(args[0]) is FakeTensor
 
 
 @functools.cache
-def _gives_views(func: Any) -> bool:
+def gives_views(func: Any) -> bool:
+    """True of an operator whose results lie in the memory of an argument."""
     made = [result.alias_info for result in func._schema.returns]
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return False  # it may copy, as ``reshape`` does

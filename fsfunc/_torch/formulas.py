@@ -59,9 +59,3 @@ def functional(func: Any) -> tuple[Any, tuple[str, ...]] | None:
 def is_seeded(func: Any) -> bool:
     """True of an operator that draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def gives_views(func: Any) -> bool:
-    """True of an operator whose results lie in the memory of an argument."""
-    results = [x.alias_info for x in func._schema.returns]
-    return bool(results) and all(x is not None and not x.is_write for x in results)

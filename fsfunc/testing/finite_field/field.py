@@ -267,8 +267,8 @@ class Field:
         seed: of the draw; equal in every process of a run.
 
     Attributes:
-        chances: how many calls of random functions and divisions there were: at each
-            of them two values that differ may become equal by chance.
+        functions, divisions: how many calls of random functions, and divisions, there
+            were: at each of them two values that differ may become equal by chance.
         decisions: the answers of comparisons of single numbers, in their order.
 
     >>> field, x = Field(0), torch.tensor([3.0, 4.0], dtype=torch.float64)
@@ -279,7 +279,7 @@ class Field:
 
     def __init__(self, seed: int):
         self.seed = seed
-        self.chances = 0
+        self.functions = self.divisions = 0
         self.decisions: list[bool] = []
         self.factor = float(salt("order", seed) % (PRIME - 1) + 1)
 
@@ -289,7 +289,7 @@ class Field:
         Args:
             sign: -1 for an odd function, 1 for an even one.
         """
-        self.chances += 1
+        self.functions += 1
         key = salt(name, self.seed)
         if not sign:
             return scrambled(x, key)
@@ -316,7 +316,7 @@ class Field:
         return answer
 
     def inverse(self, x: Tensor) -> Tensor:
-        self.chances += 1
+        self.divisions += 1
         return inverse(x)
 
     # Exponentials

@@ -23,7 +23,7 @@ MOVES = {
     "split_copy", "split_with_sizes_copy", "stack", "stride", "sym_numel", "sym_size",
     "sym_storage_offset", "sym_stride", "take", "transpose_copy", "tril", "triu",
     "unbind_copy", "unfold_backward", "unfold_copy", "unsafe_chunk", "unsafe_split",
-    "unsafe_split_with_sizes", "_unsafe_index", "_unsafe_view", "view_copy", "where",
+    "unsafe_split_with_sizes", "_unsafe_index", "_unsafe_view", "view_copy",
     "_reshape_copy", "_reshape_alias_copy", "im2col", "zero", "zero_", "t_",
     "squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapaxes_", "swapdims_",
     "detach_", "pin_memory", "_pin_memory", "_has_same_storage_numel", "tril_", "triu_",
@@ -34,7 +34,16 @@ MOVES = {
 # Those that also write scalars, which become numbers.
 FILLS = {
     "fill", "fill_", "masked_fill", "masked_fill_", "constant_pad_nd", "index_fill",
-    "index_fill_", "scatter", "scatter_", "fill_diagonal_",
+    "index_fill_", "scatter", "scatter_", "fill_diagonal_", "where",
+}  # fmt: skip
+
+# Those that add up what they move, and multiply by nothing.
+SUMS = {
+    "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "col2im",
+    "masked_scatter_backward", "max_pool3d_with_indices_backward", "put",
+    "reflection_pad1d_backward", "reflection_pad2d_backward",
+    "reflection_pad3d_backward", "replication_pad1d_backward",
+    "replication_pad2d_backward", "replication_pad3d_backward",
 }  # fmt: skip
 
 # Those that make tensors of none.
@@ -93,6 +102,6 @@ def scatter_by(
     return modulo(x.scatter_add(dim, index, source.expand(index.shape)))
 
 
-@rule("col2im")
-def col2im(f: Field, x: Any, *sizes: Any) -> Tensor:
-    return modulo(torch.ops.aten.col2im(value(x), *sizes))
+@rule("nonzero")
+def nonzero(f: Field, x: Any) -> Tensor:
+    return torch.nonzero(value(x))

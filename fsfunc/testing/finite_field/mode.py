@@ -28,7 +28,7 @@ from fsfunc.comm.attribution import current_label
 from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
 from fsfunc.testing.finite_field.field import Field, lifted
-from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES
+from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
 from fsfunc.testing.finite_field.optimizer_kernels import each, fused
 from fsfunc.testing.finite_field.rules import RULES, value
 
@@ -83,12 +83,12 @@ class Exact(_torch.UnheardMode):
             return self._fused
         if name in FACTORIES:
             return self._make
-        if key in MOVES or name in MOVES or formulas.gives_views(func):
+        if key in MOVES or name in MOVES or _torch.gives_views(func):
             return self._move
-        if key in FILLS or key.endswith((".Scalar", ".value")) and name in FILLS:
-            return self._fill
         if name in FILLS:
-            return self._move
+            return self._fill
+        if name in SUMS:
+            return self._sum
         if formulas.is_seeded(func):
             return self._draw
         if (counterpart := formulas.functional(func)) is not None:
@@ -106,11 +106,15 @@ class Exact(_torch.UnheardMode):
         """What writes scalars into floats writes their numbers."""
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
-        if isinstance(args[0], Tensor) and args[0].is_floating_point():
-            plain = lambda x: numbers.constant(x) if isinstance(x, float) else x  # noqa: E731
-            args = [plain(x) for x in args]
-            kwargs = {k: plain(x) for k, x in kwargs.items()}
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if any(x.is_floating_point() for x in tensors) or func in _CHOICES:
+            args = [_filling(x) for x in args]
+            kwargs = {k: _filling(x) for k, x in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _sum(self, func: Any, args: Any, kwargs: Any) -> Any:
+        of = lambda x: value(x) if _has_floats([x], {}) else x  # noqa: E731
+        return numbers.modulo(func(*map(of, args), **kwargs))
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new tensor holds numbers, in float64; unwritten memory holds zeros."""
@@ -119,8 +123,10 @@ class Exact(_torch.UnheardMode):
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
-        if result.is_meta:
-            return result
+        if "zerotensor" in func._schema.name:  # it has no memory
+            return torch.zeros(result.shape, dtype=torch.float64)
+        if result.is_meta or bool(result.isnan().any()):  # NaN that may be left out
+            return result.to(torch.float64)
         if "empty" in func._schema.name:
             return result.to(torch.float64).zero_()
         return lifted(result)
@@ -188,6 +194,11 @@ class Exact(_torch.UnheardMode):
         return NoExactRule(f"{_called(func)} in an exact run{_where()}: {reason}")
 
 
+def _filling(x: Any) -> Any:
+    """Returns the number that is written for a scalar; NaN may never be chosen."""
+    return numbers.constant(x) if isinstance(x, float) and x == x else x
+
+
 def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operator on fake or meta tensors: of the dtypes that an exact run has."""
     if kwargs.get("dtype") in _NARROW:
@@ -239,6 +250,9 @@ class _Written:
                 x.resize_(result.shape)
             x.copy_(result)
         return into[0] if len(into) == 1 else tuple(into)
+
+
+_CHOICES = [getattr(torch.ops.aten.where, x) for x in torch.ops.aten.where.overloads()]
 
 
 def _key(func: Any) -> str:

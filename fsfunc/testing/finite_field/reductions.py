@@ -171,6 +171,11 @@ def log_sum_exp(f: Field, x: Any, dim: Dims, keepdim: bool = False) -> Tensor:
     return f.log(total(f.exp(number(x)), dim, keepdim))
 
 
+@rule("logcumsumexp")
+def running_log_sum_exp(f: Field, x: Any, dim: int) -> Tensor:
+    return f.log(modulo(f.exp(number(x)).cumsum(dim)))
+
+
 @rule("_log_softmax")
 def log_softmax(f: Field, x: Any, dim: int, half_to_float: bool) -> Tensor:
     x = number(x)
