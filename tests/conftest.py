@@ -37,14 +37,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     given = config.option
     if config.args_source is config.ArgsSource.TESTPATHS and not given.markexpr:
         given.markexpr = "not slow"
-        if "PYTEST_XDIST_WORKER" in os.environ:  # which starts none of its own
-            given.loadgroup = True
-        elif getattr(given, "numprocesses", 0) is None and not given.usepdb:
+        worker = "PYTEST_XDIST_WORKER" in os.environ  # which starts none of its own
+        alone = getattr(given, "numprocesses", 0) is None
+        if alone and not given.usepdb and not worker:
             given.numprocesses, given.dist = 2, "loadgroup"
             given.loadscopereorder = False
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        from tests import groups
+
+        config.pluginmanager.register(groups)
     torch.set_num_threads(1)
     if threaded.ASKED:
         threaded.begin()
