@@ -13,13 +13,14 @@ import torch
 from hypothesis import settings
 
 from tests import forking, threaded
+from tests.covering import examples
 from tests.programs import environment
 from tests.rounding import round_by_shapes
 
 # derandomize: a failure in CI is a failure on every machine. No deadline: the first
 # example pays for torch's warm-up. No database in CI: the checkout may be read-only.
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=12, database=None
+    "ci", derandomize=True, deadline=None, max_examples=examples(12), database=None
 )
 settings.register_profile("dev", deadline=None, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

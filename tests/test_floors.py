@@ -68,8 +68,13 @@ def module_name(path: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
-    """Yield (line, module, name) for each import: name is None for a whole module."""
+@functools.cache
+def imported_names(path: str, tree: ast.AST) -> list[tuple[int, str, str | None]]:
+    """Return (line, module, name) for each import: name is None for a whole module."""
+    return list(_imported_names(path, tree))
+
+
+def _imported_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
     package = module_name(path).split(".")
     if not path.endswith("__init__.py"):
         package.pop()
@@ -83,7 +88,7 @@ def imported_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str | N
             for alias in node.names:
                 yield node.lineno, module, alias.name
         elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             name = node.args[0]
             if called in ("import_module", "__import__") and isinstance(
                 name, ast.Constant

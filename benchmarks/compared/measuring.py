@@ -229,5 +229,6 @@ def import_seconds(package: str, *, after: str, runs: int, timeout: float) -> fl
             raise WorkerFailed(f"import {package}:\n{done.stderr[-3000:]}")
         return float(done.stdout)
 
-    once()  # writes the bytecode, so that no timed run compiles
+    if runs > 1:
+        once()  # writes the bytecode, so that no timed run compiles
     return statistics.median(once() for _ in range(runs))

@@ -28,6 +28,7 @@ from fsfunc.checkpoint.stored import (
 from fsfunc.comm.mesh import here
 from tests.checkpoint.trees import PAIR, empty, on, tree_of
 from tests.checks import same
+from tests.covering import examples
 
 SIZE = 2 * SLAB + BLOCK + 12345
 DATA = os.urandom(SIZE)
@@ -75,7 +76,7 @@ def boxes(draw, sizes):
     return [draw(st.sampled_from(some)) for some in ends]
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(data=st.data(), begin=st.sampled_from(BEGINS), sizes=st.sampled_from(SHAPES))
 def test_any_boxes_wherever_they_lie(stored, data, begin, sizes):
     """With checksums or without, in any order, across the edges of slabs, into memory

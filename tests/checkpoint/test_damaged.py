@@ -18,6 +18,7 @@ from tests.checkpoint.trees import (
     save_on_two,
 )
 from tests.checks import same
+from tests.covering import examples
 
 SIZES = [6, 3 << 18]  # the files of the larger one have several blocks
 
@@ -53,7 +54,7 @@ def changed(file, data):
         file.write_bytes(before)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([6, 6, *SIZES, -6, -SIZES[1]]),
     st.sampled_from(["a bit", "a bit", "of its head", "shorter", "longer"]),

@@ -30,6 +30,7 @@ from tests.checkpoint.trees import (
     shapes,
 )
 from tests.checks import same
+from tests.covering import examples
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
@@ -47,7 +48,7 @@ def leaves_of_one_mesh(draw):
     return axes, how, whole
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(leaves_of_one_mesh())
 def test_dcp_and_safetensors_read_any_layout(drawn):
     axes, how, whole = drawn

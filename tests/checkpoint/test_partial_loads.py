@@ -23,6 +23,7 @@ from tests.checkpoint.trees import (
     shapes,
 )
 from tests.checks import same
+from tests.covering import examples
 
 W = "params/layers/0/w"
 
@@ -52,7 +53,7 @@ def partial_loads(draw):
     return axes, kinds, asked, only, sides
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(drawn=partial_loads(), donate=st.booleans(), seed=st.integers(0, 99))
 def test_what_is_chosen_is_read_renamed_and_converted(
     tmp_path_factory, drawn, donate, seed

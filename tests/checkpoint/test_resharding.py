@@ -14,6 +14,7 @@ from fsfunc.sharded.slices import take
 from tests.checkpoint.stacks import STACKS, abstract, made
 from tests.checkpoint.trees import alike, laid_out, on, saved_and_asked
 from tests.checks import same
+from tests.covering import examples
 
 
 def agree(found, expected):
@@ -25,7 +26,7 @@ def agree(found, expected):
         assert alike(x, y), f"{path}: {x} is not {y}"
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(saved_and_asked(), st.booleans())
 def test_any_layout_is_loaded_by_any_other(drawn, is_abstract):
     (there, saved_by), (here, asked_by), whole = drawn

@@ -5,7 +5,6 @@ transports; all with FSFUNC_LONG_TESTS=1 (benchmarks/faults.py draws more).
 """
 
 import json
-import os
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 import fsfunc as ff
 from fsfunc.comm.backends.process_groups import fresh
+from tests.covering import LONG_TESTS
 from tests.programs import forked
 
 STOPPED = """
@@ -132,7 +132,6 @@ CHOSEN = [
     "sees another batch size", "raises as all others do", "has a fork that reduces",
     "leaves junk in the store", "is another user's",
 ]  # fmt: skip
-EVERY = os.environ.get("FSFUNC_LONG_TESTS") == "1"
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -142,7 +141,7 @@ def outcomes(tmp_path_factory):
     path = tmp_path_factory.mktemp("faults") / "json"
     options = ["--sample", "--at-once", "2", "--timeout", "3", "--limit", "60"]
     options += ["--json", str(path)]
-    options += [] if EVERY else ["--only", ",".join(CHOSEN)]
+    options += [] if LONG_TESTS else ["--only", ",".join(CHOSEN)]
     done = forked(BENCHMARKS / "faults.py", *options, timeout=300)
     assert path.exists(), done.stderr
     return json.loads(path.read_text())["ours"]
@@ -151,7 +150,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.processes
 def test_each_ends_as_is_due_on_every_survivor(outcomes):
     kinds = {row["kind"] for row in outcomes}
-    assert len(kinds) == (52 if EVERY else len(CHOSEN)) and kinds >= {*CHOSEN}
+    assert len(kinds) == (52 if LONG_TESTS else len(CHOSEN)) and kinds >= {*CHOSEN}
     assert {row["shared"] for row in outcomes} == {True, False}
     for row in outcomes:
         assert row["verdict"] == row["due"], row

@@ -17,10 +17,10 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.backends import simulated
+from tests.covering import LONG_TESTS
 
 SOON = 5.0  # seconds, on a slow machine
-LONG = os.environ.get("FSFUNC_LONG_TESTS") == "1"
-BYTECODES, TIMES = (3000, 1000) if LONG else (300, 100)
+BYTECODES, TIMES = (3000, 1000) if LONG_TESTS else (300, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from fsfunc.comm.backends.shared_memory import (
 )
 from fsfunc.comm.groups import RankGroup
 from fsfunc.runtime.memory import BufferPool, fresh_buffers
+from tests.covering import examples
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory needs Linux"
@@ -46,7 +47,7 @@ def value(count, number, dtype=torch.float32):
     return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_messages_come_whole_and_in_order(data):
     """Of any size, early or expected, waited for in any order, under any tag."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from tests.checks import all_refused, same
+from tests.covering import examples
 from tests.probes import LiveBytes
 
 
@@ -62,7 +63,7 @@ def weighted(w, x, keep):
     return ff.Weighted(errors.sum(), keep.sum())
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.lists(st.booleans(), min_size=8, max_size=8).filter(any), st.integers(0, 3))
 def test_weighted_is_exact_for_uneven_microbatches(keep, power) -> None:
     keep = torch.tensor(keep, dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import fsfunc as ff
 from fsfunc import _torch
 from tests.checks import all_refused, same, simulated
+from tests.covering import examples
 
 numpy = pytest.importorskip("numpy")
 
@@ -50,7 +51,7 @@ MESHES = st.sampled_from(
 
 
 @given(MESHES, st.integers(5, 30), st.booleans(), st.booleans(), st.integers(0, 9))
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_ranks_see_what_one_device_sees(where, rows, shuffle, drop_last, seed):
     axes, axis = where
     size = 5

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from fsfunc.data.dataset import Shuffled
 from fsfunc.runtime.generators import mixed
+from tests.covering import examples
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70))
 def test_an_order_is_a_permutation(n, key):
     order = Shuffled(n, key)

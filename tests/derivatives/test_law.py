@@ -10,6 +10,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import close
+from tests.covering import LONG_TESTS
 from tests.derivatives.cases import LOSSES, STEPS, loss
 from tests.derivatives.judging import (
     MESHES,
@@ -59,7 +60,10 @@ def holds(name, how, n, way, **wrap):
         assert_lawful(on(n, way, of_ranks(step), **wrap), by_law(step, n))
 
 
-@pytest.mark.parametrize(("name", "ways"), turns(LOSSES, EVERY, 3))
+FEWER = len(EVERY) if LONG_TESTS else 2
+
+
+@pytest.mark.parametrize(("name", "ways"), turns(LOSSES, EVERY, FEWER))
 def test_a_loss_has_the_gradient_of_the_mean(name, ways):
     for n, way in ways:
         holds(name, "vag_w", n, way)
@@ -74,7 +78,7 @@ def test_so_it_has_by_torch_func_and_under_remat(name, ways):
     holds(name, "vag_w", 2, ways[0][1], wrap=ff.remat)
 
 
-@pytest.mark.parametrize(("name", "ways"), turns(STEPS, EVERY, 3))
+@pytest.mark.parametrize(("name", "ways"), turns(STEPS, EVERY, FEWER))
 def test_a_step_gives_what_the_law_says(name, ways):
     for n, way in ways:
         assert_lawful(on(n, way, of_ranks(STEPS[name])), by_law(STEPS[name], n))

@@ -103,7 +103,7 @@ class Launch:
 
 
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 16 --batch 8 --lr 1e-2 --sample 2".split()
-STEPS = 60
+STEPS = 24
 OPTIONS = [*SIZES, "--steps", str(STEPS), "--text", str(SCRIPT.parent)]
 
 _NOBODY = Event()  # asks a run to leave

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.nn import ring_attention
 from tests.checks import close, simulated, unchanged
+from tests.covering import examples
 from tests.nn.test_context_parallel import (
     FORMS,
     WAYS,
@@ -149,7 +150,7 @@ NO_KERNEL = True, None, None, None, ((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 5))
 OTHER_KEYS = False, None, None, None, ((1, 2, 4, 4), (1, 2, 8, 4), (1, 2, 8, 4))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     cases(),
     st.sampled_from([True, False]),

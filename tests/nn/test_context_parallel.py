@@ -19,6 +19,7 @@ from fsfunc.nn import (
     zigzag_positions,
 )
 from tests.checks import all_refused, close, same, simulated
+from tests.covering import examples
 
 # forward mode loads torch's own decompositions, which scripts them
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -331,7 +332,7 @@ def test_unlike_shapes_of_as_many_numbers_do_not_meet() -> None:
 # The order
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_zigzag_and_back(size, half, before, after) -> None:
     n, dim = 2 * size * half, before

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.nn import linear_cross_entropy, vocab_cross_entropy
 from tests.checks import all_refused, close, simulated, unchanged, with_ledger
+from tests.covering import examples
 from tests.probes import LiveBytes
 
 # Of torch's own forward mode.
@@ -98,7 +99,7 @@ HOW = {
 ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "mean", "ignore_index": -1}
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(
     fn=st.sampled_from([of_logits, tiled]),
     derive=st.sampled_from([by_autograd, by_functions]),

@@ -12,6 +12,7 @@ from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import all_refused, close, simulated
+from tests.covering import examples
 from tests.probes import LiveBytes
 
 LAST = torch.Generator().manual_seed(0)
@@ -110,7 +111,7 @@ def part(leaves, n, i):
     return {name: leaf.chunk(n)[i] for name, leaf in leaves.items()}
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(n=st.integers(1, 3), engine=st.sampled_from(["autograd", "func"]), **DRAWN)
 def test_ranks_are_every_expert_on_every_token(n, engine, tokens, here, gate, call):
     """Gradients by experts are those of the sum of all ranks' losses."""
@@ -156,7 +157,7 @@ def assert_spent(log, n, count, routings):
         assert log.count(rank=rank) == 4 + (capacity is None)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     sizes=st.lists(st.integers(0, 5), min_size=2, max_size=3), here=st.integers(1, 2)
 )

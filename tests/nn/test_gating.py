@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import (
 
 import fsfunc.nn as nn
 from tests.checks import all_refused, close
+from tests.covering import examples
 
 LAST = torch.Generator().manual_seed(0)
 
@@ -56,7 +57,7 @@ def by_masks(logits, noise, capacity):
     return aux, combine
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     tokens=st.integers(1, 12),
     experts=st.integers(2, 6),
@@ -112,7 +113,7 @@ def test_the_second_expert_is_drawn_by_its_probability() -> None:
     assert routing.weights.tolist() == [[1.0, 0.0]]
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(1, 12), st.integers(1, 6), st.data())
 def test_top_k_is_mixtrals_router(tokens, experts, data) -> None:
     k = data.draw(st.integers(1, experts))
@@ -144,7 +145,7 @@ def test_top_1_is_switchs() -> None:
     assert (torch.autograd.grad(loss, logits)[0] != 0).all(-1).any()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=8),
     factor=st.sampled_from([None, 0.5, 1.1, 3]),
@@ -169,7 +170,7 @@ def test_queues_hold_first_choices_first_and_tokens_in_order(rows, factor, least
     assert routing.dropped == (~routing.kept).sum()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     used=st.lists(st.booleans(), min_size=1, max_size=8),
     gate=st.sampled_from(["top 1", "top 2", "top k"]),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.nn import column_linear, layer_norm, rms_norm, row_linear, sync_batch_norm
 from tests.checks import all_refused, close, simulated, with_ledger
+from tests.covering import examples
 from tests.models import floats
 from tests.nn.models import wide
 
@@ -81,7 +82,7 @@ def derivatives(kind, x, w, b, t, axis):
     return (loss(x, w, b), tangent), first(x, w, b), second
 
 
-@settings(max_examples=14)
+@settings(max_examples=examples(14))
 @given(st.sampled_from(KINDS), st.sampled_from([2, 4]), st.integers(0, 50))
 def test_derivatives_to_any_order(kind, n, seed) -> None:
     x, t = wide(*kind.shape, seed=seed) + 1, wide(*kind.shape, seed=seed + 1)

@@ -12,6 +12,7 @@ import fsfunc as ff
 from fsfunc.core.losses import added
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import all_refused, close, same, simulated
+from tests.covering import examples
 from tests.probes import LiveBytes
 
 C = 3
@@ -73,7 +74,7 @@ SIZES = st.lists(st.integers(2, 7), min_size=1, max_size=5)
 NDIMS, MOMENTA = st.integers(2, 5), st.sampled_from([0.1, None, 1.0, 0.0, 0.35])
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.lists(SIZES, min_size=1, max_size=3), NDIMS, MOMENTA)
 def test_uneven_microbatches_give_torchs_statistics(batches, ndim, momentum) -> None:
     running, seen = FRESH, []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import refused, simulated, unchanged
+from tests.covering import examples
 from tests.optim.optimizers import KINDS, OWN, TORCHS
 from tests.optim.test_laws import of_every_kind
 from tests.optim.trees import SEEDS, SHAPES, assert_bits, assert_near, donated, trained
@@ -142,7 +143,7 @@ def test_a_donated_step_writes_where_the_state_lies():
 # Norms and sums
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(leaves=MIXED, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_norms_are_of_magnitudes(leaves, seed, p):
     values = drawn(leaves, seed)

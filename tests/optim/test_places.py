@@ -20,6 +20,7 @@ from fsfunc.runtime.memory_spaces import Offloaded, moments_go_to, space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.offloading import settled_in
 from tests.checks import same, simulated
+from tests.covering import by_turns
 from tests.optim.optimizers import EVERY, TORCHS
 from tests.optim.shards import layouts, mixed, placed, whole
 from tests.optim.trees import donated
@@ -155,8 +156,7 @@ def on_a_rank(name, kinds, device):
     return ff.spmd(stepped, simulated(**AXES))(name, kinds, device)[0]
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kinds"), by_turns(NAMES, KINDS, 2))
 def test_what_is_computed_with_each_other_lies_together(name, kinds):
     """On the device, or with the host; and parameters stay where they lie."""
     _, (before, *after) = on_a_rank(name, kinds, torch.device("meta"))

@@ -14,6 +14,7 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
 from tests.checks import simulated
+from tests.covering import examples
 from tests.optim.shards import MESHES, layouts, place, together, whole
 from tests.optim.trees import (
     SEEDS,
@@ -26,7 +27,7 @@ from tests.optim.trees import (
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_norms_and_sums_count_each_element_once(axes, seed, p):
     """Of all and of each leaf; and clipped parts are parts of the clipped."""

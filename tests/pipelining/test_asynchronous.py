@@ -14,6 +14,7 @@ from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held
 from tests.checks import all_refused, close, same
 from tests.checks import held as copies
+from tests.covering import examples
 from tests.models import chain, floats, layer, layers
 
 S = ff.schedules
@@ -188,7 +189,7 @@ def written(draw, ranks, m):
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**20))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_equals_one_process_that_keeps_every_version(data, ranks, m, seed):
     draw = data.draw
     if draw(st.booleans()):

@@ -21,6 +21,7 @@ from fsfunc.pipelining.schedules import (
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held, verify
+from tests.covering import examples
 
 EVEN = Costs(12, 12, 12)  # halves, thirds and quarters are whole numbers
 UNEVEN = Costs(f=24, i=36, w=12)
@@ -135,7 +136,7 @@ def all_costs(draw, stages):
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.data())
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_never_longer_than_a_named_one_and_never_over_the_bound(P, M, v, data):
     costs = data.draw(all_costs(P * v))
     bound = data.draw(st.none() | st.integers(v, 2 * P * v).map(lambda n: n / v))

@@ -12,6 +12,7 @@ import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing.strategies import valid_schedules
 from tests.checks import close, same
+from tests.covering import examples
 from tests.pipelining import drawn as glue
 from tests.pipelining.models import NAMED, batch_of, specs
 
@@ -60,7 +61,7 @@ def without_draws(spec):
 
 
 @given(pipelines(), st.integers(0, 1), st.integers(0, 2), SEEDS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, again, seed):
     """Also of units that are recomputed, once, or twice."""
     ranks, m, schedule, stages, spec = drawn
@@ -80,7 +81,7 @@ def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, again, s
 
 
 @given(pipelines(), st.integers(1, 9), SEEDS)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
     ranks, m, schedule, stages, spec = drawn
     spec = without_draws(spec)
@@ -94,7 +95,7 @@ def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
 
 
 @given(pipelines(), st.integers(0, 9), st.sampled_from([0, 1, 2]), SEEDS)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
     """Of whole parameters, or laid out for training in ``laid`` times the parts."""
     ranks, m, schedule, stages, spec = drawn
@@ -128,7 +129,7 @@ def one_by_one(cuts, count):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, of a stand-in
 @pytest.mark.parametrize("backward", [False, True])
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_a_stage_takes_and_sends_what_it_has_to_whatever_is_between_units(
     backward, data
 ):
@@ -153,7 +154,7 @@ def test_a_stage_takes_and_sends_what_it_has_to_whatever_is_between_units(
 
 
 @given(pipelines(), st.integers(0, 5), SEEDS)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_masks_depend_on_no_schedule(drawn, more, seed):
     """Dropout in every unit, and microbatches that may be uneven."""
     ranks, m, schedule, stages, spec = drawn

@@ -11,6 +11,7 @@ import fsfunc as ff
 from fsfunc.pipelining.transfers import with_transfers
 from tests import models
 from tests.checks import close, simulated, with_ledger
+from tests.covering import examples
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
@@ -55,7 +56,7 @@ def broadcast(numbers, ranks):
     st.integers(1, 3), st.integers(1, 4), st.sampled_from(sorted(NAMED)),
     st.integers(0, 3),
 )  # fmt: skip
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_a_chain_sends_each_activation_once_each_way(ranks, m, name, more):
     schedule, chunks = NAMED[name]
     count = ranks * chunks

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.pipelining.stage_plans import cut
+from tests.covering import examples
 
 
 @ff.unit
@@ -103,7 +104,7 @@ def problem(seed):
     return costs, draw.randint(1, k)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**9))
 def test_a_cut_is_the_best_of_all(seed):
     costs, n = problem(seed)

@@ -10,6 +10,7 @@ from fsfunc import tree
 from fsfunc.planning.events import Ran
 from fsfunc.runtime.memory import KINDS
 from tests.checks import trained
+from tests.covering import examples
 from tests.models import train_step
 from tests.planning.comparing import facts, planned_and_run
 
@@ -165,7 +166,7 @@ LINKS = {  # by what the backward reads, and when it is done with it
 }
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     st.lists(st.sampled_from(sorted(LINKS)), min_size=2, max_size=5),
     st.sampled_from([0, 2, 3]),

@@ -110,7 +110,8 @@ RUN = """
     batch = lambda: floats(8, 16)
     every = ff.search(
         chain(layer), ff.sharded_adam(1e-3), init, batch, 2, CPU, run=3, zero=(0, 3),
-        remat=(None,), offload=((), ("moments",)),
+        remat=(None,), offload=((), ("moments",)), accumulate=(1,), microbatches=(2,),
+        schedules=("one_f_one_b",),
     )
     ran = sorted((c.measured, str(c.stack)) for c in every.tried if c.measured)
     import hashlib

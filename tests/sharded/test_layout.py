@@ -12,6 +12,7 @@ from fsfunc.sharded.placements import Flat, Owned, Split, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 from tests.checkpoint import trees
 from tests.checks import all_refused
+from tests.covering import examples
 
 F32 = torch.float32
 AXES = ("node", "data", "model")
@@ -33,7 +34,7 @@ def layouts(draw, shape):
 
 
 one_layout = shapes.flatmap(layouts)
-law = settings(max_examples=60)
+law = settings(max_examples=examples(60))
 
 NINE = Layout((9,), torch.int64, (Split(0, "data", 8),), "w")
 PRODUCT = Layout(  # runs over two dims, ranks whose range begins and ends inside a row

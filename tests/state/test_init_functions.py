@@ -15,6 +15,7 @@ from fsfunc.runtime import random_blocks
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state import replay
 from tests.checks import same
+from tests.covering import examples
 from tests.models import chain
 from tests.probes import LiveBytes
 
@@ -153,7 +154,7 @@ def inits(draw):
     # The third as on a GPU: a block is one piece, and longer than a stride.
     st.sampled_from([(5, 5), (16, 8), (24, 24, 5), (64, 32), (1 << 17, 1 << 15)]),
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
     init, names = case
     with small_blocks(*blocks):

@@ -14,6 +14,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.strategies import models
 from tests.checks import close, held, same
+from tests.covering import examples
 from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -51,7 +52,7 @@ MESHES = st.sampled_from(
 @given(
     models(), MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans()
 )
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
     axes, axis, replicate = where
     mesh = ff.make_mesh(axes, "simulated")

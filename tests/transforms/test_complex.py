@@ -11,6 +11,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import close, on_ranks, same, simulated, trained
+from tests.covering import examples
 from tests.models import floats
 
 pytestmark = [  # of torch.compile
@@ -121,7 +122,7 @@ def through(unit):
     return loss
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     units=UNITS,
     seed=st.integers(0, 99),

@@ -28,6 +28,7 @@ from tests.core.test_compiled import (
     shard,
     trained,
 )
+from tests.covering import by_turns
 from tests.models import floats
 
 pytestmark = [
@@ -85,8 +86,13 @@ STACKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("policy", [None, ff.MinCut(0.3)])
+POLICIES = [None, ff.MinCut(0.3)]
+# Of each stack, but the one in which a recompute differs.
+BY_TURNS = by_turns([s for s in STACKS if s != "remat(shard)"], POLICIES)
+BY_TURNS += [("remat(shard)", policy) for policy in POLICIES]
+
+
+@pytest.mark.parametrize(("stack", "policy"), BY_TURNS)
 def test_a_unit_runs_once_and_is_the_recomputed_one(eager, stack, policy):
     """The same bits, and the same record of what was sent, call by call."""
     transform, runs = STACKS[stack]

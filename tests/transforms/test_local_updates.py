@@ -17,6 +17,7 @@ from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.optim.coded_moments import decoded
 from tests.checks import all_refused, close, same, simulated
+from tests.covering import examples
 from tests.models import WIDTH, affine, chain, floats, layers, train_step
 
 LR = 0.125
@@ -144,7 +145,7 @@ def copy_of(state, mesh):
     return tree.map(lambda x: x[i] if isinstance(x, torch.Tensor) else x, whole)
 
 
-@settings(max_examples=9)
+@settings(max_examples=examples(9))
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),

@@ -22,6 +22,7 @@ from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.transforms import gathers, offloaded_residuals
 from tests.checks import same, simulated
+from tests.covering import by_turns, pairs
 from tests.models import chain, floats, layers
 from tests.transforms.test_offload import ADAM, OPTIMIZERS, tied, trained
 
@@ -161,21 +162,21 @@ def late(monkeypatch):
     assert not host_copies._OPEN and not gpu.raced
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2])
+STEPS = [
+    (("remat", "shard", "offload", "donate"), "params moments activations"),
+    (("accumulate", "shard", "offload"), "params moments activations"),
+    (("shard", "accumulate", "offload", "donate"), "params"),
+    (("precision", "shard", "offload", "donate"), "params moments"),
+    (("precision", "accumulate", "remat", "shard", "offload"), "moments"),
+    (("shard", "offload"), "activations"),
+]
+
+
 @pytest.mark.parametrize(
-    ("names", "kinds"),
-    [
-        (("remat", "shard", "offload", "donate"), "params moments activations"),
-        (("accumulate", "shard", "offload"), "params moments activations"),
-        (("shard", "accumulate", "offload", "donate"), "params"),
-        (("precision", "shard", "offload", "donate"), "params moments"),
-        (("precision", "accumulate", "remat", "shard", "offload"), "moments"),
-        (("shard", "offload"), "activations"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+    ("step", "ranks", "zero"), pairs(STEPS, [1, 2], range(4)), ids=str
 )
-def test_nobody_reads_or_writes_what_a_copy_is_at(late, ranks, zero, names, kinds):
+def test_nobody_reads_or_writes_what_a_copy_is_at(late, step, ranks, zero):
+    names, kinds = step
     given = layers(3, make=floats), floats(64 * ranks, 4), simulated(ranks), names, zero
     late.pinned = False  # nothing is late that nothing is offloaded of
     expected = trained(ADAM, chain(), *given)
@@ -187,8 +188,10 @@ def test_nobody_reads_or_writes_what_a_copy_is_at(late, ranks, zero, names, kind
         same(state, other)
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("kinds", ["params moments", "moments"])
+KINDS = ["params moments", "moments"]
+
+
+@pytest.mark.parametrize(("name", "kinds"), by_turns(sorted(OPTIMIZERS), KINDS))
 def test_any_optimizer_waits(late, name, kinds):
     given = layers(3, make=floats), floats(4, 4), simulated(1)
     names = ("accumulate", "shard", "offload", "donate")

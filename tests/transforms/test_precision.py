@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from tests.checks import all_refused, close, on_ranks, same, simulated
+from tests.covering import examples
 from tests.models import floats, integers
 
 D, MESH = 8, simulated()
@@ -75,7 +76,7 @@ def test_it_is_the_cast_done_by_hand() -> None:
 ORDERS = st.permutations(["shard", "remat", "accumulate", "precision"])
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(ORDERS, st.integers(0, 3))
 def test_it_composes_in_any_order(order, zero):
     apply = {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from tests.checks import close, on_ranks, simulated
+from tests.covering import examples
 
 MESH = simulated()
 
@@ -115,7 +116,7 @@ AROUND = {
 @example(
     names=["as complex", "negated"], kind=torch.float32, shape=(2, 2, 2), around="remat"
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_every_kind_of_view_is_read_again_as_it_was_saved(names, kind, shape, around):
     layer = unit_of(names)
 

@@ -9,13 +9,14 @@ from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
 from fsfunc.testing.drawn_models import rows
 from tests.checks import simulated
+from tests.covering import examples
 from tests.models import chain, floats, layers, train_step
 
 STACKS = draw.meshes(("a", "b")).flatmap(draw.transform_stacks)
 
 
 @given(draw.models(), STACKS, draw.seeds)
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_a_sharded_gradient_call_has_the_bits_of_one_device(model, stack, seed):
     def gradient(params, batch):
         trained, frozen = params
@@ -35,7 +36,7 @@ PIPED = draw.meshes(("a", "b"), max_axes=2).flatmap(
 
 
 @given(draw.train_steps(frozen=True), PIPED)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_a_train_step_under_any_stack_has_the_bits_of_one_device(drawn, stack):
     stages = stack.mesh.axes[stack.pipe] if stack.pipe else 0
     assume(stages <= (1 if drawn.model.whole else 2))

@@ -21,6 +21,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equals_one_device
 from tests.checks import same
+from tests.covering import examples
 from tests.models import layers as plain_layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -138,7 +139,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(VALUES, min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_a_drawn_dataclass_is_rebuilt_as_it_was(values, frozen, slots):
     names = [f"f{i}" for i in range(len(values))]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fsfunc import tree
 from fsfunc.tree.structure import TreeMismatch
+from tests.covering import examples
 
 
 class Pair(NamedTuple):
@@ -109,7 +110,7 @@ def reordered(value):
     return value
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(trees())
 def test_unflatten_undoes_flatten(value):
     """And leaves and paths are those of a plain walk, however dicts were built."""
@@ -126,7 +127,7 @@ def test_unflatten_undoes_flatten(value):
     assert treedef.flatten_up_to(named) == list(walk(doubled))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(trees(), trees())
 def test_a_mismatch_is_raised_exactly_where_structures_differ(left, right):
     if tree.flatten(left)[1] == tree.flatten(right)[1]:
@@ -136,7 +137,7 @@ def test_a_mismatch_is_raised_exactly_where_structures_differ(left, right):
             tree.check_same_structure(left, right)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(trees().filter(tree.leaves), st.data())
 def test_a_mismatch_names_the_one_place_that_differs(value, data):
     paths, leaves, treedef = tree.flatten_with_paths(value)
