@@ -17,6 +17,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.tracing.refusals import LawError, RowsApart
+from tests.covering import examples
 from tests.derivatives import drawn_loops
 from tests.derivatives.drawn import losses, programs, run
 from tests.derivatives.drawn_loops import ROWS, is_of_a_batch, loops
@@ -33,8 +34,9 @@ STACK = st.sampled_from(sorted(STACKS))
 COMMON = {"suppress_health_check": list(HealthCheck)}
 
 
-def many(examples):
-    return settings(max_examples=int(os.environ.get("JUDGED", examples)), **COMMON)
+def many(count):
+    drawn = int(os.environ.get("JUDGED", examples(count)))
+    return settings(max_examples=drawn, **COMMON)
 
 
 def close(found, expected):
