@@ -7,6 +7,7 @@ told by the project's own accounts, and, of mapped files, by the system's.
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import resource
 import shutil
@@ -323,9 +324,13 @@ def test_a_step_has_the_room_of_two_units_as_planned(
         assert zero == 3 or sent == (units if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+UNSHARDED = ["remat offload", "offload"]  # there is no ``zero``
+SHARDED = ["remat offload shard", "offload remat shard"]
+
+
 @pytest.mark.parametrize(
-    "order", ["remat offload", "offload", "remat offload shard", "offload remat shard"]
+    ("order", "zero"),
+    [*((order, 0) for order in UNSHARDED), *itertools.product(SHARDED, (0, 3))],
 )
 def test_what_units_save_is_not_held_on_the_device(tmp_path, order, zero):
     """The inputs that remat keeps too, whichever comes first, with what it gathers."""
