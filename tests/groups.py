@@ -33,8 +33,10 @@ class Groups(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    folder = node.config.stash.setdefault(_folder, tempfile.TemporaryDirectory())
-    node.workerinput[_FOLDER] = folder.name
+    stash = node.config.stash
+    if _folder not in stash:
+        stash[_folder] = tempfile.TemporaryDirectory()
+    node.workerinput[_FOLDER] = stash[_folder].name
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,6 +44,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | Non
     if config.getoption("dist") != "loadgroup":
         return None
     return Groups(config, log, Path(config.stash[_folder].name))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _folder in config.stash:
+        config.stash[_folder].cleanup()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist tells of the ids
