@@ -41,7 +41,7 @@ plans
     plan estimate search recompute_points Hardware Level hardware measure_hardware
     show
 transforms and tests of your own
-    Interpretation transformed recording observe_gradients tree testing
+    Interpretation transformed recording observe_gradients tree testing prove
 """
 
 from importlib import import_module
@@ -152,6 +152,7 @@ if TYPE_CHECKING:
     from fsfunc.planning.planner import plan
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
+    from fsfunc.testing.proofs import prove
     from fsfunc.tracing.tracer import program
     from fsfunc.transforms.compilation import jit
     from fsfunc.transforms.local import graphs
@@ -216,6 +217,7 @@ _LATER = {
         "fsfunc.planning.stack_search": "search",
         "fsfunc.show": "show",
         "fsfunc.testing": "testing",
+        "fsfunc.testing.proofs": "prove",
         "fsfunc.tracing.tracer": "program",
         "fsfunc.transforms.compilation": "jit",
         "fsfunc.transforms.local.averaging": "LocalState consensus",

@@ -21,6 +21,7 @@ A collective has `check_collective`; what a step sends, `assert_cost`. An optimi
 tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``.
 
 one_device.py       law 1 of any transform
+proofs.py           prove: law 1 in a finite field, as a report
 mistakes.py         the ten commonest mistakes, as explanations of a difference
 comparing.py        comparison of trees; data whose sums are exact
 finite_field/       exact(): steps computed in a finite field
@@ -39,6 +40,7 @@ from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.finite_field import NoExactRule, exact, residues
 from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
+from fsfunc.testing.proofs import Proof, prove
 from fsfunc.testing.rank_checks import (
     OddBatch,
     check_batch,

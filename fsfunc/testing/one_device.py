@@ -131,32 +131,45 @@ class Comparison:
     tolerance: float = 0.0
     uneven: bool = False
 
-    def compare(self, state: Any, batch: Sequence[Any]) -> Any:
-        """Returns what one device returned in its last call, which every rank did too.
+    def compare(self, state: Any, batch: Sequence[Any]) -> None:
+        """Runs both, and raises where they differ, as ``assert_equals_one_device``."""
+        self.on_ranks(state, batch, self.on_one(state, batch))
+
+    def on_one(self, state: Any, batch: Sequence[Any]) -> list[Any]:
+        """Returns the results of each call on one device.
 
         Raises:
-            ValueError, AssertionError: as ``assert_equals_one_device``.
+            ValueError: a mesh whose ranks have no values; nothing to compare.
+            AssertionError: a call wrote into its state or batch.
         """
-        step, transformed, mesh = self.step, self.transformed, self.mesh
-        calls, goes_on, axis = self.calls, self.goes_on, self.axis
-        check_mesh(mesh, "assert_equals_one_device")
+        mesh = check_mesh(self.mesh, "assert_equals_one_device")
         if mesh.backend in ("abstract", "vmap"):
             raise ValueError(
                 f"assert_equals_one_device on {mesh}, whose ranks have no values of "
                 'their own: give it ranks, as ff.make_mesh(axes, "simulated")'
             )
-        if calls < 1:
-            raise ValueError(f"calls={calls}: nothing would be compared")
-        axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
+        if self.calls < 1:
+            raise ValueError(f"calls={self.calls}: nothing would be compared")
         draws, given = torch.get_rng_state(), (held(state), held(batch))
-        expected = _on_one(step, state, batch, calls, goes_on)
+        expected = _on_one(self.step, state, batch, self.calls, self.goes_on)
         if what := _written(given, state, batch):  # the ranks would begin from that
-            raise AssertionError(f"{_name(step)}, on one device: it {what}")
+            raise AssertionError(f"{title(self.step)}, on one device: it {what}")
         torch.set_rng_state(draws)
         if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
             raise ValueError(
-                f"{_name(step)} returns no tensor: nothing would be compared"
+                f"{title(self.step)} returns no tensor: nothing would be compared"
             )
+        return expected
+
+    def on_ranks(self, state: Any, batch: Sequence[Any], expected: list[Any]) -> None:
+        """Raises unless each rank's calls return what is expected.
+
+        Raises:
+            AssertionError: as ``assert_equals_one_device``.
+        """
+        step, transformed, mesh = self.step, self.transformed, self.mesh
+        calls, goes_on, axis = self.calls, self.goes_on, self.axis
+        axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
 
         def main() -> Any:
             mine = local_batch(batch, mesh, axes, self.uneven) if axes else batch
@@ -185,8 +198,7 @@ class Comparison:
             seen.compare(k, self.tolerance)
             for rank, what in zip(seen.ranks, written, strict=True):
                 if what:
-                    raise AssertionError(f"{seen.title(0)}: on rank {rank} it {what}")
-        return expected[-1]
+                    raise AssertionError(f"{seen.heading(0)}: on rank {rank} it {what}")
 
 
 @dataclass(frozen=True)
@@ -207,8 +219,8 @@ class _Runs:
     rows: Sequence[int]
     log: Ledger
 
-    def title(self, k: int) -> str:
-        ours, theirs = _name(self.transformed), _name(self.step)
+    def heading(self, k: int) -> str:
+        ours, theirs = title(self.transformed), title(self.step)
         said = f"{ours} on {self.mesh} is not {theirs} on one device"
         return f"{said}, in its call {k + 1} of {self.calls}" if k else said
 
@@ -220,7 +232,7 @@ class _Runs:
                 found = difference(out[k], self.expected[k], tolerance)
             except tree.TreeMismatch as error:
                 raise AssertionError(
-                    f"{self.title(k)}: on rank {rank} {error}"
+                    f"{self.heading(k)}: on rank {rank} {error}"
                 ) from None
             if found is not None:
                 seen.append(found)
@@ -231,7 +243,7 @@ class _Runs:
 
     def message(self, k: int, seen: Difference, position: int) -> str:
         found = [tree.leaves(out[k])[position] for out in self.outs]
-        lines = [self.title(k), seen.said]
+        lines = [self.heading(k), seen.said]
         lines.append(f"  one device  {seen.at_index(seen.expected)}")
         each = [*zip(self.ranks, found, strict=True)]
         lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in each[:_SHOWN]]
@@ -344,7 +356,7 @@ def _rows(batch: Any) -> int:
     return sizes[0] if sizes else 0
 
 
-def _name(fn: Any) -> str:
+def title(fn: Any) -> str:
     """The name of a function, with the transforms around it."""
     name = getattr(fn, "__name__", type(fn).__name__)
     name = "the step" if name == "<lambda>" else name

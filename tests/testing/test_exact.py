@@ -161,6 +161,51 @@ def test_an_optimizer_is_the_same_function_of_parts(name):
     check(ff.shard(step, mesh, "data"), mesh, step, optimizer)
 
 
+# What is proven, and how sure that is
+
+
+def test_a_proof_says_what_was_compared():
+    batch, mesh = batch_of(), simulated(data=2)
+    state = ff.init_state(train_step, parameters(), OPTIMIZER, batch)
+    proof = ff.prove(
+        train_step, ff.shard(train_step, mesh, "data"), mesh, state, batch,
+        goes_on=lambda out: out[0],
+    )  # fmt: skip
+    assert ("1/loss", "f64[]") in proof.leaves and proof.calls == 2
+    assert proof.functions > 10 and proof.divisions > 10
+    # A norm is clipped or is not: draws go on until both have been seen.
+    assert proof.decided == 2 and proof.one_way == 0 and proof.draws >= 2
+    assert 0 < proof.chance < 1e-9
+    said = str(proof)
+    assert said.startswith("shard(train_step) on Mesh({'data': 2}, 'simulated') equals")
+    assert f"{proof.draws} draws; wrong with a chance of about" in said
+    assert "0/params/blocks/1/qkv" in said
+
+
+def test_a_fault_behind_a_comparison_is_seen_from_both_sides():
+    """What is scaled only where the norm is too large: half of all draws see it."""
+    mesh, x = simulated(data=2), torch.zeros(4, 3)
+
+    def one(w, x):
+        size = (x @ w).square().mean()
+        return torch.where(size > 1, size, size * 0)
+
+    def both(w, x):
+        size = ff.pmean((x @ w).square().mean(), "data")
+        return torch.where(size > 1, size, size * 0)
+
+    w = torch.zeros(3)
+    proof = ff.prove(one, both, mesh, w, x)
+    assert proof.decided == 2 and not proof.one_way
+
+    def wrong(w, x):
+        size = ff.pmean((x @ w).square().mean(), "data")
+        return torch.where(size > 1, size * (1 + 1e-9), size * 0)
+
+    with pytest.raises(AssertionError, match="differs"):
+        ff.prove(one, wrong, mesh, w, x)
+
+
 # What differs, however little
 
 
@@ -265,3 +310,36 @@ def test_ranks_that_are_started_inside_compute_exactly():
         for total in ff.spmd(main, mesh)():
             assert torch.equal(total, x)
     assert not torch.equal(ff.spmd(main, mesh)()[0], x / 2)
+
+
+PROGRAM = """
+import fsfunc as ff
+from tests.testing.test_exact import (
+    OPTIMIZER, batch_of, off_by, parameters, train_step
+)
+
+for shared in (True, False):
+    mesh = ff.make_mesh({"data": 2}, shared_memory=shared)
+    batch = batch_of()
+    state = ff.init_state(train_step, parameters(), OPTIMIZER, batch)
+
+    def proof(step):
+        sharded = ff.shard(step, mesh, "data")
+        return ff.prove(
+            train_step, sharded, mesh, state, batch, goes_on=lambda out: out[0], draws=1
+        )
+
+    print(str(proof(train_step)).splitlines()[0])
+    try:
+        proof(off_by(1e-12))
+    except AssertionError as error:
+        print("told apart:", str(error).splitlines()[1])
+"""
+
+
+@pytest.mark.processes(slow=False)
+def test_processes_compute_exactly_too(processes):
+    printed = processes(PROGRAM, 2).splitlines()
+    equal = "shard(train_step) on Mesh({'data': 2}, 'processes') equals train_step"
+    assert sum(line.startswith(equal) for line in printed) == 4
+    assert sum(line.startswith("told apart: '0/params") for line in printed) == 4

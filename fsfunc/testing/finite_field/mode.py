@@ -73,6 +73,8 @@ class Exact(_torch.UnheardMode):
         """Returns what computes an operator; the order is that of precedence."""
         key = _key(func)
         name = key.partition(".")[0]
+        if func.namespace == "c10d":
+            return self._send
         if key == "_to_copy" or key == "prims.convert_element_type":
             return self._convert
         if key in RULES:
@@ -100,6 +102,15 @@ class Exact(_torch.UnheardMode):
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
+        return func(*args, **kwargs)
+
+    def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Messages between processes move numbers; a backend's own sums are floats'."""
+        if "reduce" in func._schema.name and _has_floats(args, kwargs):
+            raise self._refusal(
+                func, "a backend of torch's adds floats: run it on simulated ranks, or "
+                "on processes whose tensors lie on the CPU",
+            )  # fmt: skip
         return func(*args, **kwargs)
 
     def _fill(self, func: Any, args: Any, kwargs: Any) -> Any:

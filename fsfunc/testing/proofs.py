@@ -1,0 +1,174 @@
+"""prove: a transformed step computes the function of the plain one, on exact runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.printing.tables import Printed, Table
+from fsfunc.sharded.layout import describe
+from fsfunc.state.layout_rules import LayoutRules
+from fsfunc.testing.finite_field import PRIME, exact, residues
+from fsfunc.testing.one_device import Comparison, title
+
+_MOST = 8  # draws, until every comparison of single numbers has had both answers
+
+
+@dataclass(frozen=True, repr=False)
+class Proof(Printed):
+    """What was compared, and how sure that is; it prints as a table.
+
+    Attributes:
+        step, transformed: their names, with the transforms around them.
+        mesh: that of the ranks.
+        leaves: (path, shape and dtype) of each leaf that a call returns.
+        calls: the calls that were compared, of each draw.
+        draws: how often it was, from new random residues and functions.
+        functions, divisions: calls of random functions, and divisions, in a draw on one
+            device.
+        decided: comparisons of single numbers (a clipped norm, a skipped step) there.
+        one_way: those of them that had one answer in every draw: what depends on the
+            other answer was not compared.
+    """
+
+    step: str
+    transformed: str
+    mesh: Mesh
+    leaves: tuple[tuple[str, str], ...]
+    calls: int
+    draws: int
+    functions: int
+    divisions: int
+    decided: int
+    one_way: int
+
+    @property
+    def chance(self) -> float:
+        """The chance, about, that another function passes by accident.
+
+        In a draw two values that differ become equal with a probability near 1/PRIME,
+        at each call of a random function and at each division; the draws are
+        independent.
+        """
+        places = self.functions + self.divisions + 1
+        return min(1.0, places / PRIME) ** self.draws
+
+    def pieces(self, width: int | None) -> list[Table | str]:
+        calls = f"{self.calls} call{'s' * (self.calls != 1)}"
+        pieces: list[Table | str] = [
+            f"{self.transformed} on {self.mesh} equals {self.step} on one device",
+            f"{len(self.leaves)} leaves, {calls}, {self.draws} draws; wrong with a "
+            f"chance of about {self.chance:.0e}",
+        ]
+        if self.one_way:
+            pieces.append(
+                f"{self.one_way} of {self.decided} comparisons of single numbers had "
+                "one answer in every draw: what depends on the other one was not seen"
+            )
+        rows = [(path or "the value", what) for path, what in self.leaves]
+        return [*pieces, Table("", ("<equal", "<shape"), rows)]
+
+
+def prove(
+    step: Callable[..., Any],
+    transformed: Callable[..., Any],
+    mesh: Mesh,
+    state: Any,
+    *batch: Any,
+    axis: Axis | tuple[()] | None = None,
+    layouts: LayoutRules | None = None,
+    calls: int = 2,
+    goes_on: Callable[[Any], Any] | None = None,
+    draws: int = 2,
+    uneven: bool = False,
+) -> Proof:
+    """Returns a proof that ``transformed`` on every rank computes what ``step`` does.
+
+    Both run in a finite field (:func:`ff.testing.exact`), from random residues in place
+    of the floats of ``state`` and ``batch``. Equal programs agree there to the last
+    bit, whatever the order of their sums; programs that differ, by 1e-12 too, agree by
+    accident alone. It is drawn again until each comparison of single numbers (of a norm
+    that is clipped, of a step that is skipped) has had both answers.
+
+    Proven is the algebra: which values are summed, scaled and sent where. Casts change
+    nothing there, and kernels are their formulas: rounding, overflow, and what a kernel
+    computes are not proven. Nonlinear functions are random ones, that know no identity
+    but those of powers, roots, exponentials and logarithms: two programs that are equal
+    by another one (sin^2 + cos^2 = 1) are told apart.
+
+    Args:
+        step: the step of one device; any function of (state, \\*batch).
+        transformed: the same for ranks.
+        mesh: of simulated ranks, or of processes.
+        state: a tree, whole, the same on every rank: of shapes alone, its values are
+            drawn. Integers stay: tokens are to differ from row to row.
+        batch: trees of tensors, cut along dim 0.
+        axis, layouts, calls, goes_on, uneven: as for
+            :func:`ff.testing.assert_equals_one_device`.
+        draws: the least number of draws.
+
+    Raises:
+        AssertionError: they differ; it names the leaf, and the common mistake that
+            gives it, as ``assert_equals_one_device`` does.
+        NoExactRule: an operator has no rule: it draws numbers, or is no arithmetic
+            (eigenvalues, codes of 8 bits).
+
+    Cost: as many runs on one device and on all ranks as there are draws, each some ten
+    to twenty times as long as one in float64.
+
+    Source: Schwartz, 1980, and Zippel, 1979, for polynomials; random functions for what
+    is none, as Zhang et al., 2024 (Mirage) have them for kernels.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
+    >>> @ff.value_and_grad
+    ... def step(w, x):
+    ...     return layer(w, x).mean()
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> w, x = torch.zeros(3, 2), torch.zeros(4, 3)
+    >>> ff.prove(step, ff.shard(step, mesh, "data"), mesh, w, x)
+    shard(step) on Mesh({'data': 2}, 'simulated') equals step on one device
+    2 leaves, 2 calls, 2 draws; wrong with a chance of about 2e-14
+    equal  shape
+    0      f64[]
+    1      f64[3, 2]
+    """
+    how = Comparison(
+        step, transformed, mesh, axis, layouts, calls, goes_on, uneven=uneven
+    )
+    answers: list[list[bool]] = []
+    out, functions, divisions = None, 0, 0
+    for draw in range(max(draws, _MOST)):
+        if draw >= draws and not _one_way(answers):
+            break
+        with exact(draw) as field:
+            drawn = residues((state, batch), draw)
+            expected = how.on_one(*drawn)
+            answers.append([*field.decisions])
+            functions, divisions = field.functions, field.divisions
+            how.on_ranks(*drawn, expected)
+            out = expected[-1]
+    paths, leaves, _ = tree.flatten_with_paths(out)
+    return Proof(
+        title(step), title(transformed), mesh,
+        tuple(
+            (path, describe(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
+            for path, x in zip(paths, leaves, strict=True)
+        ),
+        calls, len(answers), functions, divisions, len(answers[0]), _one_way(answers),
+    )  # fmt: skip
+
+
+def _one_way(answers: list[list[bool]]) -> int:
+    """Returns how many comparisons had the same answer in all draws.
+
+    Where draws made unlike numbers of them, only those that all made are told apart.
+    """
+    first = len(answers[0])
+    both = sum(len(set(each)) == 2 for each in zip(*answers, strict=False))
+    return first - both
