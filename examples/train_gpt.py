@@ -13,6 +13,11 @@ All run the same `train` below, and the same seed gives the same losses. What a 
 will do on any number of ranks, without them (options of this file follow the `--`):
 
     python -m fsfunc plan examples/train_gpt.py --mesh data=1024 -- --remat
+
+That it computes what the plain step does, in exact arithmetic on simulated ranks:
+
+    python -m fsfunc prove examples/train_gpt.py --mesh data=2,pipe=2 -- --remat \
+        --layers 2 --dim 16 --heads 2 --seq 8 --batch 8
 """
 
 import json
@@ -53,11 +58,12 @@ PROMPT = b"def "
 TEMPERATURE = 0.8
 
 
-def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
+def build(mesh: ff.Mesh | None, args: Namespace | None = None) -> tuple:
     """(step, init, optimizer, batch, layouts): what `train` below starts from.
 
     `python -m fsfunc plan` calls it with an abstract mesh. The batch is a rank's own,
-    of which shapes alone matter: (rows, seq) tokens of text, and the targets.
+    of which shapes alone matter: (rows, seq) tokens of text, and the targets. For
+    `python -m fsfunc prove`, build(None) has the plain step, and all ranks' rows.
     """
     if args is None:
         args = settings(mesh)
@@ -66,12 +72,14 @@ def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
     )
     optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.sharded_adam(rate))
 
-    loss_of = loss_on(args)
+    loss_of = loss_on(args) if mesh else loss_fn
 
     def train_step(state, batch):
         loss, grads = ff.value_and_grad(loss_of)(state.params, batch)
         return state.apply_gradients(grads, optimizer), {"loss": loss}
 
+    if mesh is None:
+        return train_step, partial(params_of, args), optimizer, drawn_batch(args), {}
     step = transformed(train_step, mesh, args)
     if not args.no_donate:
         step = ff.donate(step)
@@ -260,6 +268,12 @@ def blank_batch(args: Namespace) -> dict[str, torch.Tensor]:
     shape = args.batch // args.data, args.seq // args.context
     names = "tokens", "targets"
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
+
+
+def drawn_batch(args: Namespace) -> dict[str, torch.Tensor]:
+    draw = seeded(args.seed)
+    rows = torch.randint(VOCAB, (2, args.batch, args.seq), generator=draw)
+    return dict(zip(("tokens", "targets"), rows, strict=True))
 
 
 def device_of(mesh: ff.Mesh) -> torch.device:

@@ -1,6 +1,7 @@
 """The commands of ``python -m fsfunc``.
 
-plan_command.py commands.py   plan; checkpoint, consolidate, hardware, names
+plan_command.py prove_command.py   plan; prove
+commands.py         checkpoint, consolidate, hardware, names
 build_scripts.py    scripts with build(mesh); what is printed, written
 hugging_face.py     the step of a model, of its config.json
 """
@@ -14,9 +15,10 @@ from collections.abc import Sequence
 from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.commands import add_checkpoints, add_hardware, add_names
 from fsfunc.cli.plan_command import add_plan
+from fsfunc.cli.prove_command import add_prove
 from fsfunc.printing.tables import visible_lines
 
-COMMANDS = (add_plan, add_hardware, add_checkpoints, add_names)
+COMMANDS = (add_plan, add_prove, add_hardware, add_checkpoints, add_names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

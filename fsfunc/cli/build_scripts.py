@@ -75,7 +75,7 @@ def started(script: Path, passed: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path = argv, path
 
 
-def build_of(script: Path) -> Callable[[Mesh], Any]:
+def build_of(script: Path) -> Callable[[Mesh | None], Any]:
     """The ``build`` of a script, which is imported as a module of its file's name."""
     module = _imported(script)
     build = getattr(module, "build", None)
@@ -127,7 +127,7 @@ def plan_of(
     """
     with refusing(script):
         made = build(mesh)
-    step, init, optimizer, batch, layouts = _checked(made, script)
+    step, init, optimizer, batch, layouts = checked(made, script)
     with refusing(script):
         how = {"mesh": mesh, "layouts": layouts, "device": device}
         found = plan(step, init, optimizer, batch, **how)
@@ -144,7 +144,7 @@ def plan_of(
     return found
 
 
-def _checked(made: Any, script: Path) -> tuple[Any, ...]:
+def checked(made: Any, script: Path) -> tuple[Any, ...]:
     """The values that ``build`` returned, if a plan can be made of them."""
     start = f"build of {script} returns {RETURNS}"
     if not isinstance(made, tuple | list):

@@ -103,6 +103,11 @@ def add_plan(commands: Any) -> None:
 def _mesh(text: str) -> Mesh | int:
     if text.isdecimal() and int(text):
         return int(text)
+    return make_mesh(mesh_axes(text), "abstract")
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """Returns the axes of a mesh, as an option names them."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -111,7 +116,7 @@ def _mesh(text: str) -> Mesh | int:
         if name in axes:
             raise argparse.ArgumentTypeError(f"{text!r} names the axis {name} twice")
         axes[name] = int(size)
-    return make_mesh(axes, "abstract")
+    return axes
 
 
 def _text(mesh: Mesh | int) -> str:

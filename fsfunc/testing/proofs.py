@@ -147,11 +147,11 @@ def prove(
         if draw >= draws and not _one_way(answers):
             break
         with exact(draw) as field:
-            drawn = residues((state, batch), draw)
-            expected = how.on_one(*drawn)
+            own_state, own_batch = residues((state, batch), draw)
+            expected = how.on_one(own_state, own_batch)
             answers.append([*field.decisions])
             functions, divisions = field.functions, field.divisions
-            how.on_ranks(*drawn, expected)
+            how.on_ranks(own_state, own_batch, expected)
             out = expected[-1]
     paths, leaves, _ = tree.flatten_with_paths(out)
     return Proof(

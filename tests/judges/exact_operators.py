@@ -40,6 +40,8 @@ OTHERWISE = {
     "rad2deg": _IRRATIONAL,
     "ldexp": _IRRATIONAL,
     "heaviside": _FRACTIONS,
+    "quantile": _FRACTIONS,
+    "nanquantile": _FRACTIONS,
     "renorm": _FRACTIONS,
     "nn.functional.gaussian_nll_loss": _FRACTIONS,
     "nn.functional.hardshrink": _FRACTIONS,
