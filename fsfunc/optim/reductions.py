@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
@@ -113,7 +114,10 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
         x = issue(x, ENTER, group(copies))
     if over:
         x = issue(x, SUM, group(over))
-    return psum(x, others) if others else x
+    if others:
+        with internal():  # of parts by their layouts: no word of the user's is asked
+            x = psum(x, others)
+    return x
 
 
 def most_of_parts(x: Tensor, axes: Spread) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.attribution import source_line
+from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import LawError
@@ -84,7 +84,9 @@ class SplitWork:
         the shares: ``pcast`` does, whose transpose is a sum. A map that is not
         differentiated multiplies by n, as it says, and is right (ranks are counted so).
         """
-        if where.size > 1 and x.requires_grad and _sends(how):
+        if is_internal() or not x.requires_grad:
+            return
+        if where.size > 1 and _sends(how):
             lacking = self.over(where.axis) - self.of(x)
             if lacking and _torch.current_node() is None:  # else of a cotangent
                 name = "pmean" if how.power else how.op

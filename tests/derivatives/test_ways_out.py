@@ -151,6 +151,10 @@ def made_of_one(whose):
     return step
 
 
+def sum_of_pairs(a):
+    return torch.view_as_real(torch.complex(a, 2 * a)).sum(-1)
+
+
 TEXTS = {
     "random": [noise],
     "own": [
@@ -169,6 +173,10 @@ TEXTS = {
     "dims": [
         lambda w, x: ff.lay_like(each(torch.triu, ff.unshard(w)), w),
         lambda w, x: mean(TRIANGLE(w, x)),
+    ],
+    "pairs": [
+        lambda w, x: each(lambda a: torch.complex(a, 2 * a).imag, w),
+        lambda w, x: ff.lay_like(each(sum_of_pairs, ff.unshard(w)), w),
     ],
     "shape": [by_shape, lambda w, x: each(torch.zeros_like, w)],
     "term": [gradient(scaled_by_norm)],

@@ -268,7 +268,8 @@ def test_over_ranks(around, end):
 
     def body(p, x):
         y = F.linear(F.gelu(F.linear(x, p["a"])), p["b"])
-        return x + (ff.psum(y, "model") if end == "psum" else y)
+        each = ff.pcast(y, "model", to="V")
+        return x + (ff.psum(each, "model") if end == "psum" else y)
 
     loss = loss_of(body, calls=3)
 
