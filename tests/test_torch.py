@@ -1145,4 +1145,7 @@ def test_a_mode_says_whether_it_acts_in_every_thread():
 
     with Everywhere() as everywhere, Here():
         assert _torch.modes_of_ranks() == [everywhere]
+        assert _torch.is_rounded()
+        Everywhere.rounds = False
+        assert not _torch.is_rounded()
         assert _torch.active_modes() == ["Here"]

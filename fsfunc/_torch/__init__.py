@@ -35,6 +35,7 @@ from fsfunc._torch.dispatch import (
     beneath_modes,
     dispatch_modes,
     gives_views,
+    is_rounded,
     is_view,
     modes_of_ranks,
     outside_function_modes,

@@ -38,6 +38,11 @@ def modes_of_ranks() -> list[Any]:
     return [m for m in dispatch if getattr(m, "enters_ranks", False)]
 
 
+def is_rounded() -> bool:
+    """False inside a mode that computes without rounding."""
+    return all(getattr(m, "rounds", True) for m in modes_of_ranks())
+
+
 def plain_tensors() -> Any:
     """Inside, tensors of subclasses are taken for plain ones."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -131,9 +131,10 @@ def _numbers(
 
 def norm_and_sum(x: Tensor) -> Tensor:
     """Two numbers by which tensors of several ranks are compared."""
-    wide = strided(x).detach().resolve_conj()
-    wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
-    return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
+    with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
+        wide = strided(x).detach().resolve_conj()
+        wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
+        return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
 
 
 def unlike(
@@ -147,9 +148,10 @@ def unlike(
     with silence(), label("", "values that should be equal"):
         sent = torch.stack(list(found.values()))
         every = where.start("all_gather", sent).wait()
-    every = every.view(where.size, len(found), 2).cpu()
-    most = share * every[..., :1].amax(0)
-    return every, ((every - every[:1]).abs() > most).any(-1).any(0)
+    with _torch.beneath_modes(every):
+        every = every.view(where.size, len(found), 2).cpu()
+        most = share * every[..., :1].amax(0)
+        return every, ((every - every[:1]).abs() > most).any(-1).any(0)
 
 
 def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:

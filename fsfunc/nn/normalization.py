@@ -27,7 +27,7 @@ from torch import Tensor
 from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size
-from fsfunc.nn.numerics import wide
+from fsfunc.nn.numerics import not_negative, wide
 from fsfunc.nn.tensor_parallel import Leaf, part_of
 
 
@@ -53,7 +53,7 @@ def normalizer(
     c: Tensor, mean: Tensor, square: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(scale, shift) that take x - c to its normalised value."""
-    factor = torch.rsqrt((square - mean * mean).clamp(min=0) + eps)
+    factor = torch.rsqrt(not_negative(square - mean * mean) + eps)
     return factor, (c - mean) * factor
 
 

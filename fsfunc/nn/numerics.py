@@ -28,6 +28,11 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def not_negative(x: Tensor) -> Tensor:
+    """``x``, which is below 0 by rounding alone: there it is 0."""
+    return x.clamp(min=0) if _torch.is_rounded() else x
+
+
 def is_autocast(x: Tensor) -> bool:
     """True if autocast is on for the device of ``x``."""
     kind = x.device.type

@@ -3,7 +3,7 @@
 Over an averaged axis each rank has values of its own. Over another one the work of one
 loss is split: a layer is given what is one value on all ranks, or each rank's own, and
 to take one for the other would count it n times. Loss, gradients and norms equal those
-of one device, or the layer says what it takes.
+of one device, to the last bit of an exact run, or the layer says what it takes.
 """
 
 import inspect
@@ -14,9 +14,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc import nn
-from fsfunc.testing import check_types
+from fsfunc.testing import assert_equal, check_types, exact, residues
 from fsfunc.tracing.refusals import LawError
-from tests.checks import close, simulated
+from tests.checks import simulated
 
 D = 4
 MESH = simulated(data=2, model=2)
@@ -186,9 +186,10 @@ def stepped(layer, way):
     return step
 
 
-def given(name, way):
-    """The step, and what it is given on a rank."""
+def given(name, way, values=None):
+    """The step, and what it is given on a rank: the case's, or other values."""
     layer, params, splits, x, dim = CASES[name][:5]
+    params, x = values or (params, x)
     dim = dim if way == "averaged" else 0
     axis, zero = WAYS[way].axis, len(name) % 4
     step = ff.shard(stepped(layer, WAYS[way]), MESH, "data", zero=zero)
@@ -200,19 +201,22 @@ def given(name, way):
 @pytest.mark.parametrize(("name", "way"), ROWS)
 def test_a_layer_equals_one_device_or_says_what_it_takes(name, way):
     layer, params, _, x, _, *outcomes = CASES[name]
-    step, params, layouts, mine = given(name, way)
+    values = residues((params, x))
+    step, _, layouts, mine = given(name, way, values)
 
     def main():
-        placed = ff.place(step, params, mine(), layouts=layouts)
+        placed = ff.place(step, values[0], mine(), layouts=layouts)
         value, grads, *norms = step(placed, mine())
         return value, ff.unshard(grads), *norms
 
-    if refusal := outcomes[list(WAYS).index(way)]:
-        with pytest.raises((ValueError, RuntimeError), match=refusal):
-            ff.spmd(main, MESH)()
-        return
-    for found in ff.spmd(main, MESH)():
-        close(found, stepped(layer, Way())(params, x), 1e-10)
+    with exact():
+        if refusal := outcomes[list(WAYS).index(way)]:
+            with pytest.raises((ValueError, RuntimeError), match=refusal):
+                ff.spmd(main, MESH)()
+            return
+        expected = stepped(layer, Way())(*values)
+        for found in ff.spmd(main, MESH)():
+            assert_equal(found, expected)
 
 
 def test_every_layer_that_takes_an_axis_is_here():

@@ -51,6 +51,7 @@ class Exact(_torch.UnheardMode):
     """
 
     enters_ranks = True  # simulated ranks enter it too: it acts alike in each thread
+    rounds = False
 
     def __init__(self, field: Field):
         super().__init__()
