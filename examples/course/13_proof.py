@@ -65,15 +65,14 @@ def mended(params, x):
 print(ff.prove(grad_fn, mended, mesh, params, x))
 
 
-# 4. What is not proven: a tanh is a random function here, and knows no identity. So
-#    two ways to write one function differ, where the field cannot see that they are one.
+# 4. What is not proven: functions are random ones here, and know no identity. Two ways
+#    to write one function, sinh(2 w) = 2 sinh(w) cosh(w), are told apart.
 def doubled(params, x):
-    return {"w": torch.sinh(2 * params["w"]), "b": params["b"]}
+    return torch.sinh(2 * params["w"])
 
 
 def by_parts(params, x):
-    w = params["w"]
-    return {"w": 2 * torch.sinh(w) * torch.cosh(w), "b": params["b"]}
+    return 2 * torch.sinh(params["w"]) * torch.cosh(params["w"])
 
 
 try:
