@@ -1,14 +1,14 @@
 """Lesson 13. A proof: the same programs, computed where no sum is rounded.
 
-Lesson 11 compared floats. Sums in another order differ in their last bits, so that it
-needed a tolerance, and a fault that is smaller than the tolerance is not seen. In the
-integers modulo a prime p nothing is rounded, and sums have no order. There
+Lesson 11 compared floats, whose sums differ in their last bits with their order: it had
+a tolerance, below which no fault is seen. Modulo a prime p nothing is rounded, and sums
+have no order. There
 
     two polynomials of degree d, unlike:  equal at a random point with chance <= d / p
 
-(Schwartz and Zippel). What is no polynomial, a tanh, is given a random function of its
-own: equal arguments have equal images, others do not. So a program that runs once or
-twice, from random numbers modulo p = 33554393, is either the other one or told apart.
+(Schwartz and Zippel). What is no polynomial, a tanh, is a random function of its own. So
+a program that runs twice, from numbers drawn modulo p = 33554393, is the other one, or
+is told apart.
 
 The plain program has a regularizer of weight 1e-8: the variance of what it predicts.
 
@@ -34,8 +34,7 @@ def loss(params, x):
 grad_fn = ff.value_and_grad(loss)
 
 
-# 2. By hand over ranks: the mean of each rank's gradients. Its fault: `y.mean(0)` is
-#    then the mean of a rank's own rows.
+# 2. By hand: the mean of the ranks' gradients. Its fault: `y.mean(0)` is of own rows.
 def by_hand(params, x):
     value, grads = grad_fn(params, x)
     return ff.pmean(value, "data"), ff.pmean(grads, "data")
@@ -78,4 +77,4 @@ def by_parts(params, x):
 try:
     ff.prove(doubled, by_parts, mesh, params, x)
 except AssertionError as error:
-    print("two ways to write it:", *str(error).splitlines()[:2], sep="\n    ")
+    print("two ways to write it:", str(error).splitlines()[1])
