@@ -6,9 +6,9 @@ have no order. There
 
     two polynomials of degree d, unlike:  equal at a random point with chance <= d / p
 
-(Schwartz and Zippel). What is no polynomial, a tanh, is a random function of its own. So
-a program that runs twice, from numbers drawn modulo p = 33554393, is the other one, or
-is told apart.
+(Schwartz and Zippel). What is no polynomial, a tanh, is a random function of its own.
+So a program that runs twice, from numbers drawn modulo p = 33554393, is the other one,
+or is told apart.
 
 The plain program has a regularizer of weight 1e-8: the variance of what it predicts.
 
