@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch import formulas
-from fsfunc.comm.attribution import current_label
+from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
 from fsfunc.testing.finite_field.field import Field, lifted
@@ -320,14 +320,15 @@ def _refuse_codes(func: Any, args: Any, kwargs: Any) -> None:
     else:
         return
     raise NoExactRule(
-        f"{_called(func)} in an exact run{_where()} {what}, which no number of a field "
-        "has: leave quantised messages, moments in 8 bits and stochastic rounding out"
+        f"{_called(func)} in an exact run{_where()} {what}, which no number of a "
+        "field has: leave quantised messages, moments in 8 bits and stochastic rounding out"
     )
 
 
 def _where() -> str:
+    """Returns the user's line, that of the gradient call in a backward, and the unit."""
     unit, phase = current_label()[:2]
-    return f", in unit {unit!r} ({phase})" if unit else ""
+    return f" at {source_line()}" + (f", in unit {unit!r} ({phase})" if unit else "")
 
 
 def _refuse_narrow(func: Any, args: Any) -> None:
@@ -335,7 +336,7 @@ def _refuse_narrow(func: Any, args: Any) -> None:
     into = args[0]
     if isinstance(into, Tensor) and into.dtype in _NARROW:
         raise NoExactRule(
-            f"{_called(func)} in an exact run writes into {into.dtype} of shape "
-            f"{tuple(into.shape)}, made outside of it: numbers need float64. Make it "
-            "inside, or give it to the step as part of its state"
+            f"{_called(func)} in an exact run{_where()} writes into {into.dtype} of "
+            f"shape {tuple(into.shape)}, made outside of it: numbers need float64. "
+            "Make it inside, or give it to the step as part of its state"
         )
