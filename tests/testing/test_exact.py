@@ -297,6 +297,23 @@ def test_what_has_no_rule_is_refused_by_name():
         outside.copy_(x)
 
 
+def test_what_writes_adds_in_the_field():
+    """Sums that are made in place are residues, as those of new tensors are."""
+    top, at = torch.full((2,), PRIME - 1.0, dtype=torch.float64), torch.tensor([0, 0])
+    with exact():
+        put = top.clone().index_put_((at,), top, accumulate=True)
+        scattered = top.clone().scatter_(0, at, top, reduce="add")
+        added = torch.empty(2, dtype=torch.float64)
+        torch.add(top, top, out=added)
+        counted = torch.zeros(2, dtype=torch.int64).copy_(top)
+        windows = torch.ones(3, requires_grad=True)
+        (windows.unfold(0, 2, 1) * (PRIME - 1)).sum().backward()
+    assert put.tolist() == scattered.tolist() == [PRIME - 3, PRIME - 1]
+    assert added.tolist() == [PRIME - 2] * 2
+    assert counted.tolist() == [-1, -1]
+    assert windows.grad.tolist() == [PRIME - 1, PRIME - 2, PRIME - 1]
+
+
 def test_quantised_messages_are_refused():
     step = ff.shard(train_step, DATA, "data", gather=ff.QuantizedGather())
     with pytest.raises(NoExactRule, match="codes of 8 bits"):

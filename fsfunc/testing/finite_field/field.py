@@ -55,7 +55,7 @@ INFINITE = _KIND + PRIME - 1.0
 
 
 class NoResidue(ValueError):
-    """A value that has no counterpart in the field: NaN."""
+    """A value that has no counterpart in the field: NaN, and complex numbers."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,6 +245,8 @@ def lifted(x: Tensor) -> Tensor:
     """
     if x.dtype == torch.bool:
         return x.to(torch.float64)
+    if x.is_complex():
+        raise NoResidue("complex numbers have no residues")
     if not x.is_floating_point():
         return torch.remainder(x, PRIME).to(torch.float64)
     wide = x.to(torch.float64)

@@ -15,14 +15,14 @@ MOVES = {
     "alias_copy", "as_strided_copy", "as_strided_scatter", "block_diag", "cat", "clone",
     "contiguous", "copy", "copy_", "detach_copy", "diag_embed", "diagonal_backward",
     "diagonal_scatter", "embedding", "expand_copy", "flip", "gather", "index",
-    "index_copy", "index_put_", "index_select", "is_pinned", "is_same_size",
+    "index_copy", "index_select", "is_pinned", "is_same_size",
     "lift", "masked_scatter", "masked_select", "permute_copy", "pixel_shuffle",
     "pixel_unshuffle", "record_stream", "reflection_pad1d", "repeat", "resize_",
     "repeat_interleave", "replication_pad1d", "roll", "rot90", "scatter.src",
     "select_backward", "select_scatter", "set_", "slice_backward", "slice_scatter",
     "split_copy", "split_with_sizes_copy", "stack", "stride", "sym_numel", "sym_size",
     "sym_storage_offset", "sym_stride", "take", "transpose_copy", "tril", "triu",
-    "unbind_copy", "unfold_backward", "unfold_copy", "unsafe_chunk", "unsafe_split",
+    "unbind_copy", "unfold_copy", "unsafe_chunk", "unsafe_split",
     "unsafe_split_with_sizes", "_unsafe_index", "_unsafe_view", "view_copy",
     "_reshape_copy", "_reshape_alias_copy", "im2col", "zero", "zero_", "t_",
     "squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapaxes_", "swapdims_",
@@ -43,7 +43,7 @@ SUMS = {
     "masked_scatter_backward", "max_pool3d_with_indices_backward", "put",
     "reflection_pad1d_backward", "reflection_pad2d_backward",
     "reflection_pad3d_backward", "replication_pad1d_backward",
-    "replication_pad2d_backward", "replication_pad3d_backward",
+    "replication_pad2d_backward", "replication_pad3d_backward", "unfold_backward",
 }  # fmt: skip
 
 # Those that make tensors of none.

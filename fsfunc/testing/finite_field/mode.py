@@ -86,9 +86,11 @@ class Exact(_torch.UnheardMode):
             return self._fused
         if name in FACTORIES:
             return self._make
+        if name == "copy_":
+            return self._copy
         if key in MOVES or name in MOVES or _torch.gives_views(func):
             return self._move
-        if name in FILLS:
+        if name in FILLS and "reduce" not in key:
             return self._fill
         if name in SUMS:
             return self._sum
@@ -104,6 +106,14 @@ class Exact(_torch.UnheardMode):
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
         return func(*args, **kwargs)
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A copy from floats into integers is a cast."""
+        into, source = args[0], args[1]
+        _refuse_narrow(func, args)
+        if source.is_floating_point() and not into.is_floating_point():
+            source = self._convert(formulas.TO_COPY, (source,), {"dtype": into.dtype})
+        return func(into, source, *args[2:], **kwargs)
 
     def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Messages between processes move numbers; a backend's own sums are floats'."""
@@ -147,13 +157,13 @@ class Exact(_torch.UnheardMode):
         """Casts among floats are the identity: they prove algebra, not rounding."""
         x, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
         args = args[:1]
+        if x.is_complex() or dtype is not None and dtype.is_complex:
+            raise self._refusal(func, "complex numbers have no residues")
         if dtype is None or dtype.is_floating_point:
             if dtype is None and not x.is_floating_point():
                 return func(*args, **kwargs)
             kept = {k: v for k, v in kwargs.items() if k != "dtype"}
             return formulas.TO_COPY(lifted(x), dtype=torch.float64, **kept)
-        if dtype.is_complex:
-            raise self._refusal(func, "complex numbers have no residues")
         if x.is_floating_point():
             x = value(x)
             if dtype != torch.bool:  # a number is the whole one that it stands for
@@ -321,12 +331,13 @@ def _refuse_codes(func: Any, args: Any, kwargs: Any) -> None:
         return
     raise NoExactRule(
         f"{_called(func)} in an exact run{_where()} {what}, which no number of a "
-        "field has: leave quantised messages, moments in 8 bits and stochastic rounding out"
+        "field has: leave quantised messages, moments in 8 bits and stochastic "
+        "rounding out"
     )
 
 
 def _where() -> str:
-    """Returns the user's line, that of the gradient call in a backward, and the unit."""
+    """Returns the user's line (in a backward, of the gradient call) and the unit."""
     unit, phase = current_label()[:2]
     return f" at {source_line()}" + (f", in unit {unit!r} ({phase})" if unit else "")
 
