@@ -88,11 +88,12 @@ def simulated(**axes):
     return ff.make_mesh(axes, "simulated")
 
 
-DATA, HYBRID = simulated(data=4), simulated(data=2, node=2)
+FOUR, DATA = simulated(data=4), simulated(data=2)
+HYBRID = simulated(data=2, node=2)
 PIPE, BOTH = simulated(pipe=2), simulated(data=2, pipe=2)
 
 STACKS = {
-    "zero 3": (DATA, lambda f: ff.shard(f, DATA, "data")),
+    "zero 3": (FOUR, lambda f: ff.shard(f, FOUR, "data")),
     "zero 3, three ranks": (simulated(data=3), None),
     "zero 2, rematerialized": (
         DATA, lambda f: ff.remat(ff.shard(f, DATA, "data", zero=2)),
@@ -129,12 +130,17 @@ STACKS = {
 }  # fmt: skip
 
 
+AGAIN = "zero 3", "zero 1, donated", "accumulated", "pipeline"
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_a_step_is_the_same_function_under_every_stack(name):
     mesh, stack = STACKS[name]
     stack = stack or (lambda f: ff.shard(f, mesh, "data"))
     how = {"axis": ()} if "data" not in mesh.axes else {}
-    check(stack(train_step), mesh, **how)
+    # All of a state is drawn, so that one call computes all; a second one meets what
+    # the first one left in buffers.
+    check(stack(train_step), mesh, calls=1 + (name in AGAIN), **how)
 
 
 MATRICES = ("qkv", "out", "up", "down")
@@ -158,7 +164,7 @@ OPTIMIZERS = {
 def test_an_optimizer_is_the_same_function_of_parts(name):
     optimizer = OPTIMIZERS[name]
     step, mesh = step_of(optimizer), simulated(data=2)
-    check(ff.shard(step, mesh, "data"), mesh, step, optimizer)
+    check(ff.shard(step, mesh, "data"), mesh, step, optimizer, calls=1)
 
 
 # What is proven, and how sure that is
@@ -226,7 +232,7 @@ def off_by(relative):
 @pytest.mark.parametrize("relative", [1e-3, 1e-6, 1e-9, 1e-12])
 def test_a_difference_is_seen_whatever_its_size(relative):
     with pytest.raises(AssertionError, match="is not train_step on one device"):
-        check(ff.shard(off_by(relative), DATA, "data"), DATA)
+        check(ff.shard(off_by(relative), DATA, "data"), DATA, calls=1)
 
 
 def test_a_common_mistake_is_named():
