@@ -367,11 +367,13 @@ class Field:
         exps = self.exp(a), self.exp(b)
         both = product(exps[0], self.inverse(exps[1]) if minus else exps[1])
         if not minus:
-            logs = [v == self._drawn_log(e) for v, e in zip(values, exps, strict=True)]
-            marks = [e == self._drawn_exp(v) for v, e in zip(values, exps, strict=True)]
+            # Which of the two is a logarithm as `log` makes it, which a maximum.
+            pairs = [*zip(values, exps, strict=True)]
+            log_a, log_b = (v == self._drawn_log(e) for v, e in pairs)
+            max_a, max_b = (e == self._drawn_exp(v) for v, e in pairs)
             known = _exp_known(a) & _exp_known(b)
-            one = known & (logs[0] & (logs[1] | marks[1]) | marks[0] & logs[1])
-            total = torch.where(one, self._drawn_log(both), total)
+            one_log = known & (log_a & (log_b | max_b) | max_a & log_b)
+            total = torch.where(one_log, self._drawn_log(both), total)
         some = torch.broadcast_tensors(_exp_known(a) | _exp_known(b), total)[0]
         return torch.where(some, self.with_exp(total, both), total)
 
