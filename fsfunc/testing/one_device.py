@@ -74,7 +74,8 @@ def assert_equals_one_device(
             none is rounding. :func:`ff.prove` reports such a comparison.
 
     Raises:
-        ValueError: a mesh whose ranks have no values of their own; nothing to compare.
+        ValueError: a mesh whose ranks have no values of their own; nothing to compare;
+            a tolerance of an exact run.
         AssertionError: with the mesh, the leaf, its first element that differs and what
             each rank has there, the mistake that would explain it, and the last
             collectives that touched it.
@@ -108,6 +109,11 @@ def assert_equals_one_device(
     if not exact:
         how.compare(state, batch)
         return
+    if tolerance:
+        raise ValueError(
+            f"tolerance={tolerance} in an exact run, where nothing is near: leave one "
+            "of the two out"
+        )
     for draw in range(_DRAWS):
         with exactly(draw):
             how.compare(*residues((state, batch), draw))

@@ -113,6 +113,7 @@ def prove(
         draws: the least number of draws.
 
     Raises:
+        ValueError: no draws; what ``assert_equals_one_device`` refuses.
         AssertionError: they differ; it names the leaf, and the common mistake that
             gives it, as ``assert_equals_one_device`` does.
         NoExactRule: an operator has no rule: it draws numbers, or is no arithmetic
@@ -122,7 +123,8 @@ def prove(
     to twenty times as long as one in float64.
 
     Source: Schwartz, 1980, and Zippel, 1979, for polynomials; random functions for what
-    is none, as Zhang et al., 2024 (Mirage) have them for kernels.
+    is none, as Wu et al., 2025 (Mirage) have
+    them for kernels.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
@@ -141,6 +143,8 @@ def prove(
     how = Comparison(
         step, transformed, mesh, axis, layouts, calls, goes_on, uneven=uneven
     )
+    if draws < 1:
+        raise ValueError(f"draws={draws}: nothing would be compared")
     answers: list[list[bool]] = []
     out, functions, divisions = None, 0, 0
     for draw in range(max(draws, _MOST)):

@@ -303,6 +303,45 @@ def test_what_has_no_rule_is_refused_by_name():
         outside.copy_(x)
 
 
+def test_a_constant_is_one_number_however_it_is_written():
+    """In a tensor, of any dtype, too: also one that is as large as numbers are."""
+    x = residues(torch.zeros(3))
+    narrow = torch.tensor([1e8, 0.1])  # made outside
+    with exact():
+        for constant in (1e8, 0.1, 3.5e7, -2.0):
+            for dtype in (torch.float32, torch.float64):
+                made = torch.tensor(constant, dtype=dtype)
+                assert torch.equal(x * made, x * constant), (constant, dtype)
+                assert torch.equal(x * torch.full((3,), constant), x * constant)
+        assert torch.equal(x[:2] * narrow, torch.stack([x[0] * 1e8, x[1] * 0.1]))
+        # And two constants of a few bits are two.
+        near = torch.tensor([0.5, 0.498], dtype=torch.bfloat16)
+        assert not torch.equal(near[0] * x, near[1] * x)
+
+
+def test_a_rule_that_refuses_says_what_and_where():
+    x = residues(torch.zeros(3))
+    at = torch.tensor([0, 1, 1])
+    with exact():
+        with pytest.raises(
+            NoExactRule, match=r"scatter_reduce in .* at .*test_exact.py:\d+: .*'prod'"
+        ):
+            x.scatter_reduce(0, at, x, "prod")
+        with pytest.raises(NoExactRule, match=r"mul in .* at .*test_exact.py:.*NaN"):
+            x * float("nan")
+
+
+def test_what_contradicts_itself_is_refused():
+    mesh, w = simulated(data=2), torch.zeros(2)
+    step = lambda w, x: w * 2  # noqa: E731
+    with exact(), pytest.raises(RuntimeError, match="inside of an exact run"):
+        ff.prove(step, step, mesh, w, w)
+    with pytest.raises(ValueError, match="draws=0: nothing would be compared"):
+        ff.prove(step, step, mesh, w, w, draws=0)
+    with pytest.raises(ValueError, match="tolerance=0.1 in an exact run"):
+        assert_equals_one_device(step, step, mesh, w, w, exact=True, tolerance=0.1)
+
+
 def test_what_writes_adds_in_the_field():
     """Sums that are made in place are residues, as those of new tensors are."""
     top, at = torch.full((2,), PRIME - 1.0, dtype=torch.float64), torch.tensor([0, 0])

@@ -44,9 +44,9 @@ NOTHING = _SHIFT * PRIME + 1.0
 # A float of each dtype, after a few operations on floats, is as near to what was meant.
 _NEAR = {
     torch.float64: Fraction(1, 1 << 50),
-    torch.float32: Fraction(1, 1 << 21),
-    torch.float16: Fraction(1, 1 << 9),
-    torch.bfloat16: Fraction(1, 1 << 6),
+    torch.float32: Fraction(1, 1 << 22),
+    torch.float16: Fraction(1, 1 << 10),
+    torch.bfloat16: Fraction(1, 1 << 8),
 }
 
 
@@ -91,6 +91,8 @@ def constant(value: float, dtype: torch.dtype = torch.float64) -> float:
 
 def _simplest(x: Fraction, near: Fraction) -> Fraction:
     """Returns the fraction of the smallest denominator within ``near`` of ``x``."""
+    if x.denominator == 1:  # of those that are near it no whole number is simpler
+        return x
     low, high = sorted((x * (1 - near), x * (1 + near)))
     return _between(low, high)
 
@@ -149,6 +151,7 @@ def modulo(x: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Any) -> Tensor:
+    """Returns the products of residues."""
     return modulo(a * b)
 
 
@@ -203,11 +206,12 @@ def bilinear(
         # Pieces come from the highest: Horner's rule.
         result = part if result is None else modulo(result * 2.0**bits + part)
         at -= bits
-    assert result is not None
+    assert result is not None, "a number has some bits, and so a piece"
     return result
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the product of matrices of residues."""
     return bilinear(torch.matmul, a, b, a.shape[-1])
 
 
@@ -242,6 +246,8 @@ def lifted(x: Tensor) -> Tensor:
     """Returns numbers for a tensor of numbers, of whole numbers, or of other floats.
 
     Floats that are no numbers were made outside of the run: constants of the program.
+    (A whole one of float64 that is as large as numbers with companions are cannot be
+    told from these.)
     """
     if x.dtype == torch.bool:
         return x.to(torch.float64)
@@ -249,14 +255,25 @@ def lifted(x: Tensor) -> Tensor:
         raise NoResidue("complex numbers have no residues")
     if not x.is_floating_point():
         return torch.remainder(x, PRIME).to(torch.float64)
+    # Numbers are float64: a narrower tensor holds none.
+    return _lifted(x, _LARGEST if x.dtype == torch.float64 else PRIME)
+
+
+def constants(x: Tensor) -> Tensor:
+    """Returns numbers for floats that are none: what a program writes as a literal."""
+    return _lifted(x, PRIME)
+
+
+def _lifted(x: Tensor, most: float) -> Tensor:
+    """Returns numbers for floats; whole ones below ``most`` are numbers already."""
     wide = x.to(torch.float64)
     if not x.numel():
         return wide
     low, high = torch.aminmax(wide)
-    if low >= 0 and high < _LARGEST and torch.equal(wide, wide.floor()):
+    if low >= 0 and high < most and torch.equal(wide, wide.floor()):
         return wide
     values = [
-        v if 0 <= v < _LARGEST and v == math.floor(v) else constant(v, x.dtype)
+        v if 0 <= v < most and v == math.floor(v) else constant(v, x.dtype)
         for v in wide.flatten().tolist()
     ]
     return torch.tensor(values, dtype=torch.float64).view(wide.shape)
@@ -318,6 +335,7 @@ class Field:
         return answer
 
     def inverse(self, x: Tensor) -> Tensor:
+        """Returns 1/x, and notes that it divides."""
         self.divisions += 1
         return inverse(x)
 
@@ -378,6 +396,7 @@ class Field:
         return torch.where(some, self.with_exp(total, both), total)
 
     def negative(self, a: Tensor) -> Tensor:
+        """Returns -a; of minus infinity, infinity."""
         result = self.add(torch.zeros_like(a), a, minus=True)
         if carries(a):
             result = torch.where(a == NOTHING, INFINITE, result)
@@ -395,6 +414,7 @@ class Field:
         return torch.where(plain, x, marked)
 
     def square(self, x: Tensor) -> Tensor:
+        """Returns squares; of roots, what they are roots of."""
         value = residue(x)
         squares = product(value, value)
         if not carries(x):

@@ -27,7 +27,7 @@ from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
-from fsfunc.testing.finite_field.field import Field, lifted
+from fsfunc.testing.finite_field.field import Field, NoResidue, lifted
 from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
 from fsfunc.testing.finite_field.optimizer_kernels import each, fused
 from fsfunc.testing.finite_field.rules import RULES, value
@@ -45,9 +45,6 @@ class Exact(_torch.UnheardMode):
     Args:
         field: the random choices of a draw.
 
-    Attributes:
-        calls: how many operators were computed by rules.
-        read: how many numbers Python has read.
     """
 
     enters_ranks = True  # simulated ranks enter it too: it acts alike in each thread
@@ -56,7 +53,6 @@ class Exact(_torch.UnheardMode):
     def __init__(self, field: Field):
         super().__init__()
         self.field = field
-        self.calls = self.read = 0
         self.handlers: dict[Any, Callable[..., Any]] = {}
         self.decomposed: set[Any] = set()  # operators whose decompositions run
 
@@ -68,7 +64,12 @@ class Exact(_torch.UnheardMode):
         handler = self.handlers.get(func)
         if handler is None:
             handler = self.handlers[func] = self._handler(func)
-        return handler(func, args, kwargs)
+        try:
+            return handler(func, args, kwargs)
+        except NoExactRule:
+            raise
+        except (NoResidue, NotImplementedError) as error:  # by a rule: of what, where
+            raise self._refusal(func, str(error)) from error
 
     def _handler(self, func: Any) -> Callable[..., Any]:
         """Returns what computes an operator; the order is that of precedence."""
@@ -79,7 +80,7 @@ class Exact(_torch.UnheardMode):
         if key == "_to_copy" or key == "prims.convert_element_type":
             return self._convert
         if key in RULES:
-            return _Computed(self, RULES[key], key in ("_local_scalar_dense", "item"))
+            return _Computed(self, RULES[key])
         if name.startswith("_foreach_"):
             return self._each
         if fused(name) is not None:
@@ -151,7 +152,7 @@ class Exact(_torch.UnheardMode):
             return result.to(torch.float64)
         if "empty" in func._schema.name:
             return result.to(torch.float64).zero_()
-        return lifted(result)
+        return numbers.constants(result)
 
     def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Casts among floats are the identity: they prove algebra, not rounding."""
@@ -179,13 +180,12 @@ class Exact(_torch.UnheardMode):
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
         equation = fused(_key(func).partition(".")[0])
-        assert equation is not None
+        assert equation is not None, "the handler of a kernel that has an equation"
         with self:
             return equation(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result_floats = _has_floats(args, kwargs)
-        if not result_floats:
+        if not _has_floats(args, kwargs):
             result = func(*args, **kwargs)
             if not _has_floats((result,), {}):
                 return result  # an order of rows, say
@@ -236,16 +236,14 @@ def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
 class _Computed:
     """What a rule computes, where there are floats."""
 
-    def __init__(self, mode: Exact, rule: Callable[..., Any], reads: bool):
-        self.mode, self.rule, self.reads = mode, rule, reads
+    def __init__(self, mode: Exact, rule: Callable[..., Any]):
+        self.mode, self.rule = mode, rule
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _has_floats(args, kwargs):
             result = func(*args, **kwargs)
             if not _has_floats((result,), {}):
                 return result  # of integers alone
-        self.mode.calls += 1
-        self.mode.read += self.reads
         return self.rule(self.mode.field, *args, **kwargs)
 
 

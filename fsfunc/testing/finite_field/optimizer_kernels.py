@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.testing.finite_field.field import PRIME
+
 aten = torch.ops.aten
 
 # What an operator on each tensor is called, where it is not by the list's own name.
@@ -111,7 +113,8 @@ def _counted(
 
     It is computed in Python's numbers, as the same optimizers without a kernel do.
     """
-    each = torch.tensor([fn(x.item()) for x in counts], dtype=torch.float64)
+    # A count that was drawn is a large number: never a negative one, whose power is.
+    each = torch.tensor([fn(x.item() % PRIME) for x in counts], dtype=torch.float64)
     sizes = torch.tensor([x.numel() for x in params])
     return each.repeat_interleave(sizes)
 

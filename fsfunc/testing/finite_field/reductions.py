@@ -14,6 +14,7 @@ from fsfunc.testing.finite_field.field import PRIME, Field, modulo, product, res
 from fsfunc.testing.finite_field.rules import number, rule, value
 
 Dims = int | Sequence[int] | None
+Along = tuple[Tensor, Tensor]  # numbers along a dim, and where they stood
 
 
 def _dims(x: Tensor, dim: Dims) -> list[int]:
@@ -182,22 +183,21 @@ def log_softmax(f: Field, x: Any, dim: int, half_to_float: bool) -> Tensor:
     return f.add(x, log_sum_exp(f, x, dim, True), minus=True)
 
 
-@rule("max.dim")
-def max_along(
-    f: Field, x: Any, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
+def _along(f: Field, x: Any, dim: int, keepdim: bool, least: bool) -> Along:
     x = number(x)
-    at = f.order(x).argmax(dim, keepdim=True)
+    keys = f.order(x)
+    at = (keys.argmin if least else keys.argmax)(dim, keepdim=True)
     return _taken(f, x, at, dim, keepdim), at if keepdim else at.squeeze(dim)
+
+
+@rule("max.dim")
+def max_along(f: Field, x: Any, dim: int, keepdim: bool = False) -> Along:
+    return _along(f, x, dim, keepdim, least=False)
 
 
 @rule("min.dim")
-def min_along(
-    f: Field, x: Any, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    x = number(x)
-    at = f.order(x).argmin(dim, keepdim=True)
-    return _taken(f, x, at, dim, keepdim), at if keepdim else at.squeeze(dim)
+def min_along(f: Field, x: Any, dim: int, keepdim: bool = False) -> Along:
+    return _along(f, x, dim, keepdim, least=True)
 
 
 @rule("argmax")

@@ -43,6 +43,7 @@ def exact(seed: int = 0) -> Iterator[Field]:
         seed: of the random choices.
 
     Raises:
+        RuntimeError: inside of another exact run.
         NoExactRule: at an operator without a rule; one that draws numbers; a write into
             a narrower tensor that was made outside.
 
@@ -55,6 +56,8 @@ def exact(seed: int = 0) -> Iterator[Field]:
     ...     print(torch.equal(mean, other), torch.equal(mean, other * (1 + 1e-12)))
     True False
     """
+    if is_exact():  # one would compute, modulo the prime, with the other's bits
+        raise RuntimeError("an exact run inside of an exact run: leave one of them")
     mode = Exact(Field(seed))
     with warnings.catch_warnings(), plainly(), mode:
         # torch 2.12 warns that nothing was compiled, as it was told.
