@@ -184,12 +184,25 @@ def test_a_door_that_stays_full_is_left_in_time(monkeypatch):
     first.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("spare", range(0, 9))
-def test_without_descriptors_messages_go_by_gloo(spare):
-    """Wherever they run out: at a socket, at a door, at a memory that has come."""
+def test_without_descriptors_messages_go_by_gloo(spare, late, monkeypatch):
+    """Wherever they run out: at a socket, at a door, at a memory that has come.
+
+    late: a rank speaks once the other had time to shut its door.
+    """
+    if late:
+        send_fds = socket.send_fds
+        slowly = lambda *args: time.sleep(0.05) or send_fds(*args)  # noqa: E731
+        monkeypatch.setattr(socket, "send_fds", slowly)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     doors = [same_host.Door(True) for _ in range(2)]
-    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + spare
+    # Exactly ``spare`` are left only once the gaps below the highest are filled.
+    last = max(int(name) for name in os.listdir("/proc/self/fd"))
+    filled = [os.open(os.devnull, os.O_RDONLY)]
+    while filled[-1] < last:
+        filled.append(os.open(os.devnull, os.O_RDONLY))
+    limit = filled[-1] + 1 + spare
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -197,6 +210,8 @@ def test_without_descriptors_messages_go_by_gloo(spare):
             who, near = met(doors)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for one in filled:
+            os.close(one)
     assert who in ([{1}, {0}], [set(), set()])
     if who[0]:
         check_messages(near)

@@ -289,9 +289,10 @@ class _Meeting:
 
     def reason(self, rank: int, says: int) -> str:
         """The reason why ``rank``, which ``says`` its own, is not reached."""
-        mine, vague = self.said[rank], (errno.ECONNRESET, errno.ETIMEDOUT)
-        told = says not in (_UNASKED, _WELL)
-        whose = rank if told and mine in (_UNASKED, _WELL, *vague) else self.rank
+        mine, told = self.said[rank], says not in (_UNASKED, _WELL)
+        # What this rank meets when the other shuts its door says nothing of why.
+        shut = errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED
+        whose = rank if told and mine in (_UNASKED, _WELL, *shut) else self.rank
         number = says if whose == rank else mine
         if number == _TWO_USERS:
             return "another user's processes"
