@@ -117,7 +117,7 @@ def prove(
         AssertionError: they differ; it names the leaf, and the common mistake that
             gives it, as ``assert_equals_one_device`` does.
         NoExactRule: an operator has no rule: it draws numbers, or is no arithmetic
-            (eigenvalues, codes of 8 bits).
+            (codes of 8 bits).
 
     Cost: as many runs on one device and on all ranks as there are draws, each some ten
     to twenty times as long as one in float64.

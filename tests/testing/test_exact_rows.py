@@ -34,7 +34,7 @@ PROVEN = {
     "norms, dropout": "nn/test_kinds_of_axes.py; dropout draws numbers",
     "smaller and fewer": "testing/test_exact_rows.py: hierarchical ones; messages of 8 "
     "bits read bits, and those of low rank and local updates are another function",
-    "optimizers": "testing/test_exact.py; shampoo takes eigenvalues",
+    "optimizers": "testing/test_exact.py; testing/test_exact_matrices.py",
     "equal to other": "their own kernels run, in floats",
     "derivatives": "testing/test_exact_rows.py",
     "planning": NO_VALUES,
@@ -136,13 +136,8 @@ def test_a_module_is_the_same_function_in_units():
     assert_equals_one_device(step, sharded, MESH, params, x, exact=True)
 
 
-def test_what_takes_eigenvalues_is_refused():
-    optimizer = ff.shampoo(1e-2)
-
-    def step(state, x):
-        value, grads = gradient(state.params, x)
-        return state.apply_gradients(grads, optimizer), value
-
-    state = ff.init_state(step, W, optimizer, X)
-    with pytest.raises(NoExactRule, match="_linalg_eigh"):
-        ff.prove(step, ff.shard(step, MESH, "data"), MESH, state, X)
+def test_what_draws_numbers_is_refused():
+    dropped = ff.unit(lambda w, x: torch.dropout(x @ w["a"] @ w["b"], 0.5, train=True))
+    step = ff.value_and_grad(lambda w, x: dropped(w, x).mean())
+    with pytest.raises(NoExactRule, match="draws numbers"):
+        ff.prove(step, ff.shard(step, MESH, "data"), MESH, W, X)

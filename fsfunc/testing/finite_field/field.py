@@ -94,21 +94,21 @@ def _simplest(x: Fraction, near: Fraction) -> Fraction:
     if x.denominator == 1:  # of those that are near it no whole number is simpler
         return x
     low, high = sorted((x * (1 - near), x * (1 + near)))
-    return _between(low, high)
+    return simplest_between(low, high)
 
 
-def _between(low: Fraction, high: Fraction) -> Fraction:
+def simplest_between(low: Fraction, high: Fraction) -> Fraction:
     """Returns the simplest fraction of an interval, by continued fractions."""
     if low <= 0 <= high:
         return Fraction(0)
     if high < 0:
-        return -_between(-high, -low)
+        return -simplest_between(-high, -low)
     whole = math.floor(low)
     if whole == low:
         return Fraction(whole)
     if whole + 1 <= high:
         return Fraction(whole + 1)
-    return whole + 1 / _between(1 / (high - whole), 1 / (low - whole))
+    return whole + 1 / simplest_between(1 / (high - whole), 1 / (low - whole))
 
 
 def fraction(residue: int) -> Fraction | None:

@@ -52,7 +52,7 @@ FACTORIES = {
     "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like", "empty",
     "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "tril_indices", "triu_indices", "lift_fresh", "lift_fresh_copy", "logspace",
-    "_efficientzerotensor", "one_hot",
+    "_efficientzerotensor", "one_hot", "_new_zeros_with_same_feature_meta",
 }  # fmt: skip
 
 

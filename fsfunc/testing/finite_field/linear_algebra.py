@@ -106,39 +106,6 @@ def convolve_backward(
     return by_x, by_w, by_bias
 
 
-@rule("avg_pool2d")
-def pool(
-    f: Field, x: Any, kernel_size: Sequence[int], stride: Any = (), padding: Any = (0,),
-    ceil_mode: bool = False, count_include_pad: bool = True,
-    divisor_override: Any = None,
-) -> Tensor:  # fmt: skip
-    _only_whole_windows(ceil_mode, count_include_pad, padding)
-    how = kernel_size, stride, padding, ceil_mode, count_include_pad, 1
-    sums = modulo(torch.ops.aten.avg_pool2d(value(x), *how))
-    return product(sums, _share(kernel_size, divisor_override))
-
-
-@rule("avg_pool2d_backward")
-def pool_backward(
-    f: Field, g: Any, x: Any, kernel_size: Sequence[int], stride: Any, padding: Any,
-    ceil_mode: bool, count_include_pad: bool, divisor_override: Any,
-) -> Tensor:  # fmt: skip
-    _only_whole_windows(ceil_mode, count_include_pad, padding)
-    g = product(value(g), _share(kernel_size, divisor_override))
-    how = kernel_size, stride, padding, ceil_mode, count_include_pad, 1
-    return modulo(torch.ops.aten.avg_pool2d_backward(g, value(x), *how))
-
-
-def _share(kernel_size: Sequence[int], divisor: Any) -> float:
-    sides = [*kernel_size] * (2 // len(kernel_size))
-    return numbers.constant(1 / (divisor or math.prod(sides)))
-
-
-def _only_whole_windows(ceil_mode: bool, counts_pad: bool, padding: Any) -> None:
-    if ceil_mode or any(padding) and not counts_pad:
-        raise NotImplementedError("windows of unlike sizes have no exact rule")
-
-
 # Attention: each kernel is its formula
 
 

@@ -27,6 +27,8 @@ from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
+from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
+from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
 from fsfunc.testing.finite_field.field import Field, NoResidue, lifted
 from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
 from fsfunc.testing.finite_field.optimizer_kernels import each, fused

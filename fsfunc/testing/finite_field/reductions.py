@@ -233,3 +233,43 @@ def stable_sort(
     f: Field, x: Any, *, stable: Any = None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
     return sort(f, x, dim, descending)
+
+
+@rule("kthvalue")
+def kth_value(
+    f: Field, x: Any, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    x = number(x)
+    at = torch.kthvalue(f.order(x), k, dim, True).indices
+    kept = x.gather(dim, at), at
+    return kept if keepdim else (kept[0].squeeze(dim), kept[1].squeeze(dim))
+
+
+@rule("median.dim")
+def median_along(
+    f: Field, x: Any, dim: int, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    count = x.shape[dim] if x.dim() else 1
+    return kth_value(f, x, (count + 1) // 2, dim, keepdim)
+
+
+@rule("median")
+def median(f: Field, x: Any) -> Tensor:
+    return median_along(f, number(x).flatten(), 0)[0]
+
+
+def _running(f: Field, x: Any, dim: int, least: bool) -> Along:
+    x = number(x)
+    running = torch.cummin if least else torch.cummax
+    at = running(f.order(x), dim).indices
+    return f.exponential(x.gather(dim, at)), at
+
+
+@rule("cummax")
+def running_max(f: Field, x: Any, dim: int) -> Along:
+    return _running(f, x, dim, least=False)
+
+
+@rule("cummin")
+def running_min(f: Field, x: Any, dim: int) -> Along:
+    return _running(f, x, dim, least=True)

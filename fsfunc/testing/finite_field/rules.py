@@ -204,9 +204,14 @@ for name in ("tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "er
 for name in ("cos", "cosh"):
     _function(name, 1)
 for name in ("acos", "acosh", "erfc", "log2", "log10", "lgamma", "digamma", "i0",
-             "gelu", "special_ndtri", "special_log_ndtr", "special_erfcx",
-             "frac"):  # fmt: skip
+             "gelu", "special_ndtri", "special_log_ndtr", "special_erfcx", "frac",
+             "special_i0e", "special_i1", "special_i1e", "special_airy_ai",
+             "special_spherical_bessel_j0"):  # fmt: skip
     _function(name)
+for name in ("bessel_j", "bessel_y", "modified_bessel_i", "modified_bessel_k",
+             "scaled_modified_bessel_k"):  # fmt: skip
+    for order in "01":
+        _function(f"special_{name}{order}")
 
 
 def _rounded(name: str, fn: Callable[..., int]) -> None:
@@ -231,7 +236,8 @@ def _function_of_two(name: str) -> None:
         )
 
 
-for name in ("remainder", "fmod", "atan2", "hypot", "polygamma", "igamma", "igammac"):
+for name in ("remainder", "fmod", "atan2", "hypot", "polygamma", "igamma", "igammac",
+             "special_zeta"):  # fmt: skip
     _function_of_two(name)
 
 
@@ -265,7 +271,18 @@ def absolute(f: Field, x: Any) -> Tensor:
     return torch.where(f.decided(f.order(x) < 0), f.negative(x), x)
 
 
+@rule("hardshrink_backward", "softshrink_backward")
+def shrink_backward(f: Field, g: Any, x: Any, size: Any) -> Tensor:
+    beyond = f.order(absolute(f, x)) > f.order(number(size))
+    return torch.where(beyond, value(g), 0.0)
+
+
 # Comparisons: by the order of the field, and by values
+
+
+@rule("signbit", "prims.signbit")
+def is_negative(f: Field, x: Any) -> Tensor:
+    return f.decided(f.order(number(x)) < 0)
 
 
 def _compared(name: str) -> None:
