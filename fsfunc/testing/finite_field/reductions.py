@@ -273,3 +273,13 @@ def running_max(f: Field, x: Any, dim: int) -> Along:
 @rule("cummin")
 def running_min(f: Field, x: Any, dim: int) -> Along:
     return _running(f, x, dim, least=True)
+
+
+@rule("_unique2")
+def unique(
+    f: Field, x: Any, sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = value(x)
+    keys, places, numbers = torch.unique(f.order(x), True, True, True)
+    found = x.new_empty(len(keys)).scatter(0, places.flatten(), x.flatten())
+    return found, places, numbers

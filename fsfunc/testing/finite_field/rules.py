@@ -314,6 +314,11 @@ def is_close(f: Field, a: Any, b: Any, *tolerances: Any, **keywords: Any) -> Ten
     return value(a) == value(b)
 
 
+@rule("allclose")
+def all_close(f: Field, a: Any, b: Any, *tolerances: Any, **keywords: Any) -> bool:
+    return bool((value(a) == value(b)).all())
+
+
 @rule("equal")
 def all_equal(f: Field, a: Any, b: Any) -> bool:
     return torch.equal(value(a), value(b))
