@@ -82,5 +82,5 @@ def test_experts_of_the_ranks_train_as_on_one_device(axes, zero, name):
         x,
         layouts=LAYOUTS,
         goes_on=lambda out: out[0],
-        tolerance=1e-10,
+        exact=True,
     )

@@ -48,13 +48,13 @@ def state_of(optimizer):
     return ff.TrainState(parameters(), optimizer.init(parameters()))
 
 
-def trains_as_one_device(mesh, build, parts, change=lambda f: f, tolerance=1e-12):
+def trains_as_one_device(mesh, build, parts, change=lambda f: f):
     """Two steps: every leaf of the state, and the losses."""
     optimizer = ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.25))
     step = optimizer(ff.value_and_grad(loss_fn))
     assert_equals_one_device(
         change(ff.accumulate(step, parts)), build(step, mesh), mesh,
-        state_of(optimizer), batch(), goes_on=lambda out: out[0], tolerance=tolerance,
+        state_of(optimizer), batch(), goes_on=lambda out: out[0], tolerance=1e-12,
         axis=tuple(axis for axis in ("node", "data") if axis in mesh.axes),
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_a_transform_that_computes_on_parts(name):
     mine = build(plain, lambda f: pipe(f, MESH, schedule))
     assert_equals_one_device(
         ff.accumulate(squared(plain), 2 * M), mine, MESH, parameters(), batch(),
-        axis="data", tolerance=1e-12,
+        axis="data", exact=True,
     )  # fmt: skip
 
 
