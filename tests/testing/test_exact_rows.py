@@ -24,7 +24,7 @@ PROVEN = {
     "recompute": "testing/test_exact.py",
     "mixed precision": "testing/test_exact.py: its algebra; a cast changes nothing",
     "compiled units": "testing/test_exact.py: as the function that was compiled",
-    "fewer bytes": "testing/test_exact.py: masters and narrow moments; codes of 8 bits "
+    "fewer bytes": "optim/test_laws.py: masters and narrow moments; codes of 8 bits "
     "and stochastic rounding read bits",
     "offload": "testing/test_exact.py",
     "pipelines": "testing/test_exact.py",
@@ -34,7 +34,7 @@ PROVEN = {
     "norms, dropout": "nn/test_kinds_of_axes.py; dropout draws numbers",
     "smaller and fewer": "testing/test_exact_rows.py: hierarchical ones; messages of 8 "
     "bits read bits, and those of low rank and local updates are another function",
-    "optimizers": "testing/test_exact.py; testing/test_exact_matrices.py",
+    "optimizers": "optim/test_laws.py; testing/test_exact_matrices.py",
     "equal to other": "their own kernels run, in floats",
     "derivatives": "testing/test_exact_rows.py",
     "planning": NO_VALUES,

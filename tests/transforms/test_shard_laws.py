@@ -1,6 +1,5 @@
 """Laws of ``shard`` over drawn meshes, trees and orders: it equals one device."""
 
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ MOVES = {
     "alias_copy", "as_strided_copy", "as_strided_scatter", "block_diag", "cat", "clone",
     "contiguous", "copy", "copy_", "detach_copy", "diag_embed", "diagonal_backward",
     "diagonal_scatter", "embedding", "expand_copy", "flip", "gather", "index",
-    "index_copy", "index_select", "is_pinned", "is_same_size",
+    "index_copy", "index_select", "is_pinned", "is_same_size", "is_set_to",
     "lift", "masked_scatter", "masked_select", "permute_copy", "pixel_shuffle",
     "pixel_unshuffle", "record_stream", "reflection_pad1d", "repeat", "resize_",
     "repeat_interleave", "replication_pad1d", "roll", "rot90", "scatter.src",
