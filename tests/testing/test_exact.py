@@ -75,8 +75,8 @@ def check(transformed, mesh, **how):
     batch = batch_of()
     state = ff.init_state(train_step, parameters(), OPTIMIZER, batch)
     assert_equals_one_device(
-        train_step, transformed, mesh, state, batch, goes_on=lambda out: out[0], exact=True,
-        **how,
+        train_step, transformed, mesh, state, batch, goes_on=lambda out: out[0],
+        exact=True, **how,
     )  # fmt: skip
 
 
