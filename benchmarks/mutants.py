@@ -1,17 +1,19 @@
 """Mutation testing: are small mistakes in the code that must not lie found by tests?
 
     python benchmarks/mutants.py [--each 30] [--seed 0] [--only layout,schedules]
-                                 [--proven] [--again FILE]
+                                 [--proven] [--exact] [--again FILE]
 
-Takes the files of four rooms of ideas (layouts, collectives, the gathered call,
-schedules), draws ``--each`` mutants of each file (another comparison, another operator,
-a number off by one, a condition turned round, a statement left out, a branch taken),
-and runs the tests of that file's idea on each in a process of its own. Prints who
-survived, with the line before and after, and the share that was killed; a mutant that
-does not end within ``--limit`` seconds is killed too. ``--again`` tries those alone
-that survived, of which the lines stand in a file, once there are tests for them or the
-code is another. Messages, docstrings, types and
-what only a type checker reads are not mutated: a wording is nobody's law.
+Takes the files of six rooms of ideas (layouts, collectives, the gathered call,
+schedules, layers, optimizers), draws ``--each`` mutants of each file (another
+comparison, another operator, a number off by one, a condition turned round, a statement
+left out, a branch taken), and runs the tests of that file's idea on each in a process
+of its own. Prints who survived, with the line before and after, and the share that was
+killed; a mutant that does not end within ``--limit`` seconds is killed too. ``--exact``
+runs, in place of an idea's own tests, exact runs alone: what a comparison with one
+device in a finite field kills. ``--again`` tries those alone that survived, of which
+the lines stand in a file, once there are tests for them or the code is another.
+Messages, docstrings, types and what only a type checker reads are not mutated: a
+wording is nobody's law.
 """
 
 from __future__ import annotations
@@ -69,7 +71,29 @@ IDEAS = {
         "tests/pipelining/test_pipeline_laws.py "
         "tests/pipelining/test_pipeline_ledger.py",
     ),
+    "layers": (
+        "nn/cross_entropy.py nn/routing.py nn/statistics.py nn/tensor_parallel.py "
+        "nn/ring.py",
+        "tests/nn",
+    ),
+    "optimizers": (
+        "optim/adam.py optim/descent.py optim/factored.py optim/layerwise.py "
+        "optim/norms.py optim/averaging.py",
+        "tests/optim",
+    ),
 }
+
+# Of these files the tests that compare exact runs with one device.
+EXACT = (
+    "tests/testing/test_exact.py tests/testing/test_exact_rows.py "
+    "tests/nn/test_kinds_of_axes.py tests/nn/test_sharded_experts.py "
+    "tests/optim/test_laws.py tests/derivatives/test_judge.py "
+    "tests/pipelining/test_pipeline_composition.py tests/transforms/test_shard_laws.py"
+)
+COMPARED_EXACTLY = (
+    "same_function or equals_one_device or those_of_one_device or on_one_device or "
+    "right_or_refused or saved_goes_on or on_parts or same_numbers"
+)
 
 COMPARED = {
     ast.Lt: ast.LtE,
@@ -225,17 +249,19 @@ class Instead(MetaPathFinder):
 
 
 def drawn(
-    each: int, seed: int, only: list[str], again: str
+    each: int, seed: int, only: list[str], again: str, exact: bool = False
 ) -> Iterator[tuple[Mutant, list[str]]]:
     """Mutants of every file, and the tests for each.
 
     Args:
         again: the lines of some that survived; then these, whatever was to be drawn.
+        exact: whether the tests are exact runs, the same for all.
     """
     wanted = list(_survivors(again))
     for idea, (files, tests) in IDEAS.items():
         if only and idea not in only:
             continue
+        tests = EXACT if exact else tests
         for file in files.split():
             path = ROOT / "fsfunc" / file
             nodes = list(unspoken(ast.parse(path.read_text())))
@@ -285,6 +311,8 @@ def tried(mutant: Mutant | None, tests: list[str]) -> int:
             sys.meta_path.insert(0, Instead(mutant))
         import pytest
 
+        if tests == EXACT.split():
+            tests = [*tests, "-k", COMPARED_EXACTLY]
         quiet = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
         status = int(pytest.main([*quiet, *tests]))
     finally:
@@ -299,6 +327,7 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="only who survived, by a log")
     parser.add_argument("--limit", type=float, default=300, help="seconds a mutant")
     parser.add_argument("--proven", action="store_true", help="tests are known to pass")
+    parser.add_argument("--exact", action="store_true", help="by exact runs alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     import pytest  # noqa: F401  # once, for all processes that are forked here
@@ -308,11 +337,12 @@ def main() -> None:
     only = [name for name in asked.only.split(",") if name]
     for idea, (_, tests) in IDEAS.items():
         if not asked.proven and (not only or idea in only):
+            tests = EXACT if asked.exact else tests
             _, status = os.waitpid(tried(None, tests.split()), 0)
             if status:
                 sys.exit(f"{idea}: its tests fail on the code as it stands")
     again = asked.again.read_text() if asked.again else ""
-    waiting = list(drawn(asked.each, asked.seed, only, again))
+    waiting = list(drawn(asked.each, asked.seed, only, again, asked.exact))
     running: dict[int, tuple[Mutant, float]] = {}
     counted: dict[str, list[int]] = {}
     survivors: list[Mutant] = []
