@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.testing import assert_equals_one_device
+from fsfunc.testing import assert_equals_one_device, exact, residues
 from fsfunc.testing.strategies import valid_schedules
 from tests.checks import close, same
 from tests.covering import examples
@@ -85,13 +85,13 @@ def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, again, s
 def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
     ranks, m, schedule, stages, spec = drawn
     spec = without_draws(spec)
-    params, batch = spec.params(seed), batch_of(m + more, seed)
-    expected = spec.gradient()(*spec.arguments(params, batch))
     mesh, transform = on(ranks, m, schedule, stages)
     grad = transform(spec.gradient())
-    tolerance = 0.0 if spec.ends == "sum" and not spec.aux else 1e-12
-    for found in ff.spmd(lambda: grad(*spec.arguments(params, batch)), mesh)():
-        close(found, expected, tolerance)
+    with exact():
+        given = residues((spec.params(seed), batch_of(m + more, seed)), seed)
+        expected = spec.gradient()(*spec.arguments(*given))
+        for found in ff.spmd(lambda: grad(*spec.arguments(*given)), mesh)():
+            same(found, expected)
 
 
 @given(pipelines(), st.integers(0, 9), st.sampled_from([0, 1, 2]), SEEDS)
@@ -100,23 +100,22 @@ def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
     """Of whole parameters, or laid out for training in ``laid`` times the parts."""
     ranks, m, schedule, stages, spec = drawn
     spec = replace(without_draws(spec), argnums=0)
-    params, batch = spec.params(seed), batch_of(m + more, seed)
-    with torch.no_grad():
-        expected = spec.loss(*spec.arguments(params, batch))
     mesh, transform = on(ranks, m, schedule, stages)
     parts = laid * m if callable(schedule) else m  # one by hand is for m of them
 
-    def main():
-        given = params
+    def main(params, batch):
         if laid:
             grad = on(ranks, parts, schedule, stages)[1](spec.gradient())
             rows = batch_of(parts, seed)
-            given = ff.place(lambda p: grad(*spec.arguments(p, rows)), params)
-        return transform(spec.loss)(*spec.arguments(given, batch))
+            params = ff.place(lambda p: grad(*spec.arguments(p, rows)), params)
+        return transform(spec.loss)(*spec.arguments(params, batch))
 
-    with ff.ledger() as log:
-        for found in ff.spmd(main, mesh)():
-            close(found, expected, 1e-12)
+    with ff.ledger() as log, exact():
+        given = residues((spec.params(seed), batch_of(m + more, seed)), seed)
+        with torch.no_grad():
+            expected = spec.loss(*spec.arguments(*given))
+        for found in ff.spmd(main, mesh)(*given):
+            same(found, expected)
     assert not any(r.phase == "backward" for r in log.records)
 
 
