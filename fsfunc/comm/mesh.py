@@ -89,10 +89,7 @@ class Mesh:
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The coordinate of ``rank`` (default: the one that runs) on every axis."""
-        if rank is None:
-            rank = self.rank
-        rest = rank
-        found = {}
+        rest, found = self.rank if rank is None else rank, {}
         for name, size in reversed(self.axes.items()):
             rest, found[name] = divmod(rest, size)
         return {name: found[name] for name in self.axes}
@@ -215,12 +212,7 @@ def here(mesh: Mesh | None = None) -> Here:
             f"{mesh} has {mesh.size} ranks, but {found.mesh.size} are running "
             f"({found.mesh}): pass spmd the mesh that the transforms name"
         )
-    if mesh.backend == found.mesh.backend == "processes":
-        moves = getattr(found.link, "moves", True)  # False while a step is planned
-        # A mesh's own link has the groups of its own axes.
-        link = mesh.link if moves else found.link
-        return replace(found, mesh=mesh, link=link)
-    return replace(found, mesh=mesh)
+    return replace(found, mesh=mesh, link=found.link.on(mesh))
 
 
 def maybe_here() -> Here | None:

@@ -97,6 +97,8 @@ def value_and_grad(
     @functools.wraps(fn)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value_and_grad")
+        if (f := frame()).around is not None:
+            return f.around(run, args, keywords)
         numbers = tuple(i % len(args) if args else i for i in chosen)
         if any(not -len(args) <= i < len(args) for i in chosen):
             raise ValueError(
@@ -107,7 +109,6 @@ def value_and_grad(
         given, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
         refuse("inference", "value_and_grad", given, *names)
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
-        f = frame()
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
         run_inner: Callable[..., Any] = differentiate

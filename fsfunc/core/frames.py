@@ -204,6 +204,8 @@ class Frame(Replaced):
         level: the functorch level at which the outermost enclosing unit was called.
         create_graph: whether the gradients of the enclosing gradient call are
             differentiable.
+        around: calls the outermost of transformed functions and gradient calls, if
+            that is not None, as ``around(run, args, keywords)``.
     """
 
     handlers: tuple[Interpretation, ...] = ()
@@ -225,6 +227,7 @@ class Frame(Replaced):
     whole: bool = False
     level: int = 0
     create_graph: bool = False
+    around: Callable[..., Any] | None = None
 
     def runtime_of(self, handler: Interpretation) -> Any:
         """The state of ``handler`` in the innermost enclosing call, or None."""
@@ -346,11 +349,12 @@ def transformed(
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("a transformed function")
-        within = frame()
-        if within.compiler is not None and within.compiler.whole:
-            within.compiler.check_takes(handler)
-        tracer = within.tracer
-        meant = handler if tracer is None else tracer.standing_for(handler)
+        outer = frame()
+        if outer.around is not None:
+            return outer.around(run, args, keywords)
+        if outer.compiler is not None and outer.compiler.whole:
+            outer.compiler.check_takes(handler)
+        meant = handler if outer.tracer is None else outer.tracer.standing_for(handler)
         return meant.call(f, args, keywords)
 
     # Found from outside, as wrapping a transformed function keeps its attributes.

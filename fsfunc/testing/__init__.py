@@ -29,6 +29,7 @@ costs.py            assert_cost: what a step sends; live_bytes
 transposes.py       check_collective, by typed dot products
 rank_checks.py      check_replicated; check_batch; check_types
 nan_checks.py       finite: where NaN came from; poison: NaN in unwritten memory
+recordings/         recorded, replay: one rank's call again, without the others
 drawn_models.py     what hypothesis draws
 strategies.py   what hypothesis draws
 """
@@ -47,6 +48,7 @@ from fsfunc.testing.rank_checks import (
     check_replicated,
     check_types,
 )
+from fsfunc.testing.recordings import PartsFromRecording, recorded, replay
 from fsfunc.testing.transposes import check_collective
 
 

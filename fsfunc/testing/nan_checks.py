@@ -36,7 +36,9 @@ def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
         NotFinite: names the unit or leaf, the first such element, the rank and its
             coordinates.
 
-    Cost: each of these tensors is read once, and waited for: for debugging.
+    Cost: each of these tensors is read once, and waited for: for debugging. Of a job
+    that :func:`ff.testing.recorded` keeps, one rank is looked at alone by
+    :func:`ff.testing.replay`, and the job itself pays nothing for it.
 
     >>> import torch, fsfunc as ff
     >>> root = ff.unit(lambda w, x: (x * w).sqrt())

@@ -47,6 +47,8 @@ def whole_step(
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         outer = frame()
+        if outer.around is not None:
+            return outer.around(run, args, keywords)
         if outer.tracer is not None or outer.composable or _torch.fake_active():
             return f(*args, **keywords)
         if _torch.modes_of_ranks():

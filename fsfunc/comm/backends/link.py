@@ -76,6 +76,10 @@ class Link:
         """Receives into ``like`` what the rank at index ``source`` sends."""
         raise NotImplementedError
 
+    def on(self, mesh: Any) -> Any:
+        """This rank's link on another mesh of the same ranks."""
+        return self
+
     def close(self, what: Any, error: BaseException) -> None:
         """Closes the link: all later collectives raise.
 

@@ -127,6 +127,9 @@ class ProcessLink(Link):
 
         _joined(self.whole, make)
 
+    def on(self, mesh: Any) -> Any:
+        return mesh.link or self  # which has the groups of its own axes
+
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return self._told(self.transfers.send, x, where, to, what)
 

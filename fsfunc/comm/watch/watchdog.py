@@ -106,6 +106,7 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
         self.said = ""  # the error that stopped it, if any
+        self.kept = ""  # where a recording of this process goes, if one is made
 
     def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
         record = FlightRecord(said, where, number)
@@ -323,6 +324,7 @@ class Watchdog:
             return
         waited = time.monotonic() - record.waited
         title = f"[fsfunc] rank {self.rank} has waited {waited:.1f} s, and still does"
+        title += self.flight.kept
         sys.stderr.write(table(title, states) + "\n")
         sys.stderr.flush()
 
