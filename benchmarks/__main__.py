@@ -1,9 +1,9 @@
 """Every benchmark by one command: beside torch's own, in the same runs.
 
-    python -m benchmarks                     all that README's figures are of
+    python -m benchmarks                     all that README.md has figures of
     python -m benchmarks --quick             a rehearsal
     python -m benchmarks shapes vocabulary   some of them
-    python -m benchmarks --readme            the lines of README's table
+    python -m benchmarks --readme            the lines of README.md's first table
 
 Each is a program of this folder, which can be run by itself and says more (`--help`,
 or its first lines). What they print, and the JSON that they write, goes to
@@ -169,7 +169,7 @@ def main() -> int:
     named = "\n".join(f"  {name:12} {b.what}" for name, b in BENCHMARKS.items())
     parser.add_argument("names", nargs="*", metavar="NAME", help="of those listed")
     parser.add_argument("--quick", action="store_true", help="a rehearsal")
-    parser.add_argument("--readme", action="store_true", help="print README's lines")
+    parser.add_argument("--readme", action="store_true", help="print README.md's lines")
     parser.epilog = f"the benchmarks:\n{named}"
     chosen = parser.parse_args()
     if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):

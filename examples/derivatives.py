@@ -2,7 +2,7 @@
 
 Under ``shard`` every rank runs these on its rows. Gradients by the parameters are those
 of the mean of all ranks' losses, wherever they are taken; gradients by anything else
-are this rank's own: README, "What a gradient is". Each is right at any ``zero``, on
+are this rank's own: README.md, "What a gradient is". Each is right at any ``zero``, on
 placed and on whole parameters: ``pytest tests/examples/test_derivatives.py``.
 """
 

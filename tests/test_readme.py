@@ -1,46 +1,64 @@
-"""The README's code runs as it stands, and the index has every public name."""
+"""The programs of README and its like run, and the index has every public name."""
 
 import re
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
-import torch
 
 import fsfunc as ff
 from fsfunc.cli import main
 from fsfunc.cli.commands import public, sentence
+from tests.programs import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
-CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-
-
-@pytest.fixture(scope="module")
-def ran():
-    """What the README's programs define, one after another, and what each prints."""
-    found, printed = {}, []
-    for code in CODES:
-        with redirect_stdout(StringIO()) as out:
-            exec(compile(code, str(README), "exec"), found)
-        printed.append(out.getvalue())
-    return found, printed
+PAGES = "README.md", "examples/README.md", "benchmarks/README.md"
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+# A program, and what stands under it as its output.
+BLOCKS = re.compile(r"```python\n(.*?)```\n\n(?:```text\n(.*?)```)?", re.S)
+PROGRAMS = {
+    f"{page}, {i}": program
+    for page, text in TEXTS.items()
+    for i, program in enumerate(BLOCKS.findall(text), 1)
+}
 
 
-@pytest.fixture
-def names(ran):
-    return ran[0]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_by_itself_and_prints_what_is_under_it(
+    name, tmp_path, monkeypatch
+):
+    code, printed = PROGRAMS[name]
+    monkeypatch.chdir(tmp_path)
+    with redirect_stdout(StringIO()) as out:
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    assert out.getvalue() == printed
+    if "plan.svg" in code:
+        drawn = (tmp_path / "plan.svg").read_text()
+        shown = (ROOT / "examples" / "plan.svg").read_text()
+        assert drawn.count("<path") == shown.count("<path")
 
 
-def test_the_readme_s_example_runs(ran):
-    names, (step, plan, outlives, *rest) = ran
-    assert "psum_scatter" in step and "all_gather" in step
-    assert plan.startswith("5 ") and "on H100" in plan
-    assert outlives == "[0, 0, 0, 0]\n"
-    assert rest == [""]
-    x = torch.randn(2, 3, 8)
-    trained = names["trained"](x).square().mean()
-    assert abs(names["module_loss"](names["params"], x) - trained) < 1e-6
+def test_the_loop_that_is_moved_is_that_of_the_two_scripts():
+    (moved,) = re.findall(r"```diff\n(.*?)```", TEXTS["README.md"], re.S)
+    scripts = {
+        sign: (ROOT / "examples/convert" / f"{name}.py").read_text().splitlines()
+        for sign, name in (("-", "ordinary"), ("+", "sharded"))
+    }
+    for line in moved.splitlines():
+        for sign in line[0].strip() or "-+":
+            assert line[1:] in scripts[sign], line
+
+
+def test_readme_is_read_in_some_minutes_and_its_links_lead_somewhere():
+    assert len(TEXTS["README.md"].splitlines()) <= 250
+    for page, text in TEXTS.items():
+        for file, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            at = (ROOT / page).parent / file if file else ROOT / page
+            assert at.exists(), (page, file)
+            titles = re.findall(r"^#+ (.*)$", at.read_text(), re.M) if anchor else []
+            anchors = [
+                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+            ]
+            assert not anchor or anchor in anchors, (page, anchor)
 
 
 def test_the_index_has_every_public_name():

@@ -1,4 +1,4 @@
-"""README's programs with "cuda" as the default device, in one namespace as in README.
+"""README's programs, and those of examples/README, with "cuda" as default device.
 
     python -m card.blocks [--device cpu] [--limit SECONDS] [--json PATH]
 
@@ -24,26 +24,25 @@ import torch._dynamo  # not within a program's time: an import cut short breaks 
 
 import fsfunc  # noqa: F401
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-RUNS_THE_MODULE = """
-x = torch.randn(2, 3, 8)
-found = module_loss(params, x)
-print(found.device, (trained(x).square().mean() - found).abs().item())
-"""
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks() -> dict[str, str]:
-    """README's programs by number and first line, and one that calls the last one."""
-    codes = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    named = {f"{i}: {code.splitlines()[0]}": code for i, code in enumerate(codes, 1)}
-    return {**named, "the module's loss": RUNS_THE_MODULE}
+    """The programs by page and number."""
+    return {
+        f"{page}, {i}": code
+        for page in ("README.md", "examples/README.md")
+        for i, code in enumerate(
+            re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S), 1
+        )
+    }
 
 
-def run(code: str, name: str, names: dict[str, Any], limit: int) -> str:
+def run(code: str, name: str, limit: int) -> str:
     """Runs it; "ok", or the last line of its error."""
     signal.alarm(limit)
     try:
-        exec(compile(code, name, "exec"), names)
+        exec(compile(code, name, "exec"), {"__name__": "readme"})
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # a kernel's error shows here
     except BaseException as error:
@@ -63,14 +62,13 @@ def main() -> int:
     args.limit = args.limit or (20 if args.device == "cuda" else 100)
     signal.signal(signal.SIGALRM, late(args.limit))
     torch.set_default_device(args.device)
-    names: dict[str, Any] = {"__name__": "readme"}
     found: dict[str, Any] = {}
     for name, code in blocks().items():
         print(f"-- {name}", flush=True)
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        said = run(code, name, names, args.limit)
+        said = run(code, name, args.limit)
         found[name] = {"said": said, "seconds": time.perf_counter() - start}
         if args.device == "cuda":  # 0: nothing of it was on the card
             found[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -78,7 +76,7 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
     right = sum(one["said"] == "ok" for one in found.values())
-    wrong = [f"{k.partition(':')[0]}: {v['said']}" for k, v in found.items()]
+    wrong = [f"{k}: {v['said']}" for k, v in found.items()]
     wrong = [one for one in wrong if not one.endswith(": ok")]
     print(f"== {right} of {len(found)} ok", *wrong, sep="; ")
     return right < len(found)

@@ -44,17 +44,17 @@ def busy(others: float) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> list[str]:
-    """The lines of README's table; a row's memory stands beside its time."""
+    """The lines of README.md's table; a row's memory stands behind its time."""
     by_key, lines = {row["key"]: row for row in rows}, []
     for row in rows:
         if row["key"].endswith("_memory") and row["key"][:-7] in by_key:
             continue
-        what, ratio = row["what"], short(row)
-        if memory := by_key.get(f"{row['key']}_memory"):
-            what, ratio = f"{what}; peak memory", f"{ratio}; {short(memory)}"
-        ends = [row["spread"], row["ours_to_floor"], row["theirs_to_floor"]]
-        cells = [between(ends[0]), *("" if x is None else f"{x:.2f}" for x in ends[1:])]
-        lines.append("| " + " | ".join([what, row["against"], ratio, *cells]) + " |")
+        memory = by_key.get(f"{row['key']}_memory")
+        floors = [row["ours_to_floor"], row["theirs_to_floor"]]
+        cells = [row["what"], row["against"], short(row), between(row["spread"])]
+        cells += ["" if x is None else f"{x:.2f}" for x in floors]
+        cells.append(short(memory) if memory else "")
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 

@@ -83,12 +83,12 @@ def test_it_leaves_a_donated_state_alone_until_it_is_updated():
     )
 
 
-def test_there_are_thirteen_lessons_of_a_page_that_the_readme_lists():
+def test_there_are_thirteen_lessons_of_a_page_that_are_listed():
     assert [name[:2] for name in LESSONS] == sorted(SAYS)
-    readme = (Path(COURSE).parents[1] / "README.md").read_text()
+    listed = (Path(COURSE).parent / "README.md").read_text()
     for name in LESSONS:
         lines = (COURSE / name).read_text().splitlines()
         assert len(lines) <= 80, f"{name} has {len(lines)} lines"
         assert lines[0].startswith(f'"""Lesson {int(name[:2])}. ')
         assert f"    python examples/course/{name}" in lines
-        assert re.search(rf"[`/]{name.removesuffix('.py')}[`.]", readme)
+        assert re.search(rf"[`/]{name.removesuffix('.py')}[`.]", listed)

@@ -1,4 +1,4 @@
-"""Of each capability in README's table: that it is proven, or why it is not.
+"""Of each capability that examples/README.md lists: that it is proven, or why it is not.
 
 Where other tests have the proof they are named; what is left is proven here.
 """
@@ -18,7 +18,7 @@ from tests.testing.test_exact import HYBRID, check, train_step
 MESH = simulated(data=2)
 NO_VALUES = "it computes no values of a step"
 
-# What begins a row of README's table: a file with the proof, or why there is none.
+# What begins a row of its table: a file with the proof, or why there is none.
 PROVEN = {
     "ZeRO 0 to 3": "testing/test_exact.py",
     "recompute": "testing/test_exact.py",
@@ -50,8 +50,8 @@ PROVEN = {
 }
 
 
-def test_every_row_of_the_readme_is_proven_or_says_why():
-    table = (ROOT / "README.md").read_text().partition("| capability")[2]
+def test_every_row_of_the_table_is_proven_or_says_why():
+    table = (ROOT / "examples/README.md").read_text().partition("| capability")[2]
     rows = re.findall(r"^\| (?!-)(.+?) \|", table.partition("\n\n")[0], re.M)
     assert len(rows) == len(PROVEN)
     for row, begins in zip(rows, PROVEN, strict=True):
