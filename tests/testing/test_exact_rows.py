@@ -1,4 +1,4 @@
-"""Of each capability that examples/README.md lists: that it is proven, or why it is not.
+"""Of each capability in the table of examples: that it is proven, or why it is not.
 
 Where other tests have the proof they are named; what is left is proven here.
 """
