@@ -5,11 +5,17 @@ import sys
 
 from fsfunc.cli import main
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """The exit status of this process's command line."""
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
-    sys.exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run())

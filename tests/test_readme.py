@@ -1,4 +1,4 @@
-"""The programs of README and its like run, and the index has every public name."""
+"""The programs of README and its like run by themselves; links lead somewhere."""
 
 import re
 from contextlib import redirect_stdout
@@ -6,9 +6,6 @@ from io import StringIO
 
 import pytest
 
-import fsfunc as ff
-from fsfunc.cli import main
-from fsfunc.cli.commands import public, sentence
 from tests.programs import ROOT
 
 PAGES = "README.md", "examples/README.md", "benchmarks/README.md"
@@ -59,18 +56,3 @@ def test_readme_is_read_in_some_minutes_and_its_links_lead_somewhere():
                 re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
             ]
             assert not anchor or anchor in anchors, (page, anchor)
-
-
-def test_the_index_has_every_public_name():
-    """``help(fsfunc)`` has each, or its room; ``python -m fsfunc names`` a sentence."""
-    listed = set(ff.__doc__.split())
-    assert {name.partition(".")[0] for name in public()} - listed == set()
-    assert [name for name, thing in public().items() if not sentence(name, thing)] == []
-
-
-def test_the_command_prints_names_and_finds_words(capsys):
-    assert main(["names"]) == 0
-    assert capsys.readouterr().out.count("\n") == len(public())
-    assert main(["names", "zero stage 9"]) == 2
-    assert main(["names", "one_f_one"]) == 0
-    assert capsys.readouterr().out.startswith("ff.schedules.one_f_one_b: Return the")

@@ -1,7 +1,8 @@
 """The commands of ``python -m fsfunc``.
 
 plan_command.py prove_command.py   plan; prove
-commands.py         checkpoint, consolidate, hardware, names
+commands.py         checkpoint, consolidate, hardware
+names_command.py    names
 build_scripts.py    scripts with build(mesh); what is printed, written
 hugging_face.py     the step of a model, of its config.json
 """
@@ -12,8 +13,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import fsfunc
 from fsfunc.cli.build_scripts import Refused
-from fsfunc.cli.commands import add_checkpoints, add_hardware, add_names
+from fsfunc.cli.commands import add_checkpoints, add_hardware
+from fsfunc.cli.names_command import add_names
 from fsfunc.cli.plan_command import add_plan
 from fsfunc.cli.prove_command import add_prove
 from fsfunc.printing.tables import visible_lines
@@ -29,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
     top = argparse.ArgumentParser(prog="python -m fsfunc")
+    versions = f"fsfunc {fsfunc.__version__}, torch {torch.__version__}"
+    top.add_argument("--version", action="version", version=versions)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

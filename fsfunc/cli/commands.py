@@ -1,18 +1,15 @@
-"""``python -m fsfunc checkpoint``, ``consolidate``, ``hardware`` and ``names``."""
+"""``python -m fsfunc checkpoint``, ``consolidate`` and ``hardware``."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import fsfunc as ff
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.cli.build_scripts import Refused, put, write_json
@@ -105,68 +102,3 @@ def _measure(options: argparse.Namespace) -> None:
     put(description(machine))
     if options.json:
         write_json(options.json, json.loads(to_json(machine)))
-
-
-ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
-THINGS = {  # objects without a docstring of their own
-    "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",
-    "hardware.A100_40": "An A100 of 40 GB, eight to a node",
-    "hardware.A100_80": "An A100 of 80 GB, eight to a node",
-    "hardware.CPU": "A small machine of processors, for examples",
-    "hardware.H100": "An H100 of 80 GB, eight to a node",
-    "hardware.H200": "An H200 of 141 GB, eight to a node",
-    "schedules.Schedule": "A tuple of actions for each rank",
-}
-
-
-def add_names(commands: Any) -> None:
-    """Adds ``names`` to argparse's subparsers."""
-    about = "every public name, with a sentence on each"
-    one = commands.add_parser("names", help=about, description=f"Prints {about}.")
-    one.set_defaults(run=_list)
-    only = "only names and sentences that contain this"
-    one.add_argument("word", nargs="?", default="", metavar="WORD", help=only)
-
-
-def _list(options: argparse.Namespace) -> None:
-    lines = [f"ff.{name}: {sentence(name, x)}" for name, x in sorted(public().items())]
-    shown = [line for line in lines if options.word.lower() in line.lower()]
-    if not shown:
-        raise Refused(f"no public name, and no sentence on one, has {options.word!r}")
-    print("\n".join(shown))
-
-
-def public() -> dict[str, Any]:
-    """The objects that users reach as ``ff.name`` or ``ff.room.name``, by that name."""
-    from fsfunc import nn  # noqa: F401  # a room that is imported by its name
-
-    found = {}
-    for name in dir(ff):
-        thing = getattr(ff, name)
-        if name in ROOMS:
-            own = getattr(thing, "__all__", None) or filter(_is_ours(thing), dir(thing))
-            found |= {f"{name}.{n}": getattr(thing, n) for n in own}
-        elif name == "is_sharded" or _is_ours(ff)(name):
-            found[name] = thing
-    again = [n for n in found if n.partition(".")[2] in found]  # under a shorter name
-    return {n: thing for n, thing in found.items() if n not in again}
-
-
-def _is_ours(room: ModuleType) -> Callable[[str], bool]:
-    """True for a public name of a room, of an object that fsfunc defines."""
-
-    def ours(name: str) -> bool:
-        thing = getattr(room, name)
-        home = str(getattr(thing, "__module__", ""))
-        return name[0] != "_" and home.startswith("fsfunc")
-
-    return ours
-
-
-def sentence(name: str, thing: Any) -> str:
-    """The first sentence of an object's docstring, as plain text."""
-    if name in THINGS:
-        return THINGS[name]
-    said = (inspect.getdoc(thing) or "").partition("\n\n")[0]
-    said = said.replace(":func:", "").replace(":class:", "").replace("``", "`")
-    return " ".join(said.split()).rstrip(".")

@@ -1,0 +1,146 @@
+"""``python -m fsfunc names``: public names, found by the words that users bring."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import fsfunc as ff
+from fsfunc.cli.build_scripts import Refused
+
+ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
+THINGS = {  # objects without a docstring of their own
+    "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",
+    "hardware.A100_40": "An A100 of 40 GB, eight to a node",
+    "hardware.A100_80": "An A100 of 80 GB, eight to a node",
+    "hardware.CPU": "A small machine of processors, for examples",
+    "hardware.H100": "An H100 of 80 GB, eight to a node",
+    "hardware.H200": "An H200 of 141 GB, eight to a node",
+    "schedules.Schedule": "A tuple of actions for each rank",
+}
+
+
+# What torch, its peers and papers call what a name does.
+WORDS = {
+    "Own": "hidden state rank local",
+    "Split": "tensor parallel layout shard placement dtensor",
+    "Weighted": "token mean padding uneven batches ignore_index",
+    "Summed": "aux metric count",
+    "abstract_state": "meta device template resume",
+    "accumulate": "gradient accumulation no_sync microbatches grad_accum",
+    "all_gather": "all gather allgather",
+    "all_to_all": "all to all alltoall",
+    "axis_index": "rank get_rank",
+    "axis_size": "world size get_world_size",
+    "batches": "dataloader data loader distributed sampler",
+    "clip_by_global_norm": "gradient clipping clip_grad_norm_",
+    "clip_by_value": "gradient clipping clip_grad_value_",
+    "consolidate": "full state dict merge checkpoint",
+    "donate": "in place memory donate_argnums",
+    "ema": "exponential moving average evaluation",
+    "eval_params": "evaluation ema average",
+    "from_module": "nn.Module model wrap auto_wrap functional_call hugging face",
+    "from_torch": "torch.optim optimizer",
+    "init_state": "initialize train state meta device",
+    "jit": "torch.compile inductor compiled",
+    "ledger": "bytes sent communication profile",
+    "load": "resume restore load_state_dict checkpoint",
+    "local_batch": "scatter rows split batch distributed sampler",
+    "loss_scale": "grad scaler gradscaler float16 amp",
+    "make_mesh": "device mesh init_process_group init_device_mesh",
+    "nn.column_linear": "tensor parallel megatron colwise",
+    "nn.row_linear": "tensor parallel megatron rowwise",
+    "nn.expert_layer": "mixture of experts moe expert parallel",
+    "nn.ring_attention": "context parallel sequence long",
+    "nn.all_to_all_attention": "context parallel ulysses sequence",
+    "nn.sync_batch_norm": "syncbatchnorm",
+    "offload": "cpu offload nvme zero-offload",
+    "pbroadcast": "broadcast",
+    "pipeline": "pipe gpipe 1f1b pp stages microbatches",
+    "plan": "dry run memory estimate",
+    "pmax": "all reduce max",
+    "pmean": "all reduce mean average",
+    "ppermute": "send recv p2p",
+    "precision": "mixed precision bf16 float16 autocast amp",
+    "prove": "verify proof equal correct",
+    "psum": "all reduce allreduce sum",
+    "psum_scatter": "reduce scatter reduce_scatter",
+    "remat": "activation checkpointing recompute checkpoint_wrapper",
+    "save": "state dict state_dict checkpoint",
+    "save_async": "checkpoint asynchronous",
+    "search": "autotune auto parallel",
+    "shard": "fsdp fsdp2 fully_shard ddp zero zero-3 hsdp oss deepspeed data parallel",
+    "sharded_adam": "adamw optimizer distributed fused",
+    "spmd": "launch mp.spawn run ranks simulate",
+    "to_module": "nn.Module export model",
+    "unit": "layer block wrap granularity",
+    "unshard": "full parameters summon_full_params full_tensor generate export gather",
+    "value_and_grad": "backward loss gradient grad",
+}
+
+
+def add_names(commands: Any) -> None:
+    """Adds ``names`` to argparse's subparsers."""
+    about = "every public name, with a sentence on each"
+    one = commands.add_parser("names", help=about, description=f"Prints {about}.")
+    one.set_defaults(run=_list)
+    only = "only those that each of these words is said of: fsdp, gradient clip, eval"
+    one.add_argument("words", nargs="*", metavar="WORD", help=only)
+
+
+def _list(options: argparse.Namespace) -> None:
+    words = " ".join(options.words).lower().split()
+    lines = []
+    for name, thing in sorted(public().items()):
+        line = f"ff.{name}: {sentence(name, thing)}"
+        said = f"{line} {name.replace('_', ' ')} {WORDS.get(name, '')}".lower()
+        if all(word in said for word in words):
+            # First who is called so elsewhere: ``zero`` also stands in sentences.
+            meant = all(
+                word in f"{name} {WORDS.get(name, '')}".lower() for word in words
+            )
+            lines.append((not meant, line))
+    if not lines:
+        raise Refused(
+            f"no public name, and no sentence on one, has {' '.join(words)!r}"
+        )
+    print("\n".join(line for _, line in sorted(lines)))
+
+
+def public() -> dict[str, Any]:
+    """The objects that users reach as ``ff.name`` or ``ff.room.name``, by that name."""
+    from fsfunc import nn  # noqa: F401  # a room that is imported by its name
+
+    found = {}
+    for name in dir(ff):
+        thing = getattr(ff, name)
+        if name in ROOMS:
+            own = getattr(thing, "__all__", None) or filter(_is_ours(thing), dir(thing))
+            found |= {f"{name}.{n}": getattr(thing, n) for n in own}
+        elif name == "is_sharded" or _is_ours(ff)(name):
+            found[name] = thing
+    again = [n for n in found if n.partition(".")[2] in found]  # under a shorter name
+    return {n: thing for n, thing in found.items() if n not in again}
+
+
+def _is_ours(room: ModuleType) -> Callable[[str], bool]:
+    """True for a public name of a room, of an object that fsfunc defines."""
+
+    def ours(name: str) -> bool:
+        thing = getattr(room, name)
+        home = str(getattr(thing, "__module__", ""))
+        return name[0] != "_" and home.startswith("fsfunc")
+
+    return ours
+
+
+def sentence(name: str, thing: Any) -> str:
+    """The first sentence of an object's docstring, as plain text."""
+    if name in THINGS:
+        return THINGS[name]
+    said = (inspect.getdoc(thing) or "").partition("\n\n")[0]
+    said = said.replace(":func:", "").replace(":class:", "").replace("``", "`")
+    return " ".join(said.split()).rstrip(".")
