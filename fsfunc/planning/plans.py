@@ -14,6 +14,7 @@ import torch
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.planning.events import Event, Gave, Ran, Took, Turn
+from fsfunc.printing.tables import of_bytes, of_flops
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
@@ -192,7 +193,7 @@ class RankPlan:
         return sorted(found, key=lambda a: -a.bytes)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The plan of a step: a :class:`RankPlan` for each distinct program.
 
@@ -204,6 +205,14 @@ class Plan:
     mesh: Mesh
     ranks: tuple[RankPlan, ...]
     asked: tuple[str, ...] = ()  # axes along which programs differ
+
+    def __repr__(self) -> str:
+        """Three lines; ``ff.show.plan`` has the tables."""
+        programs = f"{len(self.ranks)} program{'s' * (len(self.ranks) != 1)}"
+        sent = f"{self.count()} collectives, {of_bytes(self.bytes())} sent"
+        held = f"{of_flops(self.flops)}, {of_bytes(self.peak_bytes)} at the peak"
+        which = f"rank {self.ranks[0].rank}"
+        return f"plan of {programs} on {self.mesh}\n{which}: {sent}\nat most: {held}"
 
     def __getitem__(self, rank: int) -> RankPlan:
         """The program that ``rank`` runs."""
