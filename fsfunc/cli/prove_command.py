@@ -26,8 +26,8 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.state.initialization import init_state
 from fsfunc.testing.finite_field import NoExactRule
-from fsfunc.testing.one_device import batch_axes
 from fsfunc.testing.proofs import prove
+from fsfunc.testing.step_runs import batch_axes
 
 
 def add_prove(commands: Any) -> None:

@@ -41,6 +41,7 @@ from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.finite_field import NoExactRule, exact, residues
 from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
+from fsfunc.testing.parting import FirstDifference, first_difference
 from fsfunc.testing.proofs import Proof, prove
 from fsfunc.testing.rank_checks import (
     OddBatch,

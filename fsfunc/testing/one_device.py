@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.launch import local_batch, spmd
-from fsfunc.comm.ledgers import Ledger, ledger, silence
+from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.ledgers import Ledger, ledger
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
-from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.spent import any_spent
 from fsfunc.state.layout_rules import LayoutRules
-from fsfunc.state.placing import place
 from fsfunc.state.unsharding import unshard
 from fsfunc.testing.comparing import Difference, difference, held
 from fsfunc.testing.costs import said
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
+from fsfunc.testing.parting import Search
+from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, title, written_into
 
 _SHOWN = 8  # ranks, and collectives, of a message
 
@@ -77,8 +76,9 @@ def assert_equals_one_device(
         ValueError: a mesh whose ranks have no values of their own; nothing to compare;
             a tolerance of an exact run.
         AssertionError: with the mesh, the leaf, its first element that differs and what
-            each rank has there, the mistake that would explain it, and the last
-            collectives that touched it.
+            each rank has there, the mistake that would explain it, the last collectives
+            that touched it, and, on simulated ranks, the first value inside that
+            differs (:func:`ff.testing.first_difference`).
 
     >>> import torch, fsfunc as ff
     >>> unit = ff.unit(lambda w, x: x @ w)
@@ -137,6 +137,11 @@ class Comparison:
     tolerance: float = 0.0
     uneven: bool = False
 
+    @property
+    def how(self) -> Calls:
+        """How both steps are called."""
+        return Calls(self.calls, self.goes_on, self.layouts, self.whole, self.uneven)
+
     def compare(self, state: Any, batch: Sequence[Any]) -> None:
         """Runs both, and raises where they differ, as ``assert_equals_one_device``."""
         self.on_ranks(state, batch, self.on_one(state, batch))
@@ -157,8 +162,8 @@ class Comparison:
         if self.calls < 1:
             raise ValueError(f"calls={self.calls}: nothing would be compared")
         draws, given = torch.get_rng_state(), (held(state), held(batch))
-        expected = _on_one(self.step, state, batch, self.calls, self.goes_on)
-        if what := _written(given, state, batch):  # the ranks would begin from that
+        expected = self.how.on_one(self.step, state, batch)
+        if what := written_into(given, state, batch):  # the ranks would begin from that
             raise AssertionError(f"{title(self.step)}, on one device: it {what}")
         torch.set_rng_state(draws)
         if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
@@ -173,52 +178,48 @@ class Comparison:
         Raises:
             AssertionError: as ``assert_equals_one_device``.
         """
-        step, transformed, mesh = self.step, self.transformed, self.mesh
-        calls, goes_on, axis = self.calls, self.goes_on, self.axis
-        axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
-
-        def main() -> Any:
-            mine = local_batch(batch, mesh, axes, self.uneven) if axes else batch
-            placed: Any = None
-            outs, written = [], ""
-            for _ in range(calls):
-                if placed is None or goes_on is None and _donated(placed):
-                    placed = place(transformed, state, *mine, layouts=self.layouts)
-                before = held(placed), held(mine)
-                out = transformed(placed, *mine)
-                written = written or _written(before, placed, mine)
-                with silence():
-                    outs.append(tree.map(_copied, self.whole(out)))
-                placed = placed if goes_on is None else goes_on(out)
-            return outs, written, _rows(mine)
-
+        mesh, axis = self.mesh, self.axis
+        axes = batch_axes(self.transformed, mesh) if axis is None else axis_names(axis)
         with ledger() as log:
-            found = spmd(main, mesh)()
-        outs, written, rows = found.unzip()
+            outs, written, rows = self.how.on_ranks(
+                self.transformed, mesh, axes, state, batch
+            )
         alone = mesh.backend == "processes"
         seen = _Runs(
-            step, transformed, mesh, state, batch, axes, calls, goes_on,
-            expected, [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
+            self, state, batch, axes, expected,
+            [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
         )  # fmt: skip
-        for k in range(calls):
+        for k in range(self.calls):
             seen.compare(k, self.tolerance)
             for rank, what in zip(seen.ranks, written, strict=True):
                 if what:
                     raise AssertionError(f"{seen.heading(0)}: on rank {rank} it {what}")
+
+    @heard()
+    def parting(self, state: Any, batch: Any, axes: tuple[str, ...]) -> list[str]:
+        """A line on the first value inside that differs, if ranks are simulated."""
+        if self.mesh.backend != "simulated":  # of which others may have failed already
+            return []
+        meshes = None, self.mesh
+        search = Search(self.step, self.transformed, meshes, self.how, axes)
+        try:
+            first = search.first(state, batch)
+        except Exception as error:  # what it would explain was found already
+            said = str(error).partition("\n")[0]
+            return [f"where they part is not told: {type(error).__name__}: {said}"]
+        if first is None:
+            return ["no value inside differs by more than rounding does"]
+        return [f"the first value that differs: {first}"]
 
 
 @dataclass(frozen=True)
 class _Runs:
     """The runs on one device and on the ranks hosted here."""
 
-    step: Callable[..., Any]
-    transformed: Callable[..., Any]
-    mesh: Mesh
+    of: Comparison
     state: Any
     batch: Any
     axes: tuple[str, ...]
-    calls: int
-    goes_on: Callable[[Any], Any] | None
     expected: Sequence[Any]
     ranks: Sequence[int]
     outs: Sequence[Sequence[Any]]
@@ -226,9 +227,9 @@ class _Runs:
     log: Ledger
 
     def heading(self, k: int) -> str:
-        ours, theirs = title(self.transformed), title(self.step)
-        said = f"{ours} on {self.mesh} is not {theirs} on one device"
-        return f"{said}, in its call {k + 1} of {self.calls}" if k else said
+        ours, theirs = title(self.of.transformed), title(self.of.step)
+        said = f"{ours} on {self.of.mesh} is not {theirs} on one device"
+        return f"{said}, in its call {k + 1} of {self.of.calls}" if k else said
 
     def compare(self, k: int, tolerance: float) -> None:
         """Raises where a call differs on any rank, at the first leaf that does."""
@@ -255,68 +256,23 @@ class _Runs:
         lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in each[:_SHOWN]]
         if len(each) > _SHOWN:
             lines.append(f"  and {len(each) - _SHOWN} more ranks")
-        every = len(self.ranks) == self.mesh.size  # over processes we know our own
+        every = len(self.ranks) == self.of.mesh.size  # over processes we know our own
         if every and all(isinstance(x, Tensor) for x in [seen.expected, *found]):
             case = Case(
-                seen.expected, found, self.mesh, _before(seen, self.state),
+                seen.expected, found, self.of.mesh, _before(seen, self.state),
                 self.axes, self.rows, lambda: self.alone(k, position),
             )  # fmt: skip
             lines.append(explain(case))
-        return "\n".join([*lines, *_origin(seen.path, self.log)])
+        lines += _origin(seen.path, self.log)
+        lines += self.of.parting(self.state, self.batch, self.axes)
+        return "\n".join(lines)
 
     def alone(self, k: int, position: int) -> Sequence[Tensor]:
         """The results of one device on each rank's rows."""
-        every = range(self.mesh.size)
-        parts = [_cut(self.batch, self.mesh, self.axes, r) for r in every]
-        how = self.calls, self.goes_on
-        outs = [_on_one(self.step, self.state, part, *how)[k] for part in parts]
+        mesh, how = self.of.mesh, self.of.how
+        parts = [rows_of(self.batch, mesh, self.axes, r) for r in range(mesh.size)]
+        outs = [how.on_one(self.of.step, self.state, part)[k] for part in parts]
         return [tree.leaves(out)[position] for out in outs]
-
-
-def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list[Any]:
-    """The results of each call on one device."""
-    outs = []
-    for _ in range(calls):
-        out = step(state, *batch)
-        outs.append(tree.map(_copied, out))
-        state = state if goes_on is None else goes_on(out)
-    return outs
-
-
-def batch_axes(transformed: Any, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which the transforms around a step take means."""
-    laying = [
-        h for h in getattr(transformed, "interpretations", ()) if hasattr(h, "axes")
-    ]
-    if not laying:
-        return tuple(mesh.axes)
-    over = {a for h in laying for a in h.axes if a not in h.same_batch}
-    return tuple(a for a in mesh.axes if a in over)
-
-
-def _donated(placed: Any) -> bool:
-    return any_spent(tree.leaves(placed, is_leaf=is_sharded))
-
-
-def _written(before: Sequence[list[Tensor]], placed: Any, batch: Any) -> str:
-    """A sentence on a write into an argument that was not donated, or ""."""
-    for what, olds, now in zip(
-        ("state", "batch"), before, (placed, batch), strict=True
-    ):
-        if _donated(now):
-            continue  # it may
-        paths, after, _ = tree.flatten_with_paths(now, is_leaf=is_sharded)
-        real = [
-            p for p, x in zip(paths, after, strict=True)
-            if is_sharded(x) or isinstance(x, Tensor)
-        ]  # fmt: skip
-        for path, old, new in zip(real, olds, held(now), strict=True):
-            if not bool(((old == new) | (old != old) & (new != new)).all()):
-                return (
-                    f"wrote into the {what}'s {path!r}, which was not donated: use "
-                    "ff.donate, or a copy"
-                )
-    return ""
 
 
 def _before(seen: Difference, state: Any) -> Tensor | None:
@@ -342,30 +298,3 @@ def _origin(path: str, log: Ledger) -> list[str]:
     shown = (about or records)[-_SHOWN:]
     lines = ["collectives of this leaf:" if about else "the last collectives:"]
     return [*lines, *[f"  {line}" for line in dict.fromkeys(map(said, shown))]]
-
-
-def _cut(batch: Any, mesh: Mesh, axes: tuple[str, ...], rank: int) -> Any:
-    """The rows of a rank."""
-    size, index = mesh.axis_size(axes), mesh.coordinate(axes, rank)
-    part = lambda x: x.tensor_split(size)[index] if isinstance(x, Tensor) else x  # noqa: E731
-    return tree.map(part, batch)
-
-
-def _copied(x: Any) -> Any:
-    """A tensor as it is now: a later call may be given its memory to write into."""
-    return x.detach().clone() if isinstance(x, Tensor) else x
-
-
-def _rows(batch: Any) -> int:
-    """The number of rows of a batch."""
-    sizes = [len(x) for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
-    return sizes[0] if sizes else 0
-
-
-def title(fn: Any) -> str:
-    """The name of a function, with the transforms around it."""
-    name = getattr(fn, "__name__", type(fn).__name__)
-    name = "the step" if name == "<lambda>" else name
-    for h in getattr(fn, "interpretations", ()):
-        name = f"{h.called or type(h).__name__.lower()}({name})"
-    return name

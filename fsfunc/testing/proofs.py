@@ -14,7 +14,8 @@ from fsfunc.printing.tables import Printed, Table
 from fsfunc.sharded.layout import describe
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.testing.finite_field import PRIME, exact, residues
-from fsfunc.testing.one_device import Comparison, title
+from fsfunc.testing.one_device import Comparison
+from fsfunc.testing.step_runs import title
 
 _MOST = 8  # draws, until every comparison of single numbers has had both answers
 

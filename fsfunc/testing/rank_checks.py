@@ -19,7 +19,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.testing.comparing import place_of
-from fsfunc.testing.one_device import batch_axes
+from fsfunc.testing.step_runs import batch_axes
 from fsfunc.tracing.type_check import check
 
 _SHOWN = 8  # ranks of a message, or leaves
