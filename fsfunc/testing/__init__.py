@@ -21,8 +21,15 @@ A collective has `check_collective`; what a step sends, `assert_cost`. An optimi
 tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``.
 
 one_device.py       law 1 of any transform
+step_runs.py        calls of a step on one device and on ranks
 proofs.py           prove: law 1 in a finite field, as a report
 mistakes.py         the ten commonest mistakes, as explanations of a difference
+parting.py          first_difference: the first value at which two steps part
+observed_runs.py    runs that keep what each unit is given, returns and owes
+recomputed_values.py    what a unit computes, and computes again
+alignment.py        values of parts of the batch beside those of other parts
+observed_differences.py what was seen of two steps, compared in order
+places.py           a place in a step, in words
 comparing.py        comparison of trees; data whose sums are exact
 finite_field/       exact(): steps computed in a finite field
 costs.py            assert_cost: what a step sends; live_bytes
@@ -41,7 +48,8 @@ from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.finite_field import NoExactRule, exact, residues
 from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
-from fsfunc.testing.parting import FirstDifference, first_difference
+from fsfunc.testing.parting import first_difference
+from fsfunc.testing.places import FirstDifference
 from fsfunc.testing.proofs import Proof, prove
 from fsfunc.testing.rank_checks import (
     OddBatch,

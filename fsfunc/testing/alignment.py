@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.testing.observed_runs import Observed, Part, Slot
+from fsfunc.testing.observed_runs import Part, RunLog, Slot
 
 Near = Callable[[Tensor, Tensor], bool]
 Values = Sequence[dict[int, Tensor]]  # by part, then by the rank that had it
@@ -36,12 +36,12 @@ class Verdict:
     of_mean: bool = False
 
 
-def compared(slot: Slot, ours: Observed, theirs: Observed, near: Near) -> Verdict:
+def compared(slot: Slot, ours: RunLog, theirs: RunLog, near: Near) -> Verdict:
     """Compares a value of ``theirs`` with that of ``ours``; blames parts of theirs."""
-    sides = _complete(slot, ours), _complete(slot, theirs)
-    if sides[0] is None or sides[1] is None:
+    mine, others = _complete(slot, ours), _complete(slot, theirs)
+    if mine is None or others is None:
         return Verdict(None)
-    (parts, xs), (others, ys) = sides
+    (_, xs), (parts, ys) = mine, others
     groups = math.gcd(len(xs), len(ys))
     found = [Verdict()]
     for n in dict.fromkeys((groups, 1)):  # uneven parts fit as a whole alone
@@ -50,7 +50,7 @@ def compared(slot: Slot, ours: Observed, theirs: Observed, near: Near) -> Verdic
             _Group(slot, near, xs[i * size :][:size], ys[i * other :][:other])
             for i in range(n)
         ]
-        found = [g.verdict(others[i * other :][:other]) for i, g in enumerate(each)]
+        found = [g.verdict(parts[i * other :][:other]) for i, g in enumerate(each)]
         if all(v.agrees for v in found):
             return Verdict()
         if n == groups:
@@ -63,7 +63,7 @@ def compared(slot: Slot, ours: Observed, theirs: Observed, near: Near) -> Verdic
     return Verdict(False, [w for v in false for w in v.wrong])
 
 
-def _complete(slot: Slot, of: Observed) -> tuple[list[Part], Values] | None:
+def _complete(slot: Slot, of: RunLog) -> tuple[list[Part], Values] | None:
     """The parts in order, with their values; None where some are missing."""
     parts = sorted(by_part := of.values[slot])
     if len(parts) != parts[0].count or {p.count for p in parts} != {len(parts)}:

@@ -73,7 +73,7 @@ class Part(NamedTuple):
     micro: tuple[int, int]
 
 
-class Seen(NamedTuple):
+class NotedValue(NamedTuple):
     """A value, and what its cotangent is to be divided by for that of the mean loss.
 
     Args:
@@ -86,11 +86,11 @@ class Seen(NamedTuple):
     cotangent: float
 
 
-Ranks = dict[int, Seen]
+Ranks = dict[int, NotedValue]
 
 
 @dataclass(eq=False)
-class Observed:
+class RunLog:
     """What was seen in the calls of a step.
 
     Args:
@@ -127,7 +127,7 @@ class Observed:
             return 0, 1
         return self.mesh.coordinate(self.axes, rank), self.mesh.axis_size(self.axes)
 
-    def contributed(self, slot: Slot, seen: Seen) -> Tensor:
+    def contributed(self, slot: Slot, seen: NotedValue) -> Tensor:
         """What a cotangent adds to that of the mean loss; a value as it is."""
         if not slot.backward:
             return seen.value
@@ -136,7 +136,7 @@ class Observed:
         by = seen.cotangent * (1 if where in self.weighted else losses)
         return seen.value if by == 1 else seen.value / by
 
-    def note(self, slot: Slot, part: Part, rank: int, seen: Seen) -> None:
+    def note(self, slot: Slot, part: Part, rank: int, seen: NotedValue) -> None:
         by_rank = self.values.setdefault(slot, {}).setdefault(part, {})
         by_rank.setdefault(rank, seen)
 
@@ -148,9 +148,9 @@ def observe(
     how: Calls,
     state: Any,
     batch: Any,
-) -> Observed:
+) -> RunLog:
     """Returns what is seen in calls of a step, on one device or on simulated ranks."""
-    seen = Observed(mesh, axes)
+    seen = RunLog(mesh, axes)
     watched = transformed(step, Watching(seen))
     if mesh is None:
         seen.outs = [how.on_one(watched, state, batch)]
@@ -189,7 +189,7 @@ class Watching(Interpretation):
 
     called = "watched"
 
-    def __init__(self, seen: Observed):
+    def __init__(self, seen: RunLog):
         self.seen, self.observer = seen, _Observer(seen)
 
     def recorded(self, recorder: Any) -> Interpretation:
@@ -269,7 +269,7 @@ class _Observer(Interpretation):
 
     called = "observed"
 
-    def __init__(self, seen: Observed):
+    def __init__(self, seen: RunLog):
         self.seen = seen
         self.now: defaultdict[int, _Position] = defaultdict(_Position)
         # Of forwards that a recompute may follow: what was given, and computed.
@@ -323,6 +323,10 @@ class _Run:
         self.rank = _rank()
         self.observer, self.again = observer, running().recompute
         seen, now = observer.seen, observer.now[self.rank]
+        # There a frame numbers microbatches otherwise than their rows lie.
+        names = [h.called for h in f.handlers]
+        within = names[names.index("pipeline") :] if "pipeline" in names else ()
+        self.in_order = "accumulate" not in within
         place = seen.place(self.rank)
         index, count = row_major((place, *f.micro)), math.prod(n for _, n in f.micro)
         micro = row_major(f.micro), count
@@ -383,9 +387,9 @@ class _Run:
         return tree.unflatten(structure, leaves)
 
     def note(self, kind: str, path: str, x: Tensor, backward: bool = False) -> None:
-        if not self.again:
+        if not self.again and self.in_order:
             slot = Slot(self.run, backward, kind, path)
-            seen = Seen(x.detach().clone(), *self.scale)
+            seen = NotedValue(x.detach().clone(), *self.scale)
             self.observer.seen.note(slot, self.part, self.rank, seen)
 
     def _owed(self, kind: str, path: str) -> Callable[[Tensor], None]:

@@ -21,7 +21,7 @@ from fsfunc.testing.costs import said
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
-from fsfunc.testing.parting import Search
+from fsfunc.testing.parting import StepPair
 from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, title, written_into
 
 _SHOWN = 8  # ranks, and collectives, of a message
@@ -201,7 +201,7 @@ class Comparison:
         if self.mesh.backend != "simulated":  # of which others may have failed already
             return []
         meshes = None, self.mesh
-        search = Search(self.step, self.transformed, meshes, self.how, axes)
+        search = StepPair(self.step, self.transformed, meshes, self.how, axes)
         try:
             first = search.first(state, batch)
         except Exception as error:  # what it would explain was found already

@@ -14,7 +14,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.testing import first_difference
+from fsfunc.testing import assert_equals_one_device, first_difference
 from tests.checks import simulated
 
 EVERY = os.environ.get("FSFUNC_LONG_TESTS") == "1"
@@ -131,10 +131,11 @@ class Stale(ff.Interpretation):
     def unit(self, run, call):
         def stale(p, x):
             at, rank = call.frame.at, NOW.rank
-            here = (call.path, call.numbers) == (NOW.path, NOW.numbers)
-            here = here and (rank is None or at is not None and at.rank == rank)
-            if here and not ff.recording():
-                p = {**p, "w": p["w"] * (1 - TINY)}
+            if (call.path, call.numbers) == (NOW.path, NOW.numbers):
+                here = rank is None or at is not None and at.rank == rank
+                here = here and not ff.recording()
+                # On all ranks, which thus do the same.
+                p = {**p, "w": p["w"] * (1 - TINY * here)}
             return run(p, x)
 
         return stale
@@ -260,3 +261,190 @@ def test_a_fault_is_found_where_it_is(stack, fault, monkeypatch):
         assert seen.rank == fault.rank
     if fault.micro is not None:
         assert seen.microbatch == (fault.micro, MICRO[stack])
+
+
+# Aligned, whatever is around: where results alone differ, nothing inside is accused
+
+
+layer = ff.unit(lambda w, x: torch.tanh(x @ w))
+
+
+def mean(params, x):
+    for w in params:
+        x = layer(w, x)
+    return x.square().mean()
+
+
+def weighted(params, x):
+    for w in params:
+        x = layer(w, x)
+    return ff.Weighted(x.square().sum(), x.numel())
+
+
+def adapted(params, x):
+    """Two gradient calls, of which the second begins from the first."""
+    _, grads = ff.value_and_grad(mean)(params, x)
+    params = tree.map(lambda w, g: w - 0.1 * g, params, grads)
+    return ff.value_and_grad(weighted)(params, x)
+
+
+def with_metric(step, by):
+    """The step, that returns a metric too, which is ``by`` times the loss."""
+
+    def changed(params, x):
+        loss, grads = step(params, x)
+        return loss, grads, loss * by
+
+    changed.interpretations = getattr(step, "interpretations", ())
+    return changed
+
+
+AROUND = {
+    "weights": (weighted, 8, lambda f: ff.shard(f, DATA, "data"), {}),
+    "uneven weights": (
+        weighted, 7, lambda f: ff.shard(f, DATA, "data"), {"uneven": True}),
+    "a weighted pipeline": (
+        weighted, 8, lambda f: ff.shard(pipeline(f, BOTH), BOTH, "data"), {}),
+    "uneven microbatches": (
+        mean, 7, lambda f: ff.pipeline(f, PIPE, "pipe", n_microbatches=3), {}),
+    "accumulation around": (
+        mean, 8, lambda f: ff.accumulate(ff.shard(f, DATA, "data"), 2), {}),
+    "accumulation in a pipeline": (
+        mean, 8, lambda f: ff.pipeline(
+            ff.accumulate(f, 2), PIPE, "pipe", n_microbatches=2), {}),
+    "one batch": (mean, 8, lambda f: ff.shard(f, DATA, "data"), {"axis": ()}),
+    "two gradient calls": (None, 8, lambda f: ff.shard(f, DATA, "data"), {}),
+    "precision": (
+        mean, 8, lambda f: ff.shard(
+            ff.precision(f, torch.bfloat16), DATA, "data"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_no_value_is_accused_that_is_assembled_of_parts(name):
+    loss, rows, stack, how = AROUND[name]
+    step = adapted if loss is None else ff.value_and_grad(loss)
+    data = [torch.zeros(2, 2) for _ in range(4)], torch.zeros(rows, 2)
+    seen = first_difference(
+        with_metric(step, 1.0),
+        with_metric(stack(step), 1 + TINY),
+        *data,
+        calls=1,
+        **how,
+    )
+    assert (seen.unit, seen.leaf, seen.uncompared) == (None, "2", 0)
+
+
+# What is no unit's
+
+
+@pytest.fixture
+def data_of_layers():
+    return [torch.zeros(2, 2) for _ in range(3)], torch.zeros(8, 2)
+
+
+def test_what_lies_between_units_is_told_by_what_it_gives(data_of_layers):
+    def scaled(at):
+        def loss(params, x):
+            for k, w in enumerate(params):
+                x = layer(w, x * (1 + TINY) if k == at else x)
+            loss = x.square().mean()
+            return loss * (1 + TINY) if at == 3 else loss
+
+        return ff.shard(ff.value_and_grad(loss), DATA, "data")
+
+    one = ff.value_and_grad(mean)
+    seen = first_difference(one, scaled(1), *data_of_layers)
+    assert (seen.numbers, seen.value) == ((1,), "its input '0', as given")
+    seen = first_difference(one, scaled(3), *data_of_layers)
+    assert (seen.phase, seen.unit, seen.value) == ("forward", None, "the loss")
+
+
+def test_a_step_by_hand_is_told_by_what_it_reduces(data_of_layers):
+    one = ff.value_and_grad(mean)
+    by_hand = {
+        name: lambda w, x, reduce=reduce: reduce(one(w, x), "data")
+        for name, reduce in (("right", ff.pmean), ("wrong", ff.psum))
+    }
+    how = {"mesh": DATA, "calls": 1, "draws": 1}
+    assert first_difference(one, by_hand["right"], *data_of_layers, **how) is None
+    seen = first_difference(one, by_hand["wrong"], *data_of_layers, **how)
+    assert (seen.phase, seen.leaf, seen.rank) == ("reduction", "0", None)
+
+
+def test_a_later_call_is_named(data_of_layers):
+    counted = []
+
+    def step(params, x):
+        loss, grads = ff.value_and_grad(mean)(params, x)
+        if not ff.recording():
+            counted.append(0)
+        late = len(counted) % 4 > 2  # of two ranks, the second call
+        return loss * (1 + TINY * late), grads
+
+    seen = first_difference(
+        ff.value_and_grad(mean), ff.shard(step, DATA, "data"), *data_of_layers, draws=1
+    )
+    assert str(seen).startswith("in call 2 of the step: reduction, '0' of what")
+
+
+# Floats
+
+
+def test_in_floats_a_difference_is_one_that_rounding_does_not_make(data_of_layers):
+    draw = torch.Generator().manual_seed(0)
+    drawn = tree.map(lambda x: torch.randn(x.shape, generator=draw), data_of_layers)
+
+    def scaled(by):
+        def loss(params, x):
+            for k, w in enumerate(params):
+                x = layer(w, x) * (by if k == 1 else 1)
+            return x.square().mean()
+
+        return ff.shard(ff.value_and_grad(loss), DATA, "data")
+
+    one = ff.value_and_grad(mean)
+    assert first_difference(one, scaled(1.0), *drawn, exact=False) is None
+    assert first_difference(one, scaled(1 + 1e-9), *drawn, exact=False) is None
+    seen = first_difference(one, scaled(1 + 1e-4), *drawn, exact=False)
+    assert (seen.phase, seen.unit, seen.numbers) == ("forward", "<lambda>", (2,))
+
+
+# Where it is said
+
+
+def test_an_assertion_says_where_steps_part(data_of_layers):
+    one, owed = ff.value_and_grad(mean), ff.unit(lambda w, x: torch.tanh(x @ w) * 2)
+
+    def loss(params, x):
+        return owed(params[2], layer(params[1], layer(params[0], x))).square().mean()
+
+    two = ff.shard(ff.value_and_grad(loss), DATA, "data")
+    said = "the first value that differs: unit '<lambda>' call 2, forward, its output$"
+    with pytest.raises(AssertionError, match=said):
+        assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
+    integers = [ff.testing.integers(*x.shape) for x in tree.leaves(data_of_layers)]
+    with pytest.raises(AssertionError, match=said):
+        assert_equals_one_device(one, two, DATA, integers[:3], integers[3])
+    with pytest.raises(AssertionError, match=said):
+        ff.prove(one, two, DATA, *data_of_layers, calls=1)
+
+
+def test_a_search_that_fails_hides_nothing():
+    """Its run in float64 is refused here: the step multiplies by a float32."""
+    weight = torch.ones(2, 2)
+    unit = ff.unit(lambda w, x: (x @ weight) * w)
+    one = ff.value_and_grad(lambda w, x: unit(w, x).sum())
+    with pytest.raises(AssertionError) as caught:
+        assert_equals_one_device(
+            one, ff.shard(one, DATA, "data"), DATA, torch.ones(2), torch.ones(4, 2)
+        )
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("where they part is not told: RuntimeError: expected m1")
+
+
+def test_a_mesh_of_processes_is_refused(data_of_layers):
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    one = ff.value_and_grad(mean)
+    with pytest.raises(ValueError, match='same axes by ff.make_mesh.axes, "simulated"'):
+        first_difference(one, ff.shard(one, mesh, "data"), *data_of_layers)

@@ -1,0 +1,80 @@
+"""A place in a step where values differ, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsfunc.printing.tables import Printed
+from fsfunc.testing.observed_runs import Slot, UnitRun
+
+
+@dataclass(frozen=True, repr=False)
+class FirstDifference(Printed):
+    """Where two steps part; it prints as a sentence.
+
+    Attributes:
+        call: the call of the step, from 0.
+        phase: forward, recompute, backward, reduction (of a gradient call's loss and
+            gradients) or update (all that the step makes of them).
+        unit, numbers: the unit, as ``outer/inner``, and its call's number in each unit
+            around it; None and () outside of units.
+        value: what of it differs.
+        leaf: its path.
+        rank: where it differs; None on all ranks, or where it is not known.
+        microbatch: (index, count) of the rank's own; None as above.
+        uncompared: the values before it whose layout on the ranks is not known.
+    """
+
+    call: int
+    phase: str
+    unit: str | None
+    numbers: tuple[int, ...]
+    value: str
+    leaf: str
+    rank: int | None = None
+    microbatch: tuple[int, int] | None = None
+    uncompared: int = 0
+
+    def pieces(self, width: int | None) -> list[str]:
+        where = f"in call {self.call + 1} of the step: " if self.call else ""
+        if self.unit is not None:
+            where += unit_call([self.unit], self.numbers) + ", "
+        said = f"{where}{self.phase}, {self.value}"
+        if self.rank is not None:
+            said += f", rank {self.rank}"
+        if self.microbatch is not None:
+            said += ", microbatch {} of {}".format(*self.microbatch)
+        return [said]
+
+
+def _value(slot: Slot, name: str) -> str:
+    """What a value is, of a unit of this name."""
+    leaf, kind = f" {slot.leaf!r}" if slot.leaf else "", slot.kind
+    if slot.backward:
+        return f"the cotangent of {name} {kind}{leaf}"
+    if kind in ("parameter", "input"):
+        return f"{name} {kind}{leaf}, as given"
+    if kind == "returned":
+        return f"{name} output{leaf}, by the transforms around it"
+    return "the loss" if kind == "loss" else f"{name} output{leaf}"
+
+
+def place_of_slot(slot: Slot) -> FirstDifference:
+    """Names the unit whose code makes a value; within another one, that one."""
+    run, phase = slot.run, "backward" if slot.backward else "forward"
+    outer = len(run.path) > 1 and slot.kind == ("output" if slot.backward else "input")
+    if not outer:
+        return place_in_unit(run, phase, _value(slot, "its"), slot.leaf)
+    inner = unit_call(run.path, run.numbers)
+    run = run._replace(path=run.path[:-1], numbers=run.numbers[:-1])
+    return place_in_unit(run, phase, _value(slot, f"{inner}'s"), slot.leaf)
+
+
+def unit_call(path: Sequence[str], numbers: Sequence[int]) -> str:
+    return f"unit {'/'.join(path)!r} call {'/'.join(map(str, numbers))}"
+
+
+def place_in_unit(run: UnitRun, phase: str, value: str, leaf: str) -> FirstDifference:
+    unit = "/".join(run.path) or None
+    return FirstDifference(run.call, phase, unit, run.numbers, value, leaf)
