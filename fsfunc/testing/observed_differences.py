@@ -80,15 +80,17 @@ class Compared:
 
     # Inside
 
-    def inside(self, last: int) -> tuple[FirstDifference | None, int]:
-        """The first difference up to a call, and the number of values not compared."""
-        uncompared = 0
-        for check in self._in_order(last):
+    def first(self, returned: FirstDifference) -> FirstDifference:
+        """The first difference before one in what a call returns, or that one."""
+        equal = uncompared = 0
+        for check in self._in_order(returned.call):
             verdict, said = check()
-            uncompared += verdict.agrees is None
             if verdict.agrees is False:
-                return self._told(said, verdict.wrong), uncompared
-        return None, uncompared
+                returned = self._told(said, verdict.wrong)
+                break
+            equal += bool(verdict.agrees)
+            uncompared += verdict.agrees is None
+        return replace(returned, compared=equal, uncompared=uncompared)
 
     def _in_order(
         self, last: int

@@ -209,7 +209,8 @@ class Comparison:
             return [f"where they part is not told: {type(error).__name__}: {said}"]
         if first is None:
             return ["no value inside differs by more than rounding does"]
-        return [f"the first value that differs: {first}"]
+        seen = first.unit is not None or first.compared
+        return [f"the first value that differs: {first}"] if seen else []
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,9 +139,9 @@ class StepPair:
         returned = found.returned()
         if returned is None:
             return None
-        first, uncompared = found.inside(returned.call)
+        first = found.first(returned)
         torch.set_rng_state(draws)
-        return replace(first or returned, uncompared=uncompared)
+        return first
 
     def _observed(self, step: Any, mesh: Mesh | None, *data: Any) -> RunLog:
         axes: tuple[str, ...] = ()

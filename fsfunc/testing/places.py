@@ -23,7 +23,8 @@ class FirstDifference(Printed):
         leaf: its path.
         rank: where it differs; None on all ranks, or where it is not known.
         microbatch: (index, count) of the rank's own; None as above.
-        uncompared: the values before it whose layout on the ranks is not known.
+        compared: how many values before it agree; ``uncompared``: how many could not
+            be compared, as how they lie on the ranks is not known.
     """
 
     call: int
@@ -34,6 +35,7 @@ class FirstDifference(Printed):
     leaf: str
     rank: int | None = None
     microbatch: tuple[int, int] | None = None
+    compared: int = 0
     uncompared: int = 0
 
     def pieces(self, width: int | None) -> list[str]:
@@ -45,6 +47,8 @@ class FirstDifference(Printed):
             said += f", rank {self.rank}"
         if self.microbatch is not None:
             said += ", microbatch {} of {}".format(*self.microbatch)
+        if self.unit is None and not self.compared:
+            said += "; neither units nor gradient calls were seen"
         return [said]
 
 
@@ -72,9 +76,11 @@ def place_of_slot(slot: Slot) -> FirstDifference:
 
 
 def unit_call(path: Sequence[str], numbers: Sequence[int]) -> str:
+    """A unit's call, by its name and its numbers."""
     return f"unit {'/'.join(path)!r} call {'/'.join(map(str, numbers))}"
 
 
 def place_in_unit(run: UnitRun, phase: str, value: str, leaf: str) -> FirstDifference:
+    """The place of a value in a run of a unit."""
     unit = "/".join(run.path) or None
     return FirstDifference(run.call, phase, unit, run.numbers, value, leaf)
