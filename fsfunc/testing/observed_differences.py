@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Compared:
         step: the step that ``ours`` is of, and ``how`` it was called.
         state, batch: what it was called with.
         wide: the same in float64, where runs are not exact.
+        alone: what is seen of ``step`` on a part's rows, by call, once it is asked.
     """
 
     step: Callable[..., Any]
@@ -42,6 +43,7 @@ class Compared:
     ours: RunLog
     theirs: RunLog
     wide: RunLog | None
+    alone: dict[tuple[int, Part], RunLog] = field(default_factory=dict)
 
     # What the calls return
 
@@ -86,15 +88,13 @@ class Compared:
         for check in self._in_order(returned.call):
             verdict, said = check()
             if verdict.agrees is False:
-                returned = self._told(said, verdict.wrong)
+                returned = _told(said, verdict.wrong)
                 break
             equal += bool(verdict.agrees)
             uncompared += verdict.agrees is None
         return replace(returned, compared=equal, uncompared=uncompared)
 
-    def _in_order(
-        self, last: int
-    ) -> Iterator[Callable[[], tuple[Verdict, FirstDifference]]]:
+    def _in_order(self, last: int) -> Iterator[Check]:
         checks: list[tuple[Any, Check]] = []
         for slot in self.ours.values.keys() & self.theirs.values.keys():
             checks.append((_order(slot), lambda slot=slot: self._value(slot)))
@@ -165,17 +165,6 @@ class Compared:
             said = replace(said, rank=wrong[0])
         return Verdict(False), said
 
-    def _told(
-        self, said: FirstDifference, wrong: Sequence[tuple[Part, int]]
-    ) -> FirstDifference:
-        """With the rank, and the microbatch, where it is one."""
-        ranks, micro = {r for _, r in wrong}, {p.micro for p, _ in wrong}
-        if len(ranks) == 1:
-            said = replace(said, rank=min(ranks))
-        if len(micro) == 1 and (one := min(micro))[1] > 1:
-            said = replace(said, microbatch=one)
-        return said
-
     # Contributions to means
 
     def _of_parts(self, slot: Slot, near: Near) -> Verdict:
@@ -184,6 +173,9 @@ class Compared:
             return Verdict(False)
         where = slot.run.call, slot.run.segment
         wrong, weighted = [], where in self.theirs.weighted
+        rows = [len(x) for x in tree.leaves(self.batch) if _is_cut(x)]
+        if any(n % part.count for part in self.theirs.values[slot] for n in rows):
+            return Verdict(None)  # unequal parts have other weights than their means
         for part, by_rank in sorted(self.theirs.values[slot].items()):
             own = self._alone(slot, part, min(by_rank))
             for rank, seen in by_rank.items():
@@ -205,13 +197,14 @@ class Compared:
         if mesh is not None and self.theirs.axes:
             batch = rows_of(batch, mesh, self.theirs.axes, rank)
         index, count = part.micro
-        batch = tree.map(
-            lambda x: x.tensor_split(count)[index] if _is_cut(x) else x, batch
-        )
-        seen = observe(self.step, None, (), Calls(1), state, batch)
+        if (key := (slot.run.call, part)) not in self.alone:
+            batch = tree.map(
+                lambda x: x.tensor_split(count)[index] if _is_cut(x) else x, batch
+            )
+            self.alone[key] = observe(self.step, None, (), Calls(1), state, batch)
         own = slot._replace(run=slot.run._replace(call=0))
-        found = seen.values.get(own, {})
-        return next((v.value for r in found.values() for v in r.values()), None)
+        by_part = self.alone[key].values.get(own, {})
+        return next((v.value for r in by_part.values() for v in r.values()), None)
 
     # Nearness
 
@@ -230,8 +223,8 @@ class Compared:
                 size = float(x.detach().abs().max())
                 slack = max(slack, _FACTOR * torch.finfo(x.dtype).eps * size)
                 if isinstance(y, Tensor):
-                    gap = (x.detach() - y.detach()).abs().max()
-                    slack = max(slack, _FACTOR * float(gap))
+                    gap = _FACTOR * float((x.detach() - y.detach()).abs().max())
+                    slack = max(slack, min(gap, _MOST * size))
         slack = slack if math.isfinite(slack) else 0.0
 
         def near(x: Tensor, y: Tensor) -> bool:
@@ -244,11 +237,22 @@ class Compared:
         return near
 
 
+def _told(said: FirstDifference, wrong: Sequence[tuple[Part, int]]) -> FirstDifference:
+    """With the rank, and the microbatch, where it is one."""
+    ranks, micro = {r for _, r in wrong}, {p.micro for p, _ in wrong}
+    if len(ranks) == 1:
+        said = replace(said, rank=min(ranks))
+    if len(micro) == 1 and (one := min(micro))[1] > 1:
+        said = replace(said, microbatch=one)
+    return said
+
+
 def _rounds(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
 _FACTOR = 16.0  # kernels of other shapes add in other orders
+_MOST = 1e-3  # of the largest number; further off it is another one, drawn anew, say
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

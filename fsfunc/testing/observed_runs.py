@@ -9,7 +9,6 @@ what gradient calls return.
 from __future__ import annotations
 
 import math
-from collections import Counter as Count
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,14 @@ from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Mesh, maybe_here
 from fsfunc.core.execution_context import running
-from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
+from fsfunc.core.frames import (
+    Counter,
+    Frame,
+    Interpretation,
+    frame,
+    inside,
+    transformed,
+)
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import is_sharded
@@ -181,7 +187,7 @@ class _Position:
     call: int = -1
     segment: int = 0
     cotangent: float = 1.0
-    times: Count[Any] = field(default_factory=Count)
+    times: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Watching(Interpretation):
@@ -202,8 +208,9 @@ class Watching(Interpretation):
         now.call, now.segment = now.call + 1, 0
         now.times.clear()
         outer = frame()
-        handlers = (*outer.handlers, self)
-        with inside(_watched(outer.replace(handlers=handlers), self.observer)):
+        # Calls outside of gradient calls are numbered from 0 too.
+        own = outer.replace(handlers=(*outer.handlers, self), counter=Counter())
+        with inside(_watched(own, self.observer)):
             return f(*args, **keywords)
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from fsfunc import tree
 from fsfunc.comm.mesh import Axis, Mesh, axis_names
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
+from fsfunc.state.unsharding import unshard
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import is_exact, residues
 from fsfunc.testing.observed_differences import Compared
@@ -31,6 +32,7 @@ def first_difference(
     layouts: LayoutRules | None = None,
     calls: int = 2,
     goes_on: Callable[[Any], Any] | None = None,
+    whole: Callable[[Any], Any] = unshard,
     uneven: bool = False,
     exact: bool = True,
     draws: int = 4,
@@ -52,19 +54,22 @@ def first_difference(
 
     Args:
         a, b: the steps, each for one device or, by its transforms, for simulated ranks.
-        state, batch, layouts, calls, goes_on, uneven: as for
+        state, batch, layouts, calls, goes_on, whole, uneven: as for
             ``assert_equals_one_device``.
         mesh: that of ``b``, if no transform has one; without either it is for one
             device.
         axis: the axes over which the batch is cut, for those on ranks.
-        exact: compares exact runs, in which each difference counts. If not, a number
-            differs that is further from that of ``a`` than 16 times what ``a`` is there
-            from its own run in float64 (and than 16 units in the last place).
+        exact: compares exact runs, in which each difference counts; inside of
+            :func:`ff.testing.exact`, that one. If not, a number differs that is further
+            from that of ``a`` than 16 times what ``a`` is there from its own run in
+            float64 (at most a thousandth of the largest number, at least 16 units in
+            the last place of it).
         draws: how often an exact run is drawn, until one differs: a difference behind a
             comparison of numbers (a clipped norm) shows in some draws alone.
 
     Raises:
-        ValueError: a mesh of processes, or without ranks.
+        ValueError: a mesh of processes, or whose ranks have no values; no calls or
+            draws.
         TreeMismatch: they return trees of other structures.
         NoExactRule: an exact run does not know an operator.
 
@@ -87,7 +92,9 @@ def first_difference(
     unit '<lambda>' call 1, forward, its output, by the transforms around it, rank 1
     """
     meshes = _mesh_of(a, None), _mesh_of(b, mesh)
-    how = Calls(calls, goes_on, layouts, uneven=uneven)
+    if calls < 1 or draws < 1:
+        raise ValueError(f"calls={calls}, draws={draws}: nothing would be compared")
+    how = Calls(calls, goes_on, layouts, whole, uneven)
     over = None if axis is None else axis_names(axis)
     search = StepPair(a, b, meshes, how, over)
     if not exact or is_exact():

@@ -388,6 +388,27 @@ def test_a_later_call_is_named(data_of_layers):
     assert str(seen).startswith("in call 2 of the step: reduction, '0' of what")
 
 
+def test_it_is_drawn_until_a_comparison_lets_the_difference_through():
+    def one(by):
+        unit = ff.unit(lambda w, x: (x @ w).square().mean())
+
+        def step(w, x):
+            size = unit(w, x)
+            return torch.where(size < 1, size * by, size * 0)
+
+        return step
+
+    data = torch.zeros(3), torch.zeros(4, 3)
+    found = {
+        draws: first_difference(one(1), one(1 + TINY), *data, calls=1, draws=draws)
+        for draws in (1, 4)
+    }
+    assert found[1] is None
+    assert (found[4].value, found[4].compared) == ("its value", 4)
+    with pytest.raises(ValueError, match="draws=0: nothing would be compared"):
+        first_difference(one(1), one(1), *data, draws=0)
+
+
 # Floats
 
 
