@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -175,6 +176,12 @@ def unseen() -> bool:
     )
 
 
+def _is_hidden(f: Frame) -> bool:
+    """True where a step is recorded, or compiled as a whole."""
+    whole = f.compiler is not None and f.compiler.whole
+    return f.tracer is not None or whole
+
+
 def _rank() -> int:
     at = maybe_here()
     return 0 if at is None else at.rank
@@ -214,7 +221,7 @@ class Watching(Interpretation):
             return f(*args, **keywords)
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        if call.frame.tracer is not None:
+        if _is_hidden(call.frame):
             return run
 
         def watched(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
@@ -231,7 +238,7 @@ class Watching(Interpretation):
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: GradientCall) -> Outcome:
-            if unseen() or frame().in_loss:
+            if unseen() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
             rank = _rank()
             now = self.observer.now[rank]
@@ -284,7 +291,7 @@ class _Observer(Interpretation):
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def observed(call: GradientCall) -> Outcome:
-            if unseen() or frame().in_loss:
+            if unseen() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
             now = self.now[_rank()]
             now.cotangent = call.cotangent
@@ -304,15 +311,16 @@ class _Observer(Interpretation):
         return observed
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        compiler = call.frame.compiler
-        if call.frame.tracer is not None or compiler is not None and compiler.whole:
+        if _is_hidden(call.frame):
             return run
 
         def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             if unseen():
                 return run(params, *inputs, **keywords)
             one = _Run(self, call.frame, (call.numbers, call.path))
-            return one(run, params, inputs, keywords)
+            # A compiler would take the mode for a part of the function.
+            compiled = call.frame.compiler or _torch.is_compiled_function(call.unit.fn)
+            return one(run, params, inputs, keywords, looks=not compiled)
 
         return observed
 
@@ -348,7 +356,12 @@ class _Run:
         self.run, self.key = run, (run, self.part, self.rank)
 
     def __call__(
-        self, run: Callable[..., Any], params: Any, inputs: Any, keywords: Any
+        self,
+        run: Callable[..., Any],
+        params: Any,
+        inputs: Any,
+        keywords: Any,
+        looks: bool,
     ) -> Any:
         given: list[Made] = []
         params = self._given("parameter", params, given)
@@ -357,7 +370,7 @@ class _Run:
         inputs = [named.pop(str(i)) for i in range(len(inputs))]
         computing = Computing(self.run.numbers)
         try:
-            with computing:
+            with computing if looks else nullcontext():
                 out = run(params, *inputs, **named)
         finally:  # a recompute ends, by an exception, with the last value that it saves
             before = self.observer.forwards

@@ -49,8 +49,8 @@ def first_difference(
 
     A unit is at fault whose inputs agree and whose outputs do not (in the backward, the
     other way round); where its inputs differ and nothing before them, what lies between
-    the units is. Not seen: what runs under ``torch.func``, and units of a step that
-    ``jit`` compiles as a whole.
+    the units is. Not seen is what runs under ``torch.func``. In floats
+    ``jit(..., whole_step=True)`` is refused, as nothing may be around it.
 
     Args:
         a, b: the steps, each for one device or, by its transforms, for simulated ranks.
@@ -73,8 +73,8 @@ def first_difference(
         TreeMismatch: they return trees of other structures.
         NoExactRule: an exact run does not know an operator.
 
-    Cost: a run of each, which keeps all of these values, some twice as long as one
-    without; where the values of parts are means, one of ``a`` for each part.
+    Cost: a run of each, in an exact run hardly longer than one without; it keeps all of
+    these values. Where those of parts are means, a run of ``a`` for each part.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))

@@ -115,8 +115,9 @@ def prove(
 
     Raises:
         ValueError: no draws; what ``assert_equals_one_device`` refuses.
-        AssertionError: they differ; it names the leaf, and the common mistake that
-            gives it, as ``assert_equals_one_device`` does.
+        AssertionError: they differ; it names the leaf, the common mistake that gives
+            it, and the first value inside that differs, as ``assert_equals_one_device``
+            does.
         NoExactRule: an operator has no rule: it draws numbers, or is no arithmetic
             (codes of 8 bits).
 
