@@ -187,7 +187,8 @@ class Frame(Replaced):
         at: the rank that runs, if a transform or ``spmd`` gave a mesh.
         runtimes: (interpretation, its state during this call or gradient call); that of
             ``shard`` is a ``ShardRuntime``.
-        micro: (index, count) in each enclosing loop over microbatches, outermost first.
+        micro: (index, count) in each enclosing loop over microbatches, outermost first;
+            ``rows``: the same in the order in which rows are cut, if that is another.
         varies: (index, count) along each enclosing axis of ``shard``.
         seed: the random number of the enclosing gradient call, if any; ``seeded``: how
             many units are around that call.
@@ -212,6 +213,7 @@ class Frame(Replaced):
     at: Here | None = None
     runtimes: tuple[tuple[Interpretation, Any], ...] = ()
     micro: tuple[tuple[int, int], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
     varies: tuple[tuple[int, int], ...] = ()
     seed: int | None = None
     seeded: int = 0

@@ -274,7 +274,8 @@ class Call:
                 # From the gradient call, the unit call and the microbatch of the global
                 # batch: so a recompute draws the same, whatever the schedule.
                 states = generator_states()
-                index, numbers = row_major((*f.varies, *f.micro)), numbers[f.seeded :]
+                numbers = numbers[f.seeded :]
+                index = row_major((*f.varies, *(f.rows or f.micro)))
                 seed = mix(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)

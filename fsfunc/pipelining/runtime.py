@@ -139,11 +139,13 @@ class Worker:
                 x.requires_grad_(cut.spec(value).requires_grad)
         tied = bool(self.values) and bool(self.frame.runtimes)
         stage = StageRun(cut, cut.stages[a.stage], received, tied)
-        micro = list(self.frame.micro)
-        micro[self.depth] = (a.microbatch, len(self.microbatches))
+        ours, micro = (a.microbatch, len(self.microbatches)), self.frame.micro
+        outer, inner = micro[: self.depth], micro[self.depth + 1 :]
         f = self.frame.replace(
             handlers=(stage, *self.frame.handlers),
-            micro=tuple(micro),
+            micro=(*outer, ours, *inner),
+            # `accumulate` inside of a pipeline has cut its rows before this loop does.
+            rows=(*outer, *inner, ours),
             counter=Counter(),
             in_loss=1,
         )

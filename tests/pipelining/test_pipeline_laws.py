@@ -172,3 +172,26 @@ def test_masks_depend_on_no_schedule(drawn, more, seed):
         found += ff.spmd(lambda g=grad: g(*spec.arguments(params, batch)), mesh)()
     for other in found[1:]:
         close(other, found[0], 0.0 if spec.ends == "sum" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("parts", "stack"),
+    [
+        (4, lambda f, pipe: ff.accumulate(pipe(f), 2)),
+        (4, lambda f, pipe: pipe(ff.accumulate(f, 2))),
+        (8, lambda f, pipe: ff.accumulate(pipe(ff.accumulate(f, 2)), 2)),
+    ],
+)
+def test_masks_depend_on_no_order_of_loops(parts, stack):
+    """Of pipelines and accumulation: each part of the batch has masks of its own."""
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    params = [torch.full((4,), 2.0), torch.full((4,), 3.0)]
+    x = torch.arange(64.0).view(16, 4)
+    masked = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) * p)
+    gradient = ff.value_and_grad(lambda p, x: masked(p[1], masked(p[0], x)).sum())
+    step = stack(gradient, lambda f: ff.pipeline(f, mesh, "pipe", n_microbatches=2))
+    torch.manual_seed(0)
+    expected = ff.accumulate(gradient, parts)(params, x)
+    torch.manual_seed(0)
+    for found in ff.spmd(lambda: step(params, x), mesh)():
+        same(found, expected)
