@@ -32,6 +32,9 @@ def as_json(x: Any) -> Any:
     if kind in (tuple, list, torch.Size):
         items = [as_json(item) for item in x]
         return ODD if ODD in items else {kind.__name__: items}
+    if kind is dict:
+        items = [[as_json(key), as_json(item)] for key, item in x.items()]
+        return ODD if any(ODD in pair for pair in items) else {"dict": items}
     made = {
         complex: lambda: [x.real, x.imag],
         bytes: lambda: base64.b64encode(x).decode(),
@@ -49,6 +52,7 @@ def from_json(said: Any) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "tuple": lambda: tuple(map(from_json, x)),
         "list": lambda: list(map(from_json, x)),
+        "dict": lambda: {from_json(key): from_json(item) for key, item in x},
         "Size": lambda: torch.Size(map(from_json, x)),
         "complex": lambda: complex(*x),
         "bytes": lambda: base64.b64decode(x),

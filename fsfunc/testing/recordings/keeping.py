@@ -23,7 +23,7 @@ from fsfunc.core.frames import frame, inside, recording
 from fsfunc.runtime.generators import generator_states, other_states
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.recordings.files import path_of, recorded_calls, write_call
-from fsfunc.testing.recordings.json_values import as_json
+from fsfunc.testing.recordings.json_values import ODD, as_json
 from fsfunc.testing.recordings.tapes import MessageTape, RecordingLink
 from fsfunc.testing.recordings.tree_writer import TreeWriter
 
@@ -92,7 +92,7 @@ def recorded(
             raise TypeError(f"recorded: {name}={value!r} is no number")
         if value < 1:
             raise ValueError(f"recorded: {name}={value} would keep nothing")
-    recorder = CallRecorder(Path(folder), calls, most)
+    recorder = CallRecorder(Path(folder).absolute(), calls, most)
     try:
         with inside(frame().replace(around=recorder)):
             yield
@@ -106,7 +106,8 @@ class CallRecorder:
 
     def __init__(self, folder: Path, calls: int, most: int):
         self.folder, self.calls, self.most = folder, calls, most
-        self.numbers: dict[int, int] = {}  # of the next call, by rank
+        self.next: dict[int, int] = {}  # the number of the next call, by rank
+        self.last: dict[int, int] = {}  # that of the last one kept, by rank
 
     def __call__(self, run: Callable[..., Any], args: Any, keywords: Any) -> Any:
         with inside(frame().replace(around=None)):
@@ -137,7 +138,7 @@ class CallRecorder:
                     stack.enter_context(self._named(at))
                 out = run(*args, **keywords)
         except BaseException as error:
-            raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raised = text_of(error)
             if isinstance(error, Aborted):
                 raised = "the error of another simulated rank"
             # Neither a warning that is an error, nor notes that are no list, hide it.
@@ -150,17 +151,17 @@ class CallRecorder:
 
     def note(self, error: Exception) -> None:
         """Names the folder to an error that came between two calls."""
-        folder, rank = str(self.folder), min(self.numbers, default=None)
+        folder, rank = str(self.folder), min(self.last, default=None)
         notes = getattr(error, "__notes__", ())
         if rank is not None and not any(folder in str(note) for note in notes):
-            error.add_note(_LAST.format(self.numbers[rank] - 1, folder, rank))
+            error.add_note(_LAST.format(self.last[rank], folder, rank))
 
     def _number(self, rank: int) -> int:
-        if rank not in self.numbers:
-            there = recorded_calls(self.folder, rank)
-            self.numbers[rank] = there[-1].call + 1 if there else 0
-        self.numbers[rank] += 1
-        return self.numbers[rank] - 1
+        """That of a new call: beyond those of any block that writes here."""
+        there = recorded_calls(self.folder, rank)
+        number = max(self.next.get(rank, 0), there[-1].call + 1 if there else 0)
+        self.next[rank] = number + 1
+        return number
 
     @contextmanager
     def _named(self, at: Here) -> Iterator[None]:
@@ -183,17 +184,18 @@ class CallRecorder:
         outcome: Callable[[], Any],
     ) -> bool:
         """Writes the file of a call; returns whether it is kept."""
-        tape.over = True
+        messages = tape.taken()
         if tape.overflows:
             _refuse(rank, begun.nbytes + tape.nbytes, self.most)
             return False
-        received = enumerate(message.received for message in tape.messages)
+        received = enumerate(message.received for message in messages)
         tensors = {f"message {i}": x for i, x in received if x is not None}
         with _surviving(rank):
             about = {"rank": rank, "call": number, "outcome": outcome()}
-            said = {"messages": [message.told() for message in tape.messages]}
+            said = {"messages": [message.told() for message in messages]}
             path = path_of(self.folder, rank, number)
             write_call(path, begun.said | about | said, begun.tensors | tensors)
+            self.last[rank] = number
             self._forget(rank)
             return True
         return False
@@ -231,15 +233,28 @@ class _Begun:
             "given": given,
             "threads": torch.get_num_threads(),
             "generators": {
-                g.__name__: as_json(_as_lists(state)) for g, state in other_states()
+                g.__name__: as_json(_without_arrays(x)) for g, x in other_states()
             },
             **writer.said,
         }
 
 
-def _as_lists(state: Any) -> tuple[Any, ...]:
-    """How a generator stands, without arrays of numpy."""
-    return tuple(x.tolist() if hasattr(x, "tolist") else x for x in state)
+def _without_arrays(state: Any) -> Any:
+    """How a generator stands, with lists in the place of numpy's arrays."""
+    if isinstance(state, dict):  # of numpy's, if it is another one than MT19937
+        return {key: _without_arrays(x) for key, x in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_without_arrays, state))
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def text_of(error: BaseException) -> str:
+    """The kind of an error, and what it says."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}".removesuffix(": ")
+    except Exception:  # of one that cannot say it
+        return kind
 
 
 def title(step: Any) -> str:
@@ -262,19 +277,29 @@ def meshes_of(step: Any) -> list[list[tuple[str, int]]]:
 
 
 def sums_of(value: Any) -> list[list[Any]]:
-    """Path and checksum of the tensors of a tree, of leaves in a buffer of that."""
+    """The path, kind and checksum of each leaf of a tree.
+
+    Of leaves in one buffer that of the buffer, once. The kind of a number or a text is
+    that itself.
+    """
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
-    found: dict[int, tuple[str, Tensor]] = {}
+    rows: list[list[Any]] = []
+    tensors: dict[int, Tensor] = {}
     for path, x in zip(paths, leaves, strict=True):
         if is_sharded(x):
             if x.spent or x.is_kept:
                 continue
             x = x.local if x.packed is None else x.packed.flat
+            if id(x) in tensors:
+                continue
         if has_values(x):
-            found.setdefault(id(x), (path, x))
-    sums = checksums([x for _, x in found.values()])
-    names = [path for path, _ in found.values()]
-    return [[path, n % 2**64] for path, n in zip(names, sums, strict=True)]
+            tensors[id(x)] = x
+            rows.append([path, f"{x.dtype}{list(x.shape)}", id(x)])
+        else:
+            plain = as_json(x) is not ODD
+            rows.append([path, repr(x) if plain else type(x).__name__, None])
+    sums = dict(zip(tensors, checksums([*tensors.values()]), strict=True))
+    return [[path, kind, n and sums[n] % 2**64] for path, kind, n in rows]
 
 
 def _has_values(at: Here | None) -> bool:

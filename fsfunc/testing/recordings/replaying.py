@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import EchoLink
@@ -26,7 +27,7 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.testing.recordings.files import CallFile, read_call, recorded_calls
 from fsfunc.testing.recordings.json_values import from_json
-from fsfunc.testing.recordings.keeping import meshes_of, sums_of, title
+from fsfunc.testing.recordings.keeping import meshes_of, sums_of, text_of, title
 from fsfunc.testing.recordings.tapes import SENDS, KeptMessage
 from fsfunc.testing.recordings.tree_reader import TreeReader
 from fsfunc.transforms.offloading import stores_of
@@ -91,13 +92,14 @@ def replay(
     [tensor([3.]), tensor([3.])] tensor([3.])
     """
     chosen = _chosen(Path(folder), rank, call)
-    said, tensors = read_call(chosen.path)
     try:
-        kept = RecordedCall(said, tensors, chosen)
-        kept.check_meshes(step)
-        found = [store for store in stores_of(step) if store is not None]
-        stores = {store.kind or type(store).__name__: store for store in found}
-        args, keywords = kept.arguments(like, stores)
+        with _torch.beneath_all_modes():  # which compute with it from the call on
+            said, tensors = read_call(chosen.path)
+            kept = RecordedCall(said, tensors, chosen)
+            kept.check_meshes(step)
+            found = [store for store in stores_of(step) if store is not None]
+            stores = {store.kind or type(store).__name__: store for store in found}
+            args, keywords = kept.arguments(like, stores)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{chosen.path} is no recording: {error!r}") from error
     with ExitStack() as stack:
@@ -202,7 +204,7 @@ class RecordedCall:
     def explain(self, error: Exception, step: Any) -> None:
         """Notes an error that the recorded call did not raise."""
         raised = self.outcome.get("raised", "nothing")
-        if raised.split(":")[0] != type(error).__name__:
+        if raised != text_of(error):
             error.add_note(
                 f"{self.name} raised {raised[:1000]}; called was "
                 f"{self.said['step']}, and replay is given {title(step)}"
@@ -218,10 +220,16 @@ class RecordedCall:
                 f" It ended by {raised[:1000]}"
             )
         self.link.end()
-        before = dict(map(tuple, self.outcome["returned"]))
-        for path, n in sums_of(out):
-            if before.get(path, n) != n:
-                warn(f"{self.name} returned other bits in {path!r}", RuntimeWarning)
+        before, now = (
+            {path: said for path, *said in rows}
+            for rows in (self.outcome["returned"], sums_of(out))
+        )
+        for path in before | now:
+            theirs, mine = before.get(path, ["nothing"]), now.get(path, ["nothing"])
+            if theirs != mine:
+                kinds = f": {theirs[0]}, and alone {mine[0]}"
+                text = f"{self.name} returned other bits in {path!r}"
+                warn(text + kinds * (theirs[0] != mine[0]), RuntimeWarning)
                 return
 
 

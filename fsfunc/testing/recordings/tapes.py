@@ -110,6 +110,12 @@ class MessageTape:
             for one in self.messages:
                 one.received = None
 
+    def taken(self) -> list[KeptMessage]:
+        """The messages, at the end of the call: a graph of it may hold the tape on."""
+        self.over = True
+        messages, self.messages = self.messages, []
+        return messages
+
     @property
     def overflows(self) -> bool:
         return self.nbytes > self.most

@@ -56,7 +56,9 @@ class TreeReader:
         if type(node) is int:
             leaf = self.leaf(node)
             if leaf is ODD:
-                raise _unkept(self.said["leaves"][node]["value"]["odd"])
+                said = self.said["leaves"][node]
+                said = self.said["leaves"][said.get("same", node)]
+                raise _unkept(said["value"]["odd"])
             return leaf
         kind, *rest = node
         if kind in ("dict", "OrderedDict"):
