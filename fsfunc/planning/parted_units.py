@@ -109,6 +109,9 @@ def _alone() -> AbstractContextManager[Any]:
 
 
 class _NoLink:
+    def on(self, mesh: Any) -> Any:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("it calls a collective")
 

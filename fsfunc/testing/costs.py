@@ -161,6 +161,10 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
+    def on(self, mesh: Any) -> Any:
+        link = self._link.on(mesh)
+        return self if link is self._link else _Counted(link, self._observer)
+
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
         room = None
         if how.get("out") is None:

@@ -65,6 +65,20 @@ def test_live_bytes_of_a_collective_is_its_result(op):
         assert peak == last == plan == 3200 * (1 + size)
 
 
+def test_live_bytes_counts_on_another_mesh_of_the_same_ranks():
+    """A step names a mesh of its own: the link on it is watched too."""
+    mesh = ff.make_mesh({"rows": 2}, "simulated")
+    step = ff.shard(lambda w, x: w.sum() + ff.all_gather(x, "rows"), mesh, "rows")
+
+    def main():
+        x = torch.ones(8, 100)
+        w = ff.place(step, torch.ones(2), x)
+        return [watched(step, w, x)[0].peak_bytes for _ in range(2)][1]
+
+    same = ff.spmd(main, mesh)()
+    assert ff.spmd(main, MESH)() == same
+
+
 # On whose behalf
 
 

@@ -105,6 +105,15 @@ def test_a_unit_that_is_not_parted_says_so(monkeypatch):
     assert kept(found) == kept(planned(lambda step: step))
 
 
+def test_a_unit_that_reads_a_coordinate_of_another_mesh_is_parted():
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    other = ff.make_mesh({"rows": 2}, "simulated")
+    unit = ff.unit(lambda p, x: torch.tanh(x @ p) * (1 + other.rank % 2))
+    grad = ff.value_and_grad(lambda p, x: unit(p, x).sum())
+    step = ff.shard(ff.jit(grad), mesh, "data")
+    ff.spmd(lambda: ff.plan(step, torch.ones(8, 8), torch.ones(4, 8)), mesh)()
+
+
 def test_a_unit_that_sends_sends_once():
     """Such a unit does not compile; its plan has what it would send."""
     mesh, optimizer = ff.make_mesh({"data": 2, "model": 2}, "abstract"), ff.sgd(0.1)

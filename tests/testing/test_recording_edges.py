@@ -152,6 +152,19 @@ def test_an_object_that_is_there_twice_is_named(tmp_path):
         replay(tmp_path, step, rank=0)
 
 
+@pytest.mark.parametrize(
+    "x",
+    [numpy.float32(0.1), numpy.float64(0.1), numpy.bool_(True), numpy.int8(-3),
+     numpy.complex64(1 + 2j), numpy.datetime64("2020-01-01")],
+)  # fmt: skip
+def test_numbers_of_numpy_come_again(x, tmp_path):
+    step = plain(lambda x: [x, x.dtype])
+    with recorded(tmp_path):
+        step(x)
+    (again, dtype), name = replay(tmp_path, step, rank=0), type(x)
+    assert type(again) is name and again == x and dtype == x.dtype
+
+
 @pytest.mark.filterwarnings("ignore:get_state and legacy")
 @pytest.mark.parametrize("kind", [numpy.random.PCG64, numpy.random.Philox])
 def test_another_default_generator_of_numpy(kind, tmp_path):

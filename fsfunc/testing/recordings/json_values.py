@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ def as_json(x: Any) -> Any:
     if kind is dict:
         items = [[as_json(key), as_json(item)] for key, item in x.items()]
         return ODD if any(ODD in pair for pair in items) else {"dict": items}
+    if (numpy := sys.modules.get("numpy")) and isinstance(x, numpy.generic):
+        bits = [x.dtype.str, base64.b64encode(x.tobytes()).decode()]
+        return ODD if x.dtype.hasobject or x.dtype.names else {"numpy": bits}
     made = {
         complex: lambda: [x.real, x.imag],
         bytes: lambda: base64.b64encode(x).decode(),
@@ -57,10 +61,17 @@ def from_json(said: Any) -> Any:
         "complex": lambda: complex(*x),
         "bytes": lambda: base64.b64decode(x),
         "dtype": lambda: getattr(torch, x),
+        "numpy": lambda: _numpy_number(*x),
         "device": lambda: torch.device(x),
         "odd": lambda: ODD,
     }
     return made[kind]()
+
+
+def _numpy_number(dtype: str, bits: str) -> Any:
+    import numpy  # which a program without it does not need
+
+    return numpy.frombuffer(base64.b64decode(bits), dtype)[0]
 
 
 def told(said: Any, kind: type) -> Any:

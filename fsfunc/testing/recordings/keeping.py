@@ -49,8 +49,10 @@ def recorded(
     step as a whole then, ``ff.transformed(step, ff.Interpretation())`` if by nothing.
 
     Not kept are what a function closes over, generators of your own, the place of a
-    data loader, and settings around the call, such as autocast; nor calls within
-    ``torch.func``, or on abstract and vmap meshes.
+    data loader, settings around the call, such as autocast or ``no_grad``, and that
+    arguments share memory (a call that writes into one of them changes the other); nor
+    calls within ``torch.func``, or on abstract and vmap meshes. Of blocks within each
+    other the innermost keeps.
 
     Args:
         folder: where; each rank writes a file a call, in safetensors, with checksums,

@@ -59,7 +59,8 @@ def replay(
             "data")``. Transforms that send nothing, such as `finite`, may be added.
         like: arguments of the step, needed only where the recorded ones hold what no
             file has without pickles: objects, and nodes of classes that are not found
-            by their names. Their structure and objects are taken, no numbers.
+            by their names. Their structure and objects are taken, no numbers or
+            tensors; arrays of numpy are objects here.
         rank: whose call.
         call: its number; None: the last.
 
@@ -72,10 +73,11 @@ def replay(
         Exception: what the step raises.
 
     Warns:
-        RuntimeWarning: the rank sends, or the step returns, other bits than it did: it
-            is another program, or runs other kernels (of another machine, version or
-            device; or a step that is compiled whole runs for the first time, when it
-            has no graph yet). The first such message is named.
+        RuntimeWarning: the rank sends, or the step returns, other bits than it did, or
+            other numbers, shapes, dtypes or paths: it is another program, or runs other
+            kernels (of another machine, version or device; or a step that is compiled
+            whole runs for the first time, when it has no graph yet). The first such
+            message, or path, is named.
 
     Cost: that of the step on one rank, and memory for what it received.
 
