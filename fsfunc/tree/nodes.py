@@ -158,7 +158,7 @@ def adopt(cls: type[Any]) -> bool:
                 object.__setattr__(value, name, _UNSET)
             children, *rest = flatten(value)
             return tuple(None if x is _UNSET else x for x in children), *rest
-        return tuple(children), _Context(context), names
+        return tuple(children), TorchContext(context), names
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn(list(children), context.value)
@@ -183,7 +183,7 @@ def _is_record(cls: type) -> bool:
     return dataclasses.is_dataclass(cls) and plain
 
 
-class _Context:
+class TorchContext:
     """The context of torch's pytree for a node; it need not be hashable."""
 
     __slots__ = ("value",)
@@ -192,7 +192,7 @@ class _Context:
         self.value = value
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is _Context and self.value == other.value
+        return type(other) is TorchContext and self.value == other.value
 
     def __hash__(self) -> int:
         return 0

@@ -13,6 +13,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import recorded, replay
 from fsfunc.testing.recordings.files import recorded_calls
 from fsfunc.testing.recordings.tapes import KeptMessage
+from tests.programs import forked
 from tests.testing.test_recordings import MESH, held
 
 scaled = ff.remat(lambda w, x: w * x)
@@ -150,6 +151,37 @@ def test_an_object_that_is_there_twice_is_named(tmp_path):
         step({"b": x, "a": x})
     with pytest.raises(CheckpointError, match="hold a torch:Tensor, which is no"):
         replay(tmp_path, step, rank=0)
+
+
+KINDS = """
+import sys, torch
+from torch.utils import _pytree
+
+class Batch:
+    def __init__(self, x, names):
+        self.x, self.names = x, names
+
+_pytree.register_pytree_node(
+    Batch, lambda b: ([b.x], b.names), lambda x, names: Batch(x[0], names)
+)
+
+import fsfunc as ff
+step = ff.transformed(lambda b: (b.x * 2, *b.names), ff.Interpretation())
+if "record" in sys.argv:
+    with ff.testing.recorded(sys.argv[1]):
+        step(Batch(torch.ones(2), ["a", ("b", 3)]))
+else:
+    x, *names = ff.testing.replay(sys.argv[1], step, rank=0)
+    assert x.tolist() == [2, 2] and names == ["a", ("b", 3)]
+"""
+
+
+def test_a_class_that_torch_knows_comes_again_in_a_new_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(KINDS)
+    for what in ("record", "replay"):
+        found = forked(program, tmp_path / "tape", what)
+        assert found.returncode == 0, found
 
 
 @pytest.mark.parametrize(

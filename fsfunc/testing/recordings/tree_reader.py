@@ -24,6 +24,7 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.testing.recordings.json_values import ODD, from_json, placement_of
+from fsfunc.tree.nodes import TorchContext, adopt
 from fsfunc.tree.structure import NAMESPACE
 
 
@@ -232,15 +233,18 @@ def _rebuilt(name: str, static: Any, children: list[Any]) -> Any:
         )
     if optree.is_namedtuple_class(cls):
         return cls._make(children)  # type: ignore[attr-defined]
-    if isinstance(static, list) and dataclasses.is_dataclass(cls):
+    kind = static[0] if isinstance(static, list) else None
+    if kind == "fields" and dataclasses.is_dataclass(cls):
         made = object.__new__(cls)
         for field, child in zip(static[1], children, strict=True):
             object.__setattr__(made, field, child)
         return made
+    adopt(cls)  # if it is registered with torch, and was not seen yet
     node: Any = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     if node is None or static == {"odd": name}:
         raise _unkept(name)
-    return node.unflatten_func(from_json(static), children)
+    context = TorchContext(from_json(static[1])) if kind == "torch" else None
+    return node.unflatten_func(context or from_json(static), children)
 
 
 def _unkept(name: str) -> CheckpointError:

@@ -31,6 +31,7 @@ from fsfunc.testing.recordings.json_values import (
     placement_as_json,
     told,
 )
+from fsfunc.tree.nodes import TorchContext
 from fsfunc.tree.structure import NAMESPACE, is_node
 
 
@@ -91,7 +92,11 @@ class TreeWriter:
             return [kind.__name__, nodes]
         name, beside = f"{kind.__module__}:{kind.__qualname__}", None
         if not optree.is_namedtuple_class(kind):
-            beside = as_json(static)
+            if isinstance(static, TorchContext):
+                beside = as_json(static.value)
+                beside = ODD if beside is ODD else ["torch", beside]
+            else:
+                beside = as_json(static)
             if beside is ODD and _is_plain_dataclass(value, entries):
                 beside = ["fields", list(entries)]
         return ["class", name, told(beside, kind), nodes]
