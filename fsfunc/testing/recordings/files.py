@@ -46,7 +46,7 @@ def path_of(folder: Path, rank: int, call: int) -> Path:
 
 
 def recorded_calls(folder: Path, rank: int | None = None) -> list[CallFile]:
-    """The complete recordings in a folder (of a rank), the oldest first."""
+    """Lists the complete recordings in a folder (of a rank), the oldest first."""
     names = [_NAME.fullmatch(path.name) for path in entries(folder)]
     found = [
         CallFile(int(name[2]), int(name[1]), folder / name[0]) for name in names if name
@@ -82,7 +82,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def read_call(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a recording says, and its tensors.
+    """Reads what a recording says, and its tensors.
 
     Raises:
         CheckpointError: it is damaged, or no recording that this library can read.

@@ -26,7 +26,7 @@ ODD = object()  # in the place of a value that no file has
 
 
 def as_json(x: Any) -> Any:
-    """A value as JSON; a mark for one that it cannot have."""
+    """Returns a value as JSON; a mark for one that it cannot have."""
     kind = type(x)
     if kind in _PLAIN:
         return x
@@ -49,7 +49,7 @@ def as_json(x: Any) -> Any:
 
 
 def from_json(said: Any) -> Any:
-    """The value of its JSON."""
+    """Returns the value of its JSON."""
     if not isinstance(said, dict):
         return said
     ((kind, x),) = said.items()
@@ -75,7 +75,7 @@ def _numpy_number(dtype: str, bits: str) -> Any:
 
 
 def told(said: Any, kind: type) -> Any:
-    """``said``, or the name of a class of which no value can be kept."""
+    """Returns ``said``, or the name of a class of which no value can be kept."""
     return {"odd": f"{kind.__module__}:{kind.__qualname__}"} if said is ODD else said
 
 

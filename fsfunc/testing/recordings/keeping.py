@@ -32,7 +32,7 @@ from fsfunc.testing.recordings.tree_writer import TreeWriter
 def recorded(
     folder: str | os.PathLike, *, calls: int = 2, most: int = 1 << 32
 ) -> Iterator[None]:
-    """Inside, keeps what each rank's last calls of a step began with and received.
+    """Keeps what each rank's last calls of a step inside began with and received.
 
     A rank that runs a call again by :func:`replay`, alone, computes the same bits and
     raises the same error. So a NaN that one of many ranks makes is found in one
@@ -124,7 +124,7 @@ class CallRecorder:
         rank, begun = 0 if at is None else at.rank, None
         number = self._number(rank)
         with _surviving(rank):
-            begun = _Begun(run, args, keywords, at, self.most)
+            begun = _CallStart(run, args, keywords, at, self.most)
             if begun.nbytes > self.most:
                 begun = _refuse(rank, begun.nbytes, self.most)
         if begun is None:
@@ -159,7 +159,7 @@ class CallRecorder:
             error.add_note(_LAST.format(self.last[rank], folder, rank))
 
     def _number(self, rank: int) -> int:
-        """That of a new call: beyond those of any block that writes here."""
+        """Returns that of a new call: beyond those of any block that writes here."""
         there = recorded_calls(self.folder, rank)
         number = max(self.next.get(rank, 0), there[-1].call + 1 if there else 0)
         self.next[rank] = number + 1
@@ -179,7 +179,7 @@ class CallRecorder:
 
     def _end(
         self,
-        begun: _Begun,
+        begun: _CallStart,
         tape: MessageTape,
         rank: int,
         number: int,
@@ -194,7 +194,7 @@ class CallRecorder:
         tensors = {f"message {i}": x for i, x in received if x is not None}
         with _surviving(rank):
             about = {"rank": rank, "call": number, "outcome": outcome()}
-            said = {"messages": [message.told() for message in messages]}
+            said = {"messages": [message.as_json() for message in messages]}
             path = path_of(self.folder, rank, number)
             write_call(path, begun.said | about | said, begun.tensors | tensors)
             self.last[rank] = number
@@ -212,7 +212,7 @@ class CallRecorder:
                     one.path.unlink()
 
 
-class _Begun:
+class _CallStart:
     """What a call begins with: ``said`` in JSON, and copies of its tensors."""
 
     def __init__(
@@ -242,7 +242,7 @@ class _Begun:
 
 
 def _without_arrays(state: Any) -> Any:
-    """How a generator stands, with lists in the place of numpy's arrays."""
+    """Returns how a generator stands, with lists in place of numpy's arrays."""
     if isinstance(state, dict):  # of numpy's, if it is another one than MT19937
         return {key: _without_arrays(x) for key, x in state.items()}
     if isinstance(state, tuple):
@@ -251,7 +251,7 @@ def _without_arrays(state: Any) -> Any:
 
 
 def text_of(error: BaseException) -> str:
-    """The kind of an error, and what it says."""
+    """Returns the kind of an error, and what it says."""
     kind = type(error).__name__
     try:
         return f"{kind}: {error}".removesuffix(": ")
@@ -260,7 +260,7 @@ def text_of(error: BaseException) -> str:
 
 
 def title(step: Any) -> str:
-    """``shard(remat(step))`` of a function under these transforms."""
+    """Returns ``shard(remat(step))`` of a function under these transforms."""
     made = getattr(step, "interpretations", ())
     name = getattr(step, "__name__", type(step).__name__)
     for handler in made:
@@ -269,7 +269,7 @@ def title(step: Any) -> str:
 
 
 def meshes_of(step: Any) -> list[list[tuple[str, int]]]:
-    """The axes of the meshes that a function's transforms name."""
+    """Returns the axes of the meshes that a function's transforms name."""
     found = []
     for handler in getattr(step, "interpretations", ()):
         mesh = getattr(handler, "mesh", None)
@@ -279,7 +279,7 @@ def meshes_of(step: Any) -> list[list[tuple[str, int]]]:
 
 
 def sums_of(value: Any) -> list[list[Any]]:
-    """The path, kind and checksum of each leaf of a tree.
+    """Returns the path, kind and checksum of each leaf of a tree.
 
     Of leaves in one buffer that of the buffer, once. The kind of a number or a text is
     that itself.

@@ -47,7 +47,7 @@ class KeptMessage:
     def of(
         op: str, x: Tensor, where: Any, what: str, how: Mapping[str, Any]
     ) -> KeptMessage:
-        """The message that the user's program asks for now."""
+        """Describes the message that the user's program asks for now."""
         gives = op != "receive"  # into memory that means nothing yet
         return KeptMessage(
             op,
@@ -66,8 +66,8 @@ class KeptMessage:
         """The properties that are those of any run of the same program."""
         return self.op, self.axis, self.how, self.what, self.shape, self.dtype
 
-    def told(self) -> list[Any]:
-        """Itself as JSON, without what was received."""
+    def as_json(self) -> list[Any]:
+        """Returns itself as JSON, without what was received."""
         where = self.unit, self.phase, self.line
         return [*self.asked, *where, self.sent]
 
@@ -111,7 +111,7 @@ class MessageTape:
                 one.received = None
 
     def taken(self) -> list[KeptMessage]:
-        """The messages, at the end of the call: a graph of it may hold the tape on."""
+        """Ends the tape, which a graph may hold on, and returns its messages."""
         self.over = True
         messages, self.messages = self.messages, []
         return messages

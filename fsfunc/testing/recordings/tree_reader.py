@@ -47,7 +47,7 @@ class TreeReader:
         self._texts: Counter[str] = Counter()  # of layouts
 
     def tree(self, node: Any) -> Any:
-        """The tree of a description.
+        """Makes the tree of a description.
 
         Raises:
             CheckpointError: a class is not there, or a leaf is kept by nobody.
@@ -76,7 +76,7 @@ class TreeReader:
         return _rebuilt(name, static, [self.tree(child) for child in nodes])
 
     def leaves(self, node: Any) -> list[Any]:
-        """The numbers of the leaves of a description, in the order of the tree's."""
+        """Returns the numbers of a description's leaves, in the order of the tree's."""
         if node is None or type(node) is int:
             return [] if node is None else [node]
         kind, *rest = node
@@ -84,7 +84,7 @@ class TreeReader:
         return sorted(i for child in below for i in self.leaves(child))
 
     def filled(self, node: Any, like: Any) -> Any:
-        """The tree of a description, in the structure of another one.
+        """Makes the tree of a description, in the structure of another one.
 
         What a recording cannot keep is that of ``like``.
 
@@ -103,7 +103,7 @@ class TreeReader:
         return tree.unflatten(treedef, [x if a is ODD else a for a, x in both])
 
     def leaf(self, number: int) -> Any:
-        """A leaf; a mark for one that is not kept."""
+        """Makes a leaf; returns a mark for one that is not kept."""
         said = self.said["leaves"][number]
         if "same" in said:
             return self._once("leaves", said["same"], self._plain)
