@@ -319,6 +319,8 @@ def test_what_writes_adds_in_the_field():
     top, at = torch.full((2,), PRIME - 1.0, dtype=torch.float64), torch.tensor([0, 0])
     with exact():
         put = top.clone().index_put_((at,), top, accumulate=True)
+        columns = torch.ones(1, 2, requires_grad=True)
+        columns[:, at].mul(PRIME - 1).sum().backward()
         scattered = top.clone().scatter_(0, at, top, reduce="add")
         added = torch.empty(2, dtype=torch.float64)
         torch.add(top, top, out=added)
@@ -328,6 +330,7 @@ def test_what_writes_adds_in_the_field():
     assert put.tolist() == scattered.tolist() == [PRIME - 3, PRIME - 1]
     assert added.tolist() == [PRIME - 2] * 2
     assert counted.tolist() == [-1, -1]
+    assert columns.grad.tolist() == [[PRIME - 2, 0]]
     assert windows.grad.tolist() == [PRIME - 1, PRIME - 2, PRIME - 1]
 
 

@@ -74,9 +74,10 @@ def index_put(
     f: Field, x: Any, indices: Any, values: Any, accumulate: bool = False,
     unsafe: bool = False,
 ) -> Tensor:  # fmt: skip
+    put = torch.ops.aten.index_put  # a tensor's own one knows no None among indices
     if not accumulate:
-        return number(x).index_put(indices, number(values))
-    return modulo(value(x).index_put(indices, value(values), accumulate=True))
+        return put(number(x), indices, number(values))
+    return modulo(put(value(x), indices, value(values), True))
 
 
 @rule("scatter_reduce.two")
