@@ -214,7 +214,8 @@ def saved_norms(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if x.layout != torch.strided or isinstance(x, FakeTensor):
         return None
-    with beneath_all_modes(), torch.no_grad():
+    # Nor does a mode of functions, for which all in a unit's body is the unit's.
+    with beneath_all_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         floats = x.is_floating_point() and x.itemsize > 1
         if not floats and (x.dtype == torch.uint8 or x.numel() <= 2):
@@ -233,7 +234,7 @@ def nearness(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> Tensor | None:
     """
     if norms is None or (again := saved_norms(x)) is None:
         return None
-    with beneath_all_modes():
+    with beneath_all_modes(), torch._C.DisableTorchFunction():
         near = torch.isclose(again[0], norms[0], rtol=1e-3, equal_nan=True)
         slack = 1e-2 * norms[0] + 1e-3 * norms[1].abs()
         return near & ~((again[1] - norms[1]).abs() > slack)
@@ -241,7 +242,7 @@ def nearness(norms: tuple[Tensor, Tensor] | None, x: Tensor) -> Tensor | None:
 
 def all_true(answers: Sequence[Tensor]) -> bool:
     """True if all of these 0-dim tensors are; waits once for each device."""
-    with beneath_all_modes():
+    with beneath_all_modes(), torch._C.DisableTorchFunction():
         by_device: dict[torch.device, list[Tensor]] = {}
         for x in answers:
             by_device.setdefault(x.device, []).append(x)
