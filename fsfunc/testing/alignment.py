@@ -43,11 +43,12 @@ def compared(slot: Slot, ours: RunLog, theirs: RunLog, near: Near) -> Verdict:
         return Verdict(None)
     (_, xs), (parts, ys) = mine, others
     groups = math.gcd(len(xs), len(ys))
+    is_mean = theirs.takes_mean(slot)
     found = [Verdict()]
     for n in dict.fromkeys((groups, 1)):  # uneven parts fit as a whole alone
         size, other = len(xs) // n, len(ys) // n
         each = [
-            _Group(slot, near, xs[i * size :][:size], ys[i * other :][:other])
+            _Group(slot, near, is_mean, xs[i * size :][:size], ys[i * other :][:other])
             for i in range(n)
         ]
         found = [g.verdict(parts[i * other :][:other]) for i, g in enumerate(each)]
@@ -77,10 +78,15 @@ def _complete(slot: Slot, of: RunLog) -> tuple[list[Part], Values] | None:
 
 @dataclass
 class _Group:
-    """Parts of two runs that have the same rows."""
+    """Parts of two runs that have the same rows.
+
+    Args:
+        is_mean: whether transforms take the value for a mean over parts.
+    """
 
     slot: Slot
     near: Near
+    is_mean: bool
     ours: Values
     theirs: Values
 
@@ -131,7 +137,9 @@ class _Group:
         if first.ndim and all(_fit(first, x, 0) for x in values):
             yield "cat", torch.cat(values)
         if even and first.is_floating_point():
-            yield "sum", (total := _sum(values))
+            total = _sum(values)
+            if not self.is_mean:
+                yield "sum", total
             if not backward:
                 yield "mean", total / len(values)
                 yield "max", (stack := torch.stack(values)).amax(0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.testing.alignment import Near, Verdict, compared
+from fsfunc.testing.comparing import difference
 from fsfunc.testing.finite_field import is_exact, values
 from fsfunc.testing.observed_runs import Part, RunLog, Slot, UnitRun, observe
 from fsfunc.testing.places import (
@@ -88,11 +89,20 @@ class Compared:
         for check in self._in_order(returned.call):
             verdict, said = check()
             if verdict.agrees is False:
-                returned = _told(said, verdict.wrong)
+                said = _told(replace(said, seen=True), verdict.wrong)
+                alone = self.theirs.mesh is None  # there is no rank to name
+                returned = replace(said, rank=None) if alone else said
                 break
             equal += bool(verdict.agrees)
             uncompared += verdict.agrees is None
-        return replace(returned, compared=equal, uncompared=uncompared)
+        gradient_calls = {at for k, at, _ in self.ours.reduced if k == returned.call}
+        return replace(
+            returned,
+            compared=equal,
+            uncompared=uncompared,
+            seen=returned.seen or bool(equal or uncompared),
+            gradient_calls=len(gradient_calls),
+        )
 
     def _in_order(self, last: int) -> Iterator[Check]:
         checks: list[tuple[Any, Check]] = []
@@ -146,14 +156,14 @@ class Compared:
 
     def _reduced(self, key: Any) -> tuple[Verdict, FirstDifference]:
         a, b = self.ours.reduced[key], self.theirs.reduced[key]
-        call, _, leaf = key
+        call, segment, leaf = key
         wide = {} if self.wide is None else self.wide.reduced.get(key, {})
         near = self._near([(x, wide.get(r)) for r, x in a.items()])
         ways = _averages(a, self.ours, near), _averages(b, self.theirs, near)
         value = "the loss" if leaf is None else f"the gradient of {leaf!r}"
         said = FirstDifference(
             call, "reduction", None, (), value if leaf != "" else "the gradient",
-            leaf or "",
+            leaf or "", segment=segment,
         )  # fmt: skip
         if any(near(x, y) for x in ways[0] for y in ways[1] if x.shape == y.shape):
             return Verdict(), said
@@ -186,7 +196,9 @@ class Compared:
                     x = x * part.count  # to its own mean
                 if x.shape != own.shape or not near(own, x):
                     wrong.append((part, rank))
-        return Verdict(False, wrong) if wrong else Verdict(None)
+        if wrong or self.theirs.takes_mean(slot):  # that of a sum is none of its parts'
+            return Verdict(False, wrong)
+        return Verdict(None)
 
     def _alone(self, slot: Slot, part: Part, rank: int) -> Tensor | None:
         """The value of a slot that ``a`` has of the rows of one part, if it runs."""
@@ -201,7 +213,9 @@ class Compared:
             batch = tree.map(
                 lambda x: x.tensor_split(count)[index] if _is_cut(x) else x, batch
             )
-            self.alone[key] = observe(self.step, None, (), Calls(1), state, batch)
+            self.alone[key] = observe(
+                self.step, None, (), Calls(1), state, batch, self.theirs.kept
+            )
         own = slot._replace(run=slot.run._replace(call=0))
         by_part = self.alone[key].values.get(own, {})
         return next((v.value for r in by_part.values() for v in r.values()), None)
@@ -265,9 +279,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 def _same(x: Any, y: Any, near: Near) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x.shape == y.shape and near(x, y)
-    return isinstance(x, Tensor) == isinstance(y, Tensor) and (
-        isinstance(x, Tensor) or bool(x == y)
-    )
+    return difference(y, x) is None
 
 
 def _is_cut(x: Any) -> bool:

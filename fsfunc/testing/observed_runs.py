@@ -96,6 +96,29 @@ class NotedValue(NamedTuple):
 Ranks = dict[int, NotedValue]
 
 
+@dataclass
+class KeptValues:
+    """Counts the bytes of all values that a search keeps.
+
+    Args:
+        most: how many it may keep; None: any number.
+    """
+
+    most: int | None = None
+    total: int = 0
+
+    @property
+    def too_many(self) -> bool:
+        return self.most is not None and self.total > self.most
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Returns a copy; raises MemoryError where that would be too many bytes."""
+        self.total += x.numel() * x.element_size()
+        if self.too_many:
+            raise MemoryError(f"a search may keep {self.most} bytes of values")
+        return x.detach().clone()
+
+
 @dataclass(eq=False)
 class RunLog:
     """What was seen in the calls of a step.
@@ -103,6 +126,7 @@ class RunLog:
     Args:
         mesh: that of its ranks, None on one device.
         axes: those along which the batch is cut.
+        kept: counts the bytes of what is seen.
 
     Attributes:
         values: by slot and part, those of each rank that ran the unit.
@@ -118,6 +142,7 @@ class RunLog:
 
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
+    kept: KeptValues = field(default_factory=KeptValues)
     values: dict[Slot, dict[Part, Ranks]] = field(default_factory=dict)
     recomputed: dict[UnitRun, dict[Part, dict[int, Made]]] = field(default_factory=dict)
     reduced: dict[tuple[int, int, str | None], dict[int, Tensor]] = field(
@@ -143,6 +168,12 @@ class RunLog:
         by = seen.cotangent * (1 if where in self.weighted else losses)
         return seen.value if by == 1 else seen.value / by
 
+    def takes_mean(self, slot: Slot) -> bool:
+        """True of a loss of which transforms take the mean over parts."""
+        if slot.kind != "loss" or slot.run[:2] in self.weighted:
+            return False
+        return self.averages or any(p.micro[1] > 1 for p in self.values[slot])
+
     def note(self, slot: Slot, part: Part, rank: int, seen: NotedValue) -> None:
         by_rank = self.values.setdefault(slot, {}).setdefault(part, {})
         by_rank.setdefault(rank, seen)
@@ -155,9 +186,10 @@ def observe(
     how: Calls,
     state: Any,
     batch: Any,
+    kept: KeptValues,
 ) -> RunLog:
     """Returns what is seen in calls of a step, on one device or on simulated ranks."""
-    seen = RunLog(mesh, axes)
+    seen = RunLog(mesh, axes, kept)
     watched = transformed(step, Watching(seen))
     if mesh is None:
         seen.outs = [how.on_one(watched, state, batch)]
@@ -214,6 +246,7 @@ class Watching(Interpretation):
         now = self.observer.now[_rank()]
         now.call, now.segment = now.call + 1, 0
         now.times.clear()
+        self.observer.forwards[_rank()].clear()
         outer = frame()
         # Calls outside of gradient calls are numbered from 0 too.
         own = outer.replace(handlers=(*outer.handlers, self), counter=Counter())
@@ -254,7 +287,7 @@ class Watching(Interpretation):
             for leaf, x in each:
                 if isinstance(x, Tensor):
                     by_rank = self.seen.reduced.setdefault((*where, leaf), {})
-                    by_rank[rank] = x.detach().clone()
+                    by_rank[rank] = self.seen.kept.keep(x)
             now.segment += 1
             return outcome
 
@@ -286,8 +319,9 @@ class _Observer(Interpretation):
     def __init__(self, seen: RunLog):
         self.seen = seen
         self.now: defaultdict[int, _Position] = defaultdict(_Position)
-        # Of forwards that a recompute may follow: what was given, and computed.
-        self.forwards: dict[Any, list[Made]] = {}
+        # By rank, of forwards in this call of the step, that a recompute may follow:
+        # what was given, and computed.
+        self.forwards: defaultdict[int, dict[Any, list[Made]]] = defaultdict(dict)
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def observed(call: GradientCall) -> Outcome:
@@ -368,12 +402,12 @@ class _Run:
         named = {**{str(i): x for i, x in enumerate(inputs)}, **keywords}
         named = self._given("input", named, given)
         inputs = [named.pop(str(i)) for i in range(len(inputs))]
-        computing = Computing(self.run.numbers)
+        computing = Computing(self.run.numbers, self.observer.seen.kept.keep)
         try:
             with computing if looks else nullcontext():
                 out = run(params, *inputs, **named)
         finally:  # a recompute ends, by an exception, with the last value that it saves
-            before = self.observer.forwards
+            before = self.observer.forwards[self.rank]
             made = [*given, *computing.values]
             if not self.again:
                 before[self.key] = made
@@ -398,7 +432,7 @@ class _Run:
                 continue
             self.note(kind, path, x)
             name = f"{kind} {path!r}" if path else kind
-            given.append(Made(name, -1, x.detach().clone()))
+            given.append(Made(name, -1, self.observer.seen.kept.keep(x)))
             if id(x) not in passed:
                 tracked = x.requires_grad and torch.is_grad_enabled()
                 owed = self._owed(kind, path)
@@ -409,8 +443,10 @@ class _Run:
     def note(self, kind: str, path: str, x: Tensor, backward: bool = False) -> None:
         if not self.again and self.in_order:
             slot = Slot(self.run, backward, kind, path)
-            seen = NotedValue(x.detach().clone(), *self.scale)
-            self.observer.seen.note(slot, self.part, self.rank, seen)
+            log = self.observer.seen
+            log.note(
+                slot, self.part, self.rank, NotedValue(log.kept.keep(x), *self.scale)
+            )
 
     def _owed(self, kind: str, path: str) -> Callable[[Tensor], None]:
         return lambda g: self.note(kind, path, g, backward=True)

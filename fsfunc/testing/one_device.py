@@ -21,10 +21,12 @@ from fsfunc.testing.costs import said
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
+from fsfunc.testing.observed_runs import KeptValues
 from fsfunc.testing.parting import StepPair
 from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, title, written_into
 
 _SHOWN = 8  # ranks, and collectives, of a message
+_KEPT = 1 << 30  # bytes of values, of which the first that differs is sought
 
 
 def assert_equals_one_device(
@@ -78,7 +80,10 @@ def assert_equals_one_device(
         AssertionError: with the mesh, the leaf, its first element that differs and what
             each rank has there, the mistake that would explain it, the last collectives
             that touched it, and, on simulated ranks, the first value inside that
-            differs (:func:`ff.testing.first_difference`).
+            differs (:func:`ff.testing.first_difference`), if 1 GiB holds the values
+            of all units.
+
+    Cost of a failure: three more runs of both at most, on simulated ranks.
 
     >>> import torch, fsfunc as ff
     >>> unit = ff.unit(lambda w, x: x @ w)
@@ -201,16 +206,22 @@ class Comparison:
         if self.mesh.backend != "simulated":  # of which others may have failed already
             return []
         meshes = None, self.mesh
-        search = StepPair(self.step, self.transformed, meshes, self.how, axes)
+        kept = KeptValues(_KEPT)
+        search = StepPair(self.step, self.transformed, meshes, self.how, axes, kept)
         try:
             first = search.first(state, batch)
         except Exception as error:  # what it would explain was found already
             said = str(error).partition("\n")[0]
+            if kept.too_many:
+                return [
+                    "where they part is not told: it would keep more than "
+                    f"{_KEPT >> 30} GiB of values; ff.testing.first_difference keeps "
+                    "all, or give a smaller model"
+                ]
             return [f"where they part is not told: {type(error).__name__}: {said}"]
         if first is None:
             return ["no value inside differs by more than rounding does"]
-        seen = first.unit is not None or first.compared
-        return [f"the first value that differs: {first}"] if seen else []
+        return [f"the first value that differs: {first}"] if first.seen else []
 
 
 @dataclass(frozen=True)

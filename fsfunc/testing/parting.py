@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fsfunc.state.unsharding import unshard
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import is_exact, residues
 from fsfunc.testing.observed_differences import Compared
-from fsfunc.testing.observed_runs import RunLog, observe
+from fsfunc.testing.observed_runs import KeptValues, RunLog, observe
 from fsfunc.testing.places import FirstDifference
 from fsfunc.testing.step_runs import Calls, batch_axes, title
 
@@ -129,6 +129,7 @@ class StepPair:
     meshes: tuple[Mesh | None, Mesh | None]
     how: Calls
     axes: tuple[str, ...] | None = None
+    kept: KeptValues = field(default_factory=KeptValues)
 
     def first(self, state: Any, batch: Any) -> FirstDifference | None:
         """Returns the first difference of one run, exact or not."""
@@ -150,11 +151,11 @@ class StepPair:
         torch.set_rng_state(draws)
         return first
 
-    def _observed(self, step: Any, mesh: Mesh | None, *data: Any) -> RunLog:
+    def _observed(self, step: Any, mesh: Mesh | None, state: Any, batch: Any) -> RunLog:
         axes: tuple[str, ...] = ()
         if mesh is not None:
             axes = batch_axes(step, mesh) if self.axes is None else self.axes
-        return observe(step, mesh, axes, self.how, *data)
+        return observe(step, mesh, axes, self.how, state, batch, self.kept)
 
 
 def _wide(x: Any) -> Any:

@@ -25,6 +25,10 @@ class FirstDifference(Printed):
         microbatch: (index, count) of the rank's own; None as above.
         compared: how many values before it agree; ``uncompared``: how many could not
             be compared, as how they lie on the ranks is not known.
+        seen: whether any unit or gradient call was.
+        segment: 1, 3, ... in the gradient calls of the step's call, of which there are
+            ``gradient_calls``; 0, 2, ... between them; None outside of units and of
+            gradient calls.
     """
 
     call: int
@@ -37,9 +41,14 @@ class FirstDifference(Printed):
     microbatch: tuple[int, int] | None = None
     compared: int = 0
     uncompared: int = 0
+    seen: bool = False
+    segment: int | None = None
+    gradient_calls: int = 0
 
     def pieces(self, width: int | None) -> list[str]:
-        where = f"in call {self.call + 1} of the step: " if self.call else ""
+        places = [f"in call {self.call + 1} of the step"] if self.call else []
+        places += [said] if (said := self._among_gradient_calls()) else []
+        where = ", ".join(places) + ": " if places else ""
         if self.unit is not None:
             where += unit_call([self.unit], self.numbers) + ", "
         said = f"{where}{self.phase}, {self.value}"
@@ -47,16 +56,27 @@ class FirstDifference(Printed):
             said += f", rank {self.rank}"
         if self.microbatch is not None:
             said += ", microbatch {} of {}".format(*self.microbatch)
-        if self.unit is None and not self.compared:
+        if not self.seen:
             said += "; neither units nor gradient calls were seen"
         return [said]
+
+    def _among_gradient_calls(self) -> str:
+        """Which gradient call it is in, if there are several; or before, or after."""
+        segment, count = self.segment, self.gradient_calls
+        if segment is None or not count or count == segment == 1:
+            return ""
+        number = (segment + 1) // 2
+        if segment % 2:
+            return f"in gradient call {number} of {count}"
+        return f"after gradient call {number}" if number else "before gradient calls"
 
 
 def _value(slot: Slot, name: str) -> str:
     """What a value is, of a unit of this name."""
     leaf, kind = f" {slot.leaf!r}" if slot.leaf else "", slot.kind
     if slot.backward:
-        return f"the cotangent of {name} {kind}{leaf}"
+        given = ", as given" if kind == "output" else ""
+        return f"the cotangent of {name} {kind}{leaf}{given}"
     if kind in ("parameter", "input"):
         return f"{name} {kind}{leaf}, as given"
     if kind == "returned":
@@ -83,4 +103,6 @@ def unit_call(path: Sequence[str], numbers: Sequence[int]) -> str:
 def place_in_unit(run: UnitRun, phase: str, value: str, leaf: str) -> FirstDifference:
     """The place of a value in a run of a unit."""
     unit = "/".join(run.path) or None
-    return FirstDifference(run.call, phase, unit, run.numbers, value, leaf)
+    return FirstDifference(
+        run.call, phase, unit, run.numbers, value, leaf, segment=run.segment
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,11 +33,12 @@ class Computing(TorchFunctionMode):
 
     Args:
         numbers: those of the unit's call; within it others may run.
+        keep: copies a value.
     """
 
-    def __init__(self, numbers: tuple[int, ...]):
+    def __init__(self, numbers: tuple[int, ...], keep: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.numbers = numbers
+        self.numbers, self.keep = numbers, keep
         self.values: list[Made] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -50,7 +51,7 @@ class Computing(TorchFunctionMode):
             computed = isinstance(x, Tensor) and x.is_floating_point()
             if computed and _torch.storage_key(x) not in given:  # no view
                 name = getattr(func, "__name__", str(func))
-                self.values.append(Made(name, f.counter.count, x.detach().clone()))
+                self.values.append(Made(name, f.counter.count, self.keep(x)))
         return out
 
 

@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.testing import assert_equals_one_device, first_difference
+from fsfunc.testing import assert_equals_one_device, first_difference, one_device
 from tests.checks import simulated
 
 EVERY = os.environ.get("FSFUNC_LONG_TESTS") == "1"
@@ -469,3 +470,115 @@ def test_a_mesh_of_processes_is_refused(data_of_layers):
     one = ff.value_and_grad(mean)
     with pytest.raises(ValueError, match='same axes by ff.make_mesh.axes, "simulated"'):
         first_difference(one, ff.shard(one, mesh, "data"), *data_of_layers)
+
+
+# What is said of it
+
+
+def test_a_loss_without_units_is_said(data_of_layers):
+    def step(by):
+        return ff.value_and_grad(lambda params, x: (x @ params[0]).mean() * by)
+
+    two = ff.shard(step(2), DATA, "data")
+    seen = first_difference(step(1), two, *data_of_layers)
+    assert str(seen) == "forward, the loss"
+    with pytest.raises(AssertionError, match="that differs: forward, the loss$"):
+        assert_equals_one_device(step(1), two, DATA, *data_of_layers, exact=True)
+
+
+def test_the_gradient_call_is_named_where_there_are_several(data_of_layers):
+    def step(by):
+        last = ff.unit(lambda w, x: torch.tanh(x @ w) * by)
+
+        def second(params, x):
+            return last(params[1], layer(params[0], x)).square().mean()
+
+        def step(params, x):
+            first = ff.value_and_grad(mean)(params, x)
+            return first, ff.value_and_grad(second)(params, x), last(params[0], x).sum()
+
+        return ff.shard(step, DATA, "data") if by > 1 else step
+
+    seen = first_difference(step(1), step(1 + TINY), *data_of_layers)
+    assert str(seen) == (
+        "in gradient call 2 of 2: unit '<lambda>' call 1, forward, its output"
+    )
+
+
+def test_a_unit_after_gradient_calls_is_said_to_be_there(data_of_layers):
+    def step(by):
+        last = ff.unit(lambda w, x: torch.tanh(x @ w) * by)
+
+        def step(params, x):
+            return ff.value_and_grad(mean)(params, x), last(params[0], x).mean()
+
+        return ff.shard(step, DATA, "data") if by > 1 else step
+
+    seen = first_difference(step(1), step(1 + TINY), *data_of_layers)
+    assert str(seen) == (
+        "after gradient call 1: unit '<lambda>' call 0, forward, its output"
+    )
+
+
+@pytest.mark.parametrize("around", ["shard", "accumulate"])
+def test_a_sum_in_the_place_of_a_mean_is_in_the_loss(around, data_of_layers):
+    one = ff.value_and_grad(lambda params, x: layer(params[0], x).square().sum())
+    two = {
+        "shard": ff.shard(one, DATA, "data"), "accumulate": ff.accumulate(one, 2)
+    }[around]  # fmt: skip
+    seen = first_difference(one, two, *data_of_layers)
+    assert str(seen) == "forward, the loss"
+
+
+def test_a_comparison_of_residuals_is_not_taken_for_a_recompute(data_of_layers):
+    """Of a unit whose residuals are compared while its body runs."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w.mT, x.mT @ g
+
+    unit = ff.unit(lambda w, x: torch.tanh(Product.apply(x, w)))
+
+    def step(fault):
+        def loss(params, x):
+            for k, w in enumerate(params):
+                x = unit(w, x)
+                x = Owed.apply(x) if fault and not k else x
+            return x.square().mean()
+
+        return ff.value_and_grad(loss)
+
+    two = ff.remat(step(True))
+    seen = first_difference(step(False), two, *data_of_layers)
+    assert str(seen) == (
+        "unit '<lambda>' call 0, backward, the cotangent of its output, as given"
+    )
+
+
+def test_results_that_are_no_tensors_are_compared():
+    def step(by):
+        return lambda w, x: (w * x, np.full(2, by))
+
+    data = torch.zeros(1), torch.zeros(4)
+    assert first_difference(step(1), step(1), *data) is None
+    assert first_difference(step(1), step(2), *data).leaf == "1"
+
+
+def test_an_assertion_keeps_no_more_values_than_it_says(data_of_layers, monkeypatch):
+    one = ff.value_and_grad(mean)
+    two = ff.shard(
+        ff.value_and_grad(lambda params, x: mean(params, x) * 2), DATA, "data"
+    )
+    monkeypatch.setattr(one_device, "_KEPT", 1000)
+    with pytest.raises(AssertionError, match="would keep more than .* a smaller model"):
+        assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
+    monkeypatch.setattr(one_device, "_KEPT", 100_000)
+    with pytest.raises(AssertionError, match="that differs: forward, the loss$"):
+        assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
