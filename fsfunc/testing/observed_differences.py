@@ -102,7 +102,20 @@ class Compared:
             uncompared=uncompared,
             seen=returned.seen or bool(equal or uncompared),
             gradient_calls=len(gradient_calls),
+            unmatched=self._unmatched(returned.call),
         )
+
+    def _unmatched(self, last: int) -> str:
+        """Says which unit call is the first that was seen in one step alone."""
+        first, second = (
+            {run for run in side.called if run.call <= last}
+            for side in (self.ours, self.theirs)
+        )
+        if not first ^ second:
+            return ""
+        run = min(first ^ second)
+        which = "first" if run in first else "second"
+        return f"{unit_call(run.path, run.numbers)} was seen in the {which} step alone"
 
     def _in_order(self, last: int) -> Iterator[Check]:
         checks: list[tuple[Any, Check]] = []

@@ -136,6 +136,7 @@ class RunLog:
             gave on each rank.
         weighted: the (call, segment) of losses with weights; ``folded``: by those of
             pipelines, by how much less their cotangents are to be divided.
+        called: the runs of units, each at its first time.
         averages: whether a transform takes means over ranks.
         outs: by rank, what each call returned.
     """
@@ -150,6 +151,7 @@ class RunLog:
     )
     weighted: set[tuple[int, int]] = field(default_factory=set)
     folded: dict[tuple[int, int], int] = field(default_factory=dict)
+    called: set[UnitRun] = field(default_factory=set)
     averages: bool = False
     outs: Any = ()
 
@@ -397,6 +399,7 @@ class _Run:
         keywords: Any,
         looks: bool,
     ) -> Any:
+        self.observer.seen.called.add(self.run._replace(time=0))
         given: list[Made] = []
         params = self._given("parameter", params, given)
         named = {**{str(i): x for i, x in enumerate(inputs)}, **keywords}

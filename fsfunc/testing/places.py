@@ -29,6 +29,8 @@ class FirstDifference(Printed):
         segment: 1, 3, ... in the gradient calls of the step's call, of which there are
             ``gradient_calls``; 0, 2, ... between them; None outside of units and of
             gradient calls.
+        unmatched: the first unit call of one step alone: what comes after may be
+            compared with what another call has.
     """
 
     call: int
@@ -44,6 +46,7 @@ class FirstDifference(Printed):
     seen: bool = False
     segment: int | None = None
     gradient_calls: int = 0
+    unmatched: str = ""
 
     def pieces(self, width: int | None) -> list[str]:
         places = [f"in call {self.call + 1} of the step"] if self.call else []
@@ -58,6 +61,8 @@ class FirstDifference(Printed):
             said += ", microbatch {} of {}".format(*self.microbatch)
         if not self.seen:
             said += "; neither units nor gradient calls were seen"
+        if self.unmatched:
+            said += f"; {self.unmatched}"
         return [said]
 
     def _among_gradient_calls(self) -> str:

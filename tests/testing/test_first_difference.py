@@ -253,7 +253,7 @@ def test_equal_steps_do_not_part(stack, monkeypatch):
 def test_a_fault_is_found_where_it_is(stack, fault, monkeypatch):
     seen = searched(stack, fault, monkeypatch)
     assert seen is not None
-    assert seen.phase == PHASES[fault.kind]
+    assert (seen.phase, seen.unmatched) == (PHASES[fault.kind], "")
     if fault.kind in ("reduction", "update"):
         assert fault.leaf in seen.leaf
         return
@@ -334,6 +334,7 @@ def test_no_value_is_accused_that_is_assembled_of_parts(name):
         **how,
     )
     assert (seen.unit, seen.leaf, seen.uncompared) == (None, "2", 0)
+    assert not seen.unmatched
 
 
 # What is no unit's
@@ -582,3 +583,21 @@ def test_an_assertion_keeps_no_more_values_than_it_says(data_of_layers, monkeypa
     monkeypatch.setattr(one_device, "_KEPT", 100_000)
     with pytest.raises(AssertionError, match="that differs: forward, the loss$"):
         assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("extra", "call 0 was seen in the first"),
+        ("<lambda>", "call 3 was seen in the second"),
+    ],
+)
+def test_unit_calls_of_one_step_alone_are_said(name, said, data_of_layers):
+    def extra(w, x):
+        return x
+
+    extra.__name__ = name
+    extra = ff.unit(extra)
+    two = ff.value_and_grad(lambda params, x: mean(params, extra(params[0], x)) * 2)
+    seen = first_difference(ff.value_and_grad(mean), two, *data_of_layers, draws=1)
+    assert str(seen).endswith(f"; unit '<lambda>' {said} step alone")
