@@ -98,7 +98,8 @@ def value_and_grad(
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value_and_grad")
         if (f := frame()).around is not None:
-            return f.around(run, args, keywords)
+            again = value_and_grad(fn, argnums, has_aux, batch_argnums=batch_argnums)
+            return f.around(again, args, keywords)  # `run` would hold itself
         numbers = tuple(i % len(args) if args else i for i in chosen)
         if any(not -len(args) <= i < len(args) for i in chosen):
             raise ValueError(

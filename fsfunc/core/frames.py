@@ -353,7 +353,8 @@ def transformed(
         refuse_compiled("a transformed function")
         outer = frame()
         if outer.around is not None:
-            return outer.around(run, args, keywords)
+            # Not `run`: what holds itself lives until the garbage is collected.
+            return outer.around(transformed(f, handler), args, keywords)
         if outer.compiler is not None and outer.compiler.whole:
             outer.compiler.check_takes(handler)
         meant = handler if outer.tracer is None else outer.tracer.standing_for(handler)

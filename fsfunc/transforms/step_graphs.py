@@ -46,18 +46,26 @@ def whole_step(
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
-        outer = frame()
-        if outer.around is not None:
-            return outer.around(run, args, keywords)
-        if outer.tracer is not None or outer.composable or _torch.fake_active():
-            return f(*args, **keywords)
-        if _torch.modes_of_ranks():
-            return f(*args, **keywords)  # they compute what the graph is to compute
-        if outer.handlers or outer.in_loss or outer.path:
-            raise ValueError(_WITHIN)
-        return graphs(args, keywords)
+        if (around := frame().around) is not None:
+            # Not `run`: what holds itself lives until the garbage is collected.
+            again = functools.wraps(f)(functools.partial(_called, f, graphs))
+            return around(again, args, keywords)
+        return _called(f, graphs, *args, **keywords)
 
     return run
+
+
+def _called(
+    f: Callable[..., Any], graphs: _Graphs, /, *args: Any, **keywords: Any
+) -> Any:
+    outer = frame()
+    if outer.tracer is not None or outer.composable or _torch.fake_active():
+        return f(*args, **keywords)
+    if _torch.modes_of_ranks():
+        return f(*args, **keywords)  # they compute what the graph is to compute
+    if outer.handlers or outer.in_loss or outer.path:
+        raise ValueError(_WITHIN)
+    return graphs(args, keywords)
 
 
 class _Kind(NamedTuple):
