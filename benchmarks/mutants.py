@@ -84,7 +84,7 @@ IDEAS = {
 }
 
 # Of these files the tests that compare exact runs with one device.
-EXACT = (
+EXACT_FILES = (
     "tests/testing/test_exact.py tests/testing/test_exact_rows.py "
     "tests/nn/test_kinds_of_axes.py tests/nn/test_sharded_experts.py "
     "tests/optim/test_laws.py tests/derivatives/test_judge.py "
@@ -94,6 +94,7 @@ COMPARED_EXACTLY = (
     "same_function or equals_one_device or those_of_one_device or on_one_device or "
     "right_or_refused or saved_goes_on or on_parts or same_numbers"
 )
+EXACT = [*EXACT_FILES.split(), "-k", COMPARED_EXACTLY]
 
 COMPARED = {
     ast.Lt: ast.LtE,
@@ -261,7 +262,6 @@ def drawn(
     for idea, (files, tests) in IDEAS.items():
         if only and idea not in only:
             continue
-        tests = EXACT if exact else tests
         for file in files.split():
             path = ROOT / "fsfunc" / file
             nodes = list(unspoken(ast.parse(path.read_text())))
@@ -275,7 +275,8 @@ def drawn(
                     (line, text) for at, line, text in wanted if at == f"fsfunc/{file}"
                 ]
                 found = [_nearest(found, *one) for one in mine]
-            yield from ((mutant, tests.split()) for mutant in found if mutant)
+            run = EXACT if exact else tests.split()
+            yield from ((mutant, run) for mutant in found if mutant)
 
 
 def _survivors(log: str) -> Iterator[tuple[str, int, str]]:
@@ -311,8 +312,6 @@ def tried(mutant: Mutant | None, tests: list[str]) -> int:
             sys.meta_path.insert(0, Instead(mutant))
         import pytest
 
-        if tests == EXACT.split():
-            tests = [*tests, "-k", COMPARED_EXACTLY]
         quiet = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
         status = int(pytest.main([*quiet, *tests]))
     finally:
@@ -337,8 +336,8 @@ def main() -> None:
     only = [name for name in asked.only.split(",") if name]
     for idea, (_, tests) in IDEAS.items():
         if not asked.proven and (not only or idea in only):
-            tests = EXACT if asked.exact else tests
-            _, status = os.waitpid(tried(None, tests.split()), 0)
+            run = EXACT if asked.exact else tests.split()
+            _, status = os.waitpid(tried(None, run), 0)
             if status:
                 sys.exit(f"{idea}: its tests fail on the code as it stands")
     again = asked.again.read_text() if asked.again else ""

@@ -93,21 +93,19 @@ def add_names(commands: Any) -> None:
 
 def _list(options: argparse.Namespace) -> None:
     words = " ".join(options.words).lower().split()
-    lines = []
+    named, mentioned = [], []  # ``zero`` also stands in sentences on other things
     for name, thing in sorted(public().items()):
         line = f"ff.{name}: {sentence(name, thing)}"
-        said = f"{line} {name.replace('_', ' ')} {WORDS.get(name, '')}".lower()
-        if all(word in said for word in words):
-            # First who is called so elsewhere: ``zero`` also stands in sentences.
-            meant = all(
-                word in f"{name} {WORDS.get(name, '')}".lower() for word in words
-            )
-            lines.append((not meant, line))
-    if not lines:
+        names = f"{name} {name.replace('_', ' ')} {WORDS.get(name, '')}".lower()
+        if all(word in names for word in words):
+            named.append(line)
+        elif all(word in f"{names} {line}".lower() for word in words):
+            mentioned.append(line)
+    if not named and not mentioned:
         raise Refused(
             f"no public name, and no sentence on one, has {' '.join(words)!r}"
         )
-    print("\n".join(line for _, line in sorted(lines)))
+    print("\n".join([*named, *mentioned]))
 
 
 def public() -> dict[str, Any]:

@@ -207,7 +207,7 @@ class Plan:
     asked: tuple[str, ...] = ()  # axes along which programs differ
 
     def __repr__(self) -> str:
-        """Three lines; ``ff.show.plan`` has the tables."""
+        """Returns three lines; ``ff.show.plan`` has the tables."""
         programs = f"{len(self.ranks)} program{'s' * (len(self.ranks) != 1)}"
         sent = f"{self.count()} collectives, {of_bytes(self.bytes())} sent"
         held = f"{of_flops(self.flops)}, {of_bytes(self.peak_bytes)} at the peak"

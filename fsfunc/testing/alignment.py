@@ -44,24 +44,24 @@ def compared(slot: Slot, ours: RunLog, theirs: RunLog, near: Near) -> Verdict:
     (_, xs), (parts, ys) = mine, others
     groups = math.gcd(len(xs), len(ys))
     is_mean = theirs.takes_mean(slot)
-    found = [Verdict()]
+    verdicts = [Verdict()]
     for n in dict.fromkeys((groups, 1)):  # uneven parts fit as a whole alone
         size, other = len(xs) // n, len(ys) // n
         each = [
             _Group(slot, near, is_mean, xs[i * size :][:size], ys[i * other :][:other])
             for i in range(n)
         ]
-        found = [g.verdict(parts[i * other :][:other]) for i, g in enumerate(each)]
-        if all(v.agrees for v in found):
+        verdicts = [g.verdict(parts[i * other :][:other]) for i, g in enumerate(each)]
+        if all(v.agrees for v in verdicts):
             return Verdict()
         if n == groups:
-            first = found
-    false = [v for v in first if v.agrees is False]
-    if not false or any(v.agrees is None for v in first):
+            by_rows = verdicts
+    disagreeing = [v for v in by_rows if v.agrees is False]
+    if not disagreeing or any(v.agrees is None for v in by_rows):
         return Verdict(None)
-    if not all(v.wrong for v in false):
-        return Verdict(False, of_mean=any(v.of_mean for v in false))
-    return Verdict(False, [w for v in false for w in v.wrong])
+    if not all(v.wrong for v in disagreeing):
+        return Verdict(False, of_mean=any(v.of_mean for v in disagreeing))
+    return Verdict(False, [w for v in disagreeing for w in v.wrong])
 
 
 def _complete(slot: Slot, of: RunLog) -> tuple[list[Part], Values] | None:

@@ -143,11 +143,11 @@ class StepPair:
             state64, batch64 = (tree.map(_wide, x) for x in (state, batch))
             wide = self._observed(self.a, self.meshes[0], state64, batch64)
             torch.set_rng_state(draws)
-        found = Compared(self.a, self.how, state, batch, ours, theirs, wide)
-        returned = found.returned()
+        comparison = Compared(self.a, self.how, state, batch, ours, theirs, wide)
+        returned = comparison.returned()
         if returned is None:
             return None
-        first = found.first(returned)
+        first = comparison.first(returned)
         torch.set_rng_state(draws)
         return first
 

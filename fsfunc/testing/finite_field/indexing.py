@@ -58,6 +58,7 @@ FACTORIES = {
 
 @rule("scatter_add")
 def scatter_add(f: Field, x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    """Returns x with the elements of ``source`` added at indices along a dim."""
     return modulo(value(x).scatter_add(dim, index, value(source)))
 
 
@@ -65,6 +66,7 @@ def scatter_add(f: Field, x: Any, dim: int, index: Tensor, source: Any) -> Tenso
 def index_add(
     f: Field, x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1
 ) -> Tensor:
+    """Returns x with whole slices of ``source`` added at indices along a dim."""
     source = value(multiply(f, source, alpha))
     return modulo(value(x).index_add(dim, index, source))
 
@@ -74,6 +76,7 @@ def index_put(
     f: Field, x: Any, indices: Any, values: Any, accumulate: bool = False,
     unsafe: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Returns x with values written, or added, at indices of several dims."""
     put = torch.ops.aten.index_put  # a tensor's own one knows no None among indices
     if not accumulate:
         return put(number(x), indices, number(values))
@@ -85,6 +88,7 @@ def scatter_reduce(
     f: Field, x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
     include_self: bool = True,
 ) -> Tensor:  # fmt: skip
+    """Returns x with ``source`` added at indices; products and maxima have no rule."""
     if reduce != "sum":
         raise NotImplementedError(f"scatter_reduce by {reduce!r} has no exact rule")
     made = value(x).scatter_reduce(
@@ -97,6 +101,7 @@ def scatter_reduce(
 def scatter_by(
     f: Field, x: Any, dim: int, index: Tensor, source: Any, *, reduce: str
 ) -> Tensor:
+    """Returns x with ``source``, or one number, added at indices."""
     if reduce != "add":
         raise NotImplementedError(f"scatter by {reduce!r} has no exact rule")
     x, source = value(x), value(source)
@@ -105,4 +110,5 @@ def scatter_by(
 
 @rule("nonzero")
 def nonzero(f: Field, x: Any) -> Tensor:
+    """Returns where numbers are not 0."""
     return torch.nonzero(value(x))

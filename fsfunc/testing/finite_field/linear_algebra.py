@@ -24,6 +24,7 @@ from fsfunc.testing.finite_field.rules import add, multiply, number, rule, value
 
 @rule("mm", "bmm", "mv", "dot", "matmul")
 def multiply_matrices(f: Field, a: Any, b: Any, out_dtype: Any = None) -> Tensor:
+    """Returns products of matrices, or of vectors."""
     return matmul(value(a), value(b))
 
 
@@ -31,6 +32,7 @@ def multiply_matrices(f: Field, a: Any, b: Any, out_dtype: Any = None) -> Tensor
 def add_product(
     f: Field, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
+    """Returns beta x + alpha a b; for beta 0 x is not read."""
     both = multiply(f, matmul(value(a), value(b)), alpha)
     return both if beta == 0 else add(f, both, multiply(f, x, beta))
 
@@ -39,6 +41,7 @@ def add_product(
 def add_products(
     f: Field, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
+    """Returns beta x + alpha times the sum of the products of a batch."""
     both = multiply(f, total(matmul(value(a), value(b)), 0), alpha)
     return both if beta == 0 else add(f, both, multiply(f, x, beta))
 
@@ -47,6 +50,7 @@ def add_products(
 def add_outer(
     f: Field, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
+    """Returns beta x + alpha times the outer product of two vectors."""
     both = multiply(f, product(value(a)[:, None], value(b)), alpha)
     return both if beta == 0 else add(f, both, multiply(f, x, beta))
 
@@ -76,6 +80,7 @@ def convolve(
     f: Field, x: Any, w: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Tensor:  # fmt: skip
+    """Returns a convolution, or its transpose, of any number of dims."""
     x, w = value(x), value(w)
     how = stride, padding, dilation, transposed, output_padding, groups
     fn = lambda a, b: torch.ops.aten.convolution(a, b, None, *how)  # noqa: E731
@@ -89,6 +94,7 @@ def convolve_backward(
     dilation: Any, transposed: bool, output_padding: Any, groups: int,
     mask: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Returns the gradients by the input, the weights and the bias."""
     g, x, w = value(g), value(x), value(w)
     how = [0], stride, padding, dilation, transposed, output_padding, groups
     run = torch.ops.aten.convolution_backward
@@ -124,6 +130,7 @@ def attention_backward(
     f: Field, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, mask: Any,
     causal: bool, scale: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients by queries, keys and values, from the formula."""
     g, q, k, v, out = (value(x) for x in (g, q, k, v, out))
     scores = _scores(f, q, k, mask, causal, scale)
     p = f.exp(f.add(scores, number(lse).unsqueeze(-1), minus=True))
@@ -156,6 +163,7 @@ def flash_attention(
     f: Field, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: Any = None, scale: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns what torch's kernel on CPU does, by the formula."""
     _no_dropout(dropout_p)
     return attention(f, q, k, v, attn_mask, is_causal, scale)
 
@@ -165,6 +173,7 @@ def flash_attention_backward(
     f: Field, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dropout_p: float,
     is_causal: bool, *, attn_mask: Any = None, scale: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of that kernel."""
     return attention_backward(f, g, q, k, v, out, lse, attn_mask, is_causal, scale)
 
 
@@ -174,6 +183,7 @@ def attention_by_products(
     is_causal: bool = False, dropout_mask: Any = None, *, scale: Any = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns what torch's attention without a kernel does."""
     _no_dropout(dropout_p)
     if enable_gqa:
         groups = q.shape[-3] // k.shape[-3]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fsfunc.testing.finite_field.field import (
-    PRIME,
     Field,
     matmul,
     modulo,
@@ -22,7 +21,7 @@ from fsfunc.testing.finite_field.field import (
     salt,
     scrambled,
 )
-from fsfunc.testing.finite_field.rules import rule, value
+from fsfunc.testing.finite_field.rules import absolute, rule, value
 
 # Solutions
 
@@ -101,6 +100,7 @@ def _info(x: Tensor) -> Tensor:
 def lu_factors(
     f: Field, a: Any, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns L and U in one, the exchanged rows, and that all went well."""
     return *factored(f, value(a)), _info(a)
 
 
@@ -109,6 +109,7 @@ def solve_by_factors(
     f: Field, lu: Any, pivots: Tensor, b: Any, *, left: bool = True,
     adjoint: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Returns x of a x = b, or of x a = b, given the factors of a."""
     lu, b = value(lu), value(b)
     if left:
         return solution(f, lu, pivots, b, adjoint)
@@ -130,6 +131,7 @@ def solve(
 
 @rule("linalg_inv_ex")
 def invert(f: Field, a: Any, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns inverses: solutions of a x = 1."""
     one = torch.eye(a.shape[-1], dtype=torch.float64)
     return solution(f, *factored(f, value(a)), one), _info(a)
 
@@ -147,6 +149,7 @@ def determinant(f: Field, a: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @rule("_linalg_slogdet")
 def log_determinant(f: Field, a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns a determinant's sign, and the logarithm of its size."""
     result, lu, pivots = determinant(f, a)
     sign = f.order(result).sign()
     return modulo(sign), f.log(modulo(result * sign)), lu, pivots
@@ -157,6 +160,7 @@ def solve_triangular(
     f: Field, a: Any, b: Any, *, upper: bool, left: bool = True,
     unitriangular: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Returns x of a x = b, or of x a = b, for one triangle of a."""
     a, b = value(a), value(b)
     if left:
         return triangular_solution(f, a, b, upper, unitriangular)
@@ -165,6 +169,7 @@ def solve_triangular(
 
 @rule("cholesky_solve")
 def solve_by_cholesky(f: Field, b: Any, factor: Any, upper: bool = False) -> Tensor:
+    """Returns x of l l^T x = b, for any triangle l."""
     lower = value(factor).mT if upper else value(factor)
     y = triangular_solution(f, lower, value(b), upper=False)
     return triangular_solution(f, lower.mT, y, upper=True)
@@ -172,6 +177,7 @@ def solve_by_cholesky(f: Field, b: Any, factor: Any, upper: bool = False) -> Ten
 
 @rule("cholesky_inverse")
 def invert_by_cholesky(f: Field, factor: Any, upper: bool = False) -> Tensor:
+    """Returns the inverse of l l^T, for any triangle l."""
     one = torch.eye(factor.shape[-1], dtype=torch.float64)
     return solve_by_cholesky(f, one, factor, upper)
 
@@ -204,6 +210,7 @@ def eigenvalues(
 
 @rule("cholesky")
 def cholesky(f: Field, a: Any, upper: bool = False) -> Tensor:
+    """Returns a random triangle for each matrix."""
     return cholesky_ex(f, a, upper=upper)[0]
 
 
@@ -211,6 +218,7 @@ def cholesky(f: Field, a: Any, upper: bool = False) -> Tensor:
 def cholesky_ex(
     f: Field, a: Any, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns a random triangle for each matrix, and that all went well."""
     x, n = value(a), a.shape[-1]
     factor = of_matrices(f, "cholesky", (x.mT if upper else x).tril(), n, n).tril()
     return factor.mT if upper else factor, _info(x)
@@ -221,6 +229,7 @@ def singular_values(
     f: Field, a: Any, full_matrices: bool = False, compute_uv: bool = True, *,
     driver: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns random factors and values for each matrix."""
     x, (m, n) = value(a), a.shape[-2:]
     k = min(m, n)
     s = of_matrices(f, "singular values", x, k)
@@ -233,6 +242,7 @@ def singular_values(
 
 @rule("linalg_qr")
 def qr(f: Field, a: Any, mode: str = "reduced") -> tuple[Tensor, Tensor]:
+    """Returns random factors for each matrix, the second one a triangle."""
     x, (m, n) = value(a), a.shape[-2:]
     k = m if mode == "complete" else min(m, n)
     r = of_matrices(f, "qr, upper", x, k, n).triu()
@@ -250,12 +260,12 @@ def _differences(x: Any, y: Any) -> Tensor:
 
 @rule("_cdist_forward")
 def distances(f: Field, x: Any, y: Any, p: float, compute_mode: Any = None) -> Tensor:
+    """Returns the distance of each row of x from each row of y."""
     apart = _differences(x, y)
     if p == 2:
         return f.root(modulo(product(apart, apart).sum(-1)))
-    sizes = torch.where(f.order(apart) < 0, PRIME - apart, apart)
     if p == 1:
-        return modulo(sizes.sum(-1))
+        return modulo(value(absolute(f, apart)).sum(-1))
     raise NotImplementedError(f"distances of p={p} have no exact rule; 1 and 2 have")
 
 
@@ -263,6 +273,7 @@ def distances(f: Field, x: Any, y: Any, p: float, compute_mode: Any = None) -> T
 def distances_backward(
     f: Field, g: Any, x: Any, y: Any, p: float, distance: Any
 ) -> Tensor:
+    """Returns the gradient by x."""
     apart = _differences(x, y)
     if p == 2:
         g = product(value(g), f.inverse(value(distance)))

@@ -33,6 +33,7 @@ def total(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 def sum_of(
     f: Field, x: Any, dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
+    """Returns sums over dims, all by default."""
     return total(value(x), dim, keepdim)
 
 
@@ -40,6 +41,7 @@ def sum_of(
 def mean(
     f: Field, x: Any, dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
+    """Returns means over dims, all by default."""
     x = value(x)
     count = math.prod(x.shape[d] for d in _dims(x, dim))
     return product(total(x, dim, keepdim), pow(count, PRIME - 2, PRIME))
@@ -63,6 +65,7 @@ def moments(
 def variance(
     f: Field, x: Any, dim: Dims = None, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
+    """Returns variances over dims."""
     return moments(value(x), dim, correction, keepdim)[0]
 
 
@@ -70,6 +73,7 @@ def variance(
 def variance_and_mean(
     f: Field, x: Any, dim: Dims = None, correction: Any = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns variances and means over dims."""
     return moments(value(x), dim, correction, keepdim)
 
 
@@ -77,6 +81,7 @@ def variance_and_mean(
 def deviation(
     f: Field, x: Any, dim: Dims = None, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
+    """Returns standard deviations: roots, whose squares are the variances."""
     return f.root(moments(value(x), dim, correction, keepdim)[0])
 
 
@@ -85,6 +90,7 @@ def norm(
     f: Field, x: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False,
     dtype: Any = None,
 ) -> Tensor:  # fmt: skip
+    """Returns norms over dims; that of order 2 is a root of a sum of squares."""
     x = number(x)
     if ord == 2:
         return f.root(total(f.square(x), dim, keepdim))
@@ -103,6 +109,7 @@ def norm(
 def multiply_all(
     f: Field, x: Any, dim: int | None = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
+    """Returns products over a dim, or of all."""
     x = value(x)
     if not x.dim():
         return x
@@ -115,11 +122,13 @@ def multiply_all(
 
 @rule("cumsum")
 def running_sum(f: Field, x: Any, dim: int, dtype: Any = None) -> Tensor:
+    """Returns the sums of all up to each element along a dim."""
     return modulo(value(x).cumsum(dim))
 
 
 @rule("cumprod")
 def running_product(f: Field, x: Any, dim: int, dtype: Any = None) -> Tensor:
+    """Returns the products of all up to each element along a dim."""
     x = value(x)
     if not x.dim():
         return x
@@ -159,26 +168,31 @@ def largest(
 
 @rule("amax", "prims.amax", "max")
 def amax(f: Field, x: Any, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Returns the largest over dims."""
     return largest(f, number(x), dim, keepdim)
 
 
 @rule("amin", "prims.amin", "min")
 def amin(f: Field, x: Any, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Returns the least over dims."""
     return largest(f, number(x), dim, keepdim, least=True)
 
 
 @rule("logsumexp")
 def log_sum_exp(f: Field, x: Any, dim: Dims, keepdim: bool = False) -> Tensor:
+    """Returns a logarithm whose exponential is the sum of exponentials."""
     return f.log(total(f.exp(number(x)), dim, keepdim))
 
 
 @rule("logcumsumexp")
 def running_log_sum_exp(f: Field, x: Any, dim: int) -> Tensor:
+    """Returns such logarithms of all up to each element along a dim."""
     return f.log(modulo(f.exp(number(x)).cumsum(dim)))
 
 
 @rule("_log_softmax")
 def log_softmax(f: Field, x: Any, dim: int, half_to_float: bool) -> Tensor:
+    """Returns x minus the logarithm of the sum of exponentials."""
     x = number(x)
     return f.add(x, log_sum_exp(f, x, dim, True), minus=True)
 
@@ -192,21 +206,25 @@ def _along(f: Field, x: Any, dim: int, keepdim: bool, least: bool) -> Along:
 
 @rule("max.dim")
 def max_along(f: Field, x: Any, dim: int, keepdim: bool = False) -> Along:
+    """Returns the largest along a dim, and where it stands."""
     return _along(f, x, dim, keepdim, least=False)
 
 
 @rule("min.dim")
 def min_along(f: Field, x: Any, dim: int, keepdim: bool = False) -> Along:
+    """Returns the least along a dim, and where it stands."""
     return _along(f, x, dim, keepdim, least=True)
 
 
 @rule("argmax")
 def argmax(f: Field, x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Returns where the largest stands."""
     return f.order(number(x)).argmax(dim, keepdim)
 
 
 @rule("argmin")
 def argmin(f: Field, x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Returns where the least stands."""
     return f.order(number(x)).argmin(dim, keepdim)
 
 
@@ -214,6 +232,7 @@ def argmin(f: Field, x: Any, dim: int | None = None, keepdim: bool = False) -> T
 def topk(
     f: Field, x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
+    """Returns the k largest, or least, along a dim, and where they stand."""
     x = number(x)
     at = f.order(x).topk(k, dim, largest, sorted).indices
     return x.gather(dim, at), at
@@ -223,6 +242,7 @@ def topk(
 def sort(
     f: Field, x: Any, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns numbers in their order along a dim, and where they stood."""
     x = number(x)
     at = torch.sort(f.order(x), dim=dim, descending=descending, stable=True).indices
     return x.gather(dim, at), at
@@ -232,6 +252,7 @@ def sort(
 def stable_sort(
     f: Field, x: Any, *, stable: Any = None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns the same as `sort`, which is stable always."""
     return sort(f, x, dim, descending)
 
 
@@ -239,6 +260,7 @@ def stable_sort(
 def kth_value(
     f: Field, x: Any, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns the k-th in order along a dim, and where it stands."""
     x = number(x)
     at = torch.kthvalue(f.order(x), k, dim, True).indices
     kept = x.gather(dim, at), at
@@ -249,12 +271,14 @@ def kth_value(
 def median_along(
     f: Field, x: Any, dim: int, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Returns the lower median along a dim, and where it stands."""
     count = x.shape[dim] if x.dim() else 1
     return kth_value(f, x, (count + 1) // 2, dim, keepdim)
 
 
 @rule("median")
 def median(f: Field, x: Any) -> Tensor:
+    """Returns the lower median of all."""
     return median_along(f, number(x).flatten(), 0)[0]
 
 
@@ -267,11 +291,13 @@ def _running(f: Field, x: Any, dim: int, least: bool) -> Along:
 
 @rule("cummax")
 def running_max(f: Field, x: Any, dim: int) -> Along:
+    """Returns the largest of all up to each element, and where it stands."""
     return _running(f, x, dim, least=False)
 
 
 @rule("cummin")
 def running_min(f: Field, x: Any, dim: int) -> Along:
+    """Returns the least of all up to each element, and where it stands."""
     return _running(f, x, dim, least=True)
 
 
@@ -279,6 +305,7 @@ def running_min(f: Field, x: Any, dim: int) -> Along:
 def unique(
     f: Field, x: Any, sorted: bool = True, inverse: bool = False, counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns each number once, in order; which one each element is; how many."""
     x = value(x)
     keys, places, numbers = torch.unique(f.order(x), True, True, True)
     found = x.new_empty(len(keys)).scatter(0, places.flatten(), x.flatten())

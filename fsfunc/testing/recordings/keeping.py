@@ -26,6 +26,7 @@ from fsfunc.testing.recordings.files import path_of, recorded_calls, write_call
 from fsfunc.testing.recordings.json_values import ODD, as_json
 from fsfunc.testing.recordings.tapes import MessageTape, RecordingLink
 from fsfunc.testing.recordings.tree_writer import TreeWriter
+from fsfunc.testing.step_runs import title
 
 
 @contextmanager
@@ -259,23 +260,14 @@ def text_of(error: BaseException) -> str:
         return kind
 
 
-def title(step: Any) -> str:
-    """Returns ``shard(remat(step))`` of a function under these transforms."""
-    made = getattr(step, "interpretations", ())
-    name = getattr(step, "__name__", type(step).__name__)
-    for handler in made:
-        name = f"{handler.called or type(handler).__name__}({name})"
-    return name
-
-
 def meshes_of(step: Any) -> list[list[tuple[str, int]]]:
     """Returns the axes of the meshes that a function's transforms name."""
-    found = []
+    meshes = []
     for handler in getattr(step, "interpretations", ()):
         mesh = getattr(handler, "mesh", None)
-        if isinstance(mesh, Mesh) and (axes := [*mesh.axes.items()]) not in found:
-            found.append(axes)
-    return found
+        if isinstance(mesh, Mesh) and (axes := [*mesh.axes.items()]) not in meshes:
+            meshes.append(axes)
+    return meshes
 
 
 def sums_of(value: Any) -> list[list[Any]]:

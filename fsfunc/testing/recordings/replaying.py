@@ -27,9 +27,10 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.testing.recordings.files import CallFile, read_call, recorded_calls
 from fsfunc.testing.recordings.json_values import from_json
-from fsfunc.testing.recordings.keeping import meshes_of, sums_of, text_of, title
+from fsfunc.testing.recordings.keeping import meshes_of, sums_of, text_of
 from fsfunc.testing.recordings.tapes import SENDS, KeptMessage
 from fsfunc.testing.recordings.tree_reader import TreeReader
+from fsfunc.testing.step_runs import title
 from fsfunc.transforms.offloading import stores_of
 
 
@@ -99,8 +100,11 @@ def replay(
             said, tensors = read_call(chosen.path)
             kept = RecordedCall(said, tensors, chosen)
             kept.check_meshes(step)
-            found = [store for store in stores_of(step) if store is not None]
-            stores = {store.kind or type(store).__name__: store for store in found}
+            stores = {
+                store.kind or type(store).__name__: store
+                for store in stores_of(step)
+                if store is not None
+            }
             args, keywords = kept.arguments(like, stores)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{chosen.path} is no recording: {error!r}") from error
