@@ -144,8 +144,11 @@ def test_it_is_seen_whether_devices_have_threads():
         with torch.inference_mode(False):
             seen.append(_torch.device_threads())
         seen.append(_torch.device_threads())
+    for on in (False, True):
+        _torch.set_device_threads(on)
+        seen.append(_torch.device_threads())
     what = "a backward pass on a GPU finds no frame, and ranks no rank"
-    assert seen == [True, False, True, False], breaks(what)
+    assert seen == [True, False, True, False, False, True], breaks(what)
 
 
 def test_holders_of_a_storage_are_counted():

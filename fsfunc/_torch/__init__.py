@@ -111,6 +111,7 @@ from fsfunc._torch.internals import (
     keep_process_groups,
     outside_graphs,
     set_compiler_stance,
+    set_device_threads,
     set_tables,
     storage,
     storage_key,

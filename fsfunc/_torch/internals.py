@@ -42,6 +42,7 @@ uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 # Whether the backward passes of this thread run in threads of the devices.
 device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
+set_device_threads: Callable[[bool], None] = torch._C._set_multithreading_enabled
 
 
 def alike(tensors: list[Tensor]) -> Callable[..., bool]:

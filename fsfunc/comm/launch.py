@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import run_abstract, run_vmapped
 from fsfunc.comm.groups import group
 from fsfunc.comm.ledgers import note_ranks
@@ -31,7 +31,6 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
-from fsfunc.runtime.scopes import in_one_thread
 from fsfunc.sharded.inputs import check_function, refuse
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
@@ -187,8 +186,14 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
         on_ranks = _abstract if mesh.backend == "abstract" else _hosted
-        with in_one_thread():
+        # As `in_one_thread`, but whole: an interrupt that comes within one of Python's
+        # context managers would leave autograd's threads off for the caller.
+        before = _torch.device_threads()
+        try:
+            _torch.set_device_threads(False)
             return on_ranks(fn, mesh, args)
+        finally:
+            _torch.set_device_threads(before)
 
     return run
 

@@ -43,6 +43,7 @@ def total():
 
 def check_nothing_stays(threads):
     assert set(threading.enumerate()) == threads and not simulated._RUNS
+    assert torch._C._is_multithreading_enabled()  # which `spmd` turns off
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert ff.spmd(total, mesh())() == [3.0] * 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -334,6 +334,23 @@ def test_what_writes_adds_in_the_field():
     assert windows.grad.tolist() == [PRIME - 1, PRIME - 2, PRIME - 1]
 
 
+@pytest.fixture
+def filled_with_nan():
+    """Memory that nobody has written holds NaN, as torch fills it on request."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled_with_nan")
+def test_memory_that_nobody_has_written_holds_zeros():
+    """Else whether a run is refused would depend on what was there before."""
+    with exact():
+        x = torch.ones(2, 2)
+        for unwritten in (torch.empty(2, 2), x.new_empty(2, 2), torch.empty_like(x)):
+            assert (unwritten @ x).tolist() == [[0.0, 0.0]] * 2
+
+
 def test_quantised_messages_are_refused():
     step = ff.shard(train_step, DATA, "data", gather=ff.QuantizedGather())
     with pytest.raises(NoExactRule, match="codes of 8 bits"):

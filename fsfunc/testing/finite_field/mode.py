@@ -150,10 +150,10 @@ class Exact(_torch.UnheardMode):
             return result
         if "zerotensor" in func._schema.name:  # it has no memory
             return torch.zeros(result.shape, dtype=torch.float64)
+        if "empty" in func._schema.name:  # first: what its memory held may be NaN
+            return result.to(torch.float64).zero_()
         if result.is_meta or bool(result.isnan().any()):  # NaN that may be left out
             return result.to(torch.float64)
-        if "empty" in func._schema.name:
-            return result.to(torch.float64).zero_()
         return numbers.constants(result)
 
     def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
