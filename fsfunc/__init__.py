@@ -4,10 +4,10 @@
 ``python -m fsfunc names`` prints a sentence on each of these:
 
 transforms
-    unit value_and_grad shard remat remat_calls accumulate pipeline donate offload
+    unit value_and_grad value shard remat remat_calls accumulate pipeline donate offload
     precision jit SaveOnly SaveAllBut MinCut checkpoint_name Store
 losses
-    Weighted Summed
+    Weighted Summed Max
 meshes and ranks
     make_mesh Mesh spmd axis_index axis_size local_batch ledger
 collectives
@@ -68,8 +68,10 @@ with _uncollected():  # it would walk all of torch, for as long as these take
     from fsfunc.comm.mesh import Mesh
     from fsfunc.comm.typed_maps import pcast
     from fsfunc.core.autodiff import value_and_grad
+    from fsfunc.core.evaluation import value
     from fsfunc.core.frames import Interpretation, recording, transformed
     from fsfunc.core.losses import Summed, Weighted
+    from fsfunc.core.maxima import Max
     from fsfunc.core.units import unit
     from fsfunc.optim.adam import sharded_adam
     from fsfunc.optim.adaptive_scale import observe_gradients

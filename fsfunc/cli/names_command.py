@@ -29,6 +29,7 @@ WORDS = {
     "Split": "tensor parallel layout shard placement dtensor",
     "Weighted": "token mean padding uneven batches ignore_index",
     "Summed": "aux metric count",
+    "Max": "aux metric largest maximum",
     "abstract_state": "meta device template resume",
     "accumulate": "gradient accumulation no_sync microbatches grad_accum",
     "all_gather": "all gather allgather",
@@ -78,6 +79,7 @@ WORDS = {
     "to_module": "nn.Module export model",
     "unit": "layer block wrap granularity",
     "unshard": "full parameters summon_full_params full_tensor generate export gather",
+    "value": "evaluate evaluation validation loss no_grad eval",
     "value_and_grad": "backward loss gradient grad",
 }
 

@@ -17,7 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.core.execution_context import Running, UnitToken, run_as
-from fsfunc.core.frames import Counter, frame, inside
+from fsfunc.core.frames import Counter, Frame, frame, inside
 from fsfunc.core.gradient_checks import (
     check_agreement,
     check_differentiable,
@@ -60,7 +60,7 @@ def value_and_grad(
             Of a complex one it is as torch's: the direction in which the loss grows.
         has_aux: ``fn`` returns ``(loss, aux)``, and so is the value. In ``aux``,
             floating scalars are averaged as the loss is, ``Summed(tree)`` is summed,
-            and the rest is this rank's own.
+            of ``Max(tree)`` the largest are taken, and the rest is this rank's own.
         batch_argnums: the arguments, by position or keyword, that ``accumulate`` and
             ``pipeline`` cut into microbatches; by default the second one of two.
 
@@ -112,17 +112,10 @@ def value_and_grad(
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
-        run_inner: Callable[..., Any] = differentiate
-        # Inside a unit a derivative is this rank's own: transforms do not see it.
-        for handler in () if f.path else reversed(f.handlers):
-            run_inner = handler.gradient(run_inner)
-        if f.seed is None:
-            f = f.replace(seed=one_number(), seeded=len(f.numbers))
         axes = None if f.path else collective_axes()
-        with inside(f), collecting_axes(axes):
-            call = GradientCall(fn, numbers, has_aux, args, keywords)
-            call = call.replace(create_graph=_is_nested(call), batch_argnums=batch)
-            outcome = run_inner(call).settled(again=False)
+        call = GradientCall(fn, numbers, has_aux, args, keywords, batch_argnums=batch)
+        with collecting_axes(axes):
+            outcome = interpreted(call, f)
         if axes:
             check_agreement(fn, axes, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
@@ -131,9 +124,21 @@ def value_and_grad(
     return run
 
 
+def interpreted(call: GradientCall, f: Frame) -> Outcome:
+    """Returns the means of a gradient call, run under the transforms of a frame."""
+    run: Callable[..., Any] = differentiate
+    # Inside a unit a derivative is this rank's own: transforms do not see it.
+    for handler in () if f.path else reversed(f.handlers):
+        run = handler.gradient(run)
+    if f.seed is None:
+        f = f.replace(seed=one_number(), seeded=len(f.numbers))
+    with inside(f):
+        return run(call.replace(create_graph=_is_nested(call))).settled(again=False)
+
+
 def differentiate(call: GradientCall) -> Outcome:
     """Runs a gradient call: the innermost of all interpretations."""
-    if torch.is_inference_mode_enabled():
+    if call.argnums and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "value_and_grad under torch.inference_mode(): autograd records nothing "
             "there, and all gradients would be zero; call it outside that mode"
@@ -146,9 +151,15 @@ def differentiate(call: GradientCall) -> Outcome:
 
 
 def _first_order(call: GradientCall) -> Outcome:
-    """By autograd, with gradients that are not differentiable; residuals are freed."""
-    f = frame()
-    observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
+    """By autograd, with gradients that are not differentiable; residuals are freed.
+
+    Where nothing is differentiated, none are kept in the first place.
+    """
+    f, graph = (
+        frame(),
+        bool(call.argnums),
+    )
+    observers = [h for h in f.handlers if h.observes and graph and not f.in_loss]
     for observer in observers:
         observer.begins(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
@@ -156,9 +167,9 @@ def _first_order(call: GradientCall) -> Outcome:
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
         runtime.begin()
-    thread = UnitToken(leaves.device) if runtimes else None
+    thread = UnitToken(leaves.device) if runtimes and graph else None
     values = [x.detach().requires_grad_() for x in picked]
-    with run_as(Running(thread)), torch.enable_grad():
+    with run_as(Running(thread)), torch.set_grad_enabled(graph):
         with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(values), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
@@ -218,8 +229,9 @@ def _differentiable(call: GradientCall) -> Outcome:
         total, weight, aux = loss_parts(out, call.has_aux)
     found: Sequence[Tensor | None] = [None] * len(values)
     again = any(x.requires_grad for x in leaves.tensors)
-    if values and total.requires_grad:
+    if total.requires_grad:
         again = again or _torch.reaches_leaves(total, {x.grad_fn for x in values})
+    if values and total.requires_grad:
         with internal():
             found = torch.autograd.grad(
                 total,

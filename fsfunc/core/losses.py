@@ -1,19 +1,24 @@
 """The outputs of a loss, and how those of microbatches and ranks are combined.
 
 Losses are averaged, or :class:`Weighted`. Of auxiliary outputs, floating scalars are
-averaged and :class:`Summed` ones are added; other tensors are concatenated along dim 0
-over microbatches, and are each rank's own; of the rest, sharded leaves too, the last
-one is returned, and integers and Python numbers must be the same in all.
+averaged and those in a :class:`Reduced` combined in its way; other tensors are
+concatenated along dim 0 over microbatches, and are each rank's own; of the rest,
+sharded leaves too, the last one is returned, and integers and Python numbers must be
+the same in all.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.typed_maps import TOTAL
 from fsfunc.core.frames import frame
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
@@ -76,7 +81,63 @@ class Tie(torch.autograd.Function):
         return g, torch.zeros_like(g)
 
 
-class Summed:
+class Reduced:
+    """A tree of tensors that are combined over microbatches and ranks, not averaged.
+
+    An auxiliary output of a loss; each class of them has a way of its own.
+
+    Args:
+        tree: tensors, of one shape on every rank and in every microbatch.
+
+    Raises:
+        TypeError: a leaf that is no tensor, or one of booleans.
+    """
+
+    __slots__ = ("tree",)
+
+    tree: Any
+
+    # Of each class: what it makes, of two microbatches and over ranks.
+    called: ClassVar[str]
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    over_ranks: ClassVar[LinearMap]
+
+    def __init__(self, tree: Any):
+        self._check(tree)
+        self.tree = tree
+
+    def __init_subclass__(cls) -> None:
+        tree.register_node(cls, lambda x: ([x.tree], None), partial(_restored, cls))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.tree!r})"
+
+    def _check(self, values: Any) -> None:
+        paths, leaves, _ = tree.flatten_with_paths(values)
+        for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, Tensor) and self.takes(x):
+                continue
+            what = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            where, name = f" at {path!r}" if path else "", type(self).__name__
+            raise TypeError(
+                f"{name} holds {what}{where}: only tensors of numbers have "
+                f"{self.called}; make it one (torch.tensor(3), mask.sum()), or return "
+                f"it beside the {name}"
+            )
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Returns whether tensors of its dtype can be combined."""
+        return x.dtype != torch.bool
+
+
+def _restored(kind: type[Reduced], _: Any, children: Any) -> Reduced:
+    reduced = object.__new__(kind)  # children of any kind: no check
+    (reduced.tree,) = children
+    return reduced
+
+
+class Summed(Reduced):
     """A tree of tensors that are summed over microbatches and ranks, not averaged.
 
     An auxiliary output of a loss, for counts, sums and moments. Each tensor keeps its
@@ -101,51 +162,21 @@ class Summed:
     tensor(3)
     """
 
-    __slots__ = ("tree",)
-
-    tree: Any
-
-    def __init__(self, tree: Any):
-        _check(tree)
-        self.tree = tree
-
-    def __repr__(self) -> str:
-        return f"Summed({self.tree!r})"
+    __slots__ = ()
+    called, combine, over_ranks = "sums", staticmethod(torch.add), TOTAL
 
 
-def _check(values: Any) -> None:
-    paths, leaves, _ = tree.flatten_with_paths(values)
-    for path, x in zip(paths, leaves, strict=True):
-        if isinstance(x, Tensor) and x.dtype != torch.bool:
-            continue
-        what = "a tensor of booleans" if isinstance(x, Tensor) else repr(x)
-        where = f" at {path!r}" if path else ""
-        raise TypeError(
-            f"Summed holds {what}{where}: only tensors of numbers are summed; make it "
-            "one (torch.tensor(3), mask.sum()), or return it beside the Summed"
-        )
-
-
-def _restored(_: Any, children: Any) -> Summed:
-    summed = object.__new__(Summed)  # children of any kind: no check
-    (summed.tree,) = children
-    return summed
-
-
-tree.register_node(Summed, lambda summed: ([summed.tree], None), _restored)
-
-
-def is_summed(x: Any) -> bool:
-    """True if ``x`` is a `Summed`."""
-    return isinstance(x, Summed)
+def is_reduced(x: Any) -> bool:
+    """True if ``x`` is a `Reduced`, as a `Summed` is."""
+    return isinstance(x, Reduced)
 
 
 def counts_as_leaf(x: Any) -> bool:
     """True of an auxiliary output that counts as one leaf though it holds tensors.
 
-    A `Summed`, or a sharded leaf, of which the part has no rows.
+    A `Reduced`, or a sharded leaf, of which the part has no rows.
     """
-    return is_summed(x) or is_sharded(x)
+    return is_reduced(x) or is_sharded(x)
 
 
 def averaged(x: Any) -> bool:
@@ -186,8 +217,8 @@ def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _both(x: Any, y: Any) -> Any:
-    if is_summed(x):
-        return tree.map(_sum, x, y)
+    if is_reduced(x):
+        return tree.map(partial(_combined, type(x)), x, y)
     if averaged(x):
         return x + y
     if isinstance(x, Tensor) and x.ndim:
@@ -211,13 +242,14 @@ def _are_numbers(*values: Any) -> bool:
     return real and not (_torch.fake_active() or _torch.functorch_active())
 
 
-def _sum(x: Any, y: Any) -> Any:
+def _combined(kind: type[Reduced], x: Any, y: Any) -> Any:
     if x.shape != y.shape:
+        name = kind.__name__
         raise ValueError(
-            f"Summed holds {tuple(x.shape)} in one microbatch and {tuple(y.shape)} in "
-            "another: sum over the samples first, or return it beside the Summed"
+            f"{name} holds {tuple(x.shape)} in one microbatch and {tuple(y.shape)} in "
+            f"another: reduce the samples first, or return it beside the {name}"
         )
-    return x + y
+    return kind.combine(x, y)
 
 
 def divided(aux: Any, count: int) -> Any:

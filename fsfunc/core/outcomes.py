@@ -33,7 +33,8 @@ class GradientCall(Replaced):
     """A call of ``value_and_grad``, as interpretations pass it along.
 
     Args:
-        fn, argnums, has_aux, args, keywords: what is called, and how.
+        fn, argnums, has_aux, args, keywords: what is called, and how; ``argnums`` is
+            empty where the loss is only evaluated, by ``ff.value``.
         packed: by id, the buffers whose gradients ``shard`` sums itself, outside
             autograd; ``parts``: those of their parts that the loss reads outside units,
             as autograd leaves.

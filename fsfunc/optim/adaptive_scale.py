@@ -118,7 +118,8 @@ class _Measure(GradientObserver):
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def seen(call: GradientCall) -> Outcome:
             f = frame()
-            if f.in_loss:  # a derivative that the loss itself takes
+            # A derivative that the loss itself takes, or an evaluation of it.
+            if f.in_loss or not call.argnums:
                 return run(call)
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))

@@ -155,7 +155,8 @@ class BackwardSteps(GradientSteps):
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(call: GradientCall) -> Outcome:
             f = frame()
-            if f.in_loss:  # a derivative that the loss itself takes
+            # A derivative that the loss itself takes, or an evaluation of it.
+            if f.in_loss or not call.argnums:
                 return run(call)
             if any(h.same_batch for h in f.handlers):
                 raise ValueError(_PIPELINE)

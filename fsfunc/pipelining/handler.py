@@ -169,7 +169,7 @@ class Pipelining(Interpretation):
                 raise RuntimeError(_STOCK)
             if call.create_graph:
                 raise RuntimeError(_TRACKED)
-            if self.schedule == forward_only(self.schedule):
+            if call.argnums and self.schedule == forward_only(self.schedule):
                 raise ScheduleError(_NO_BACKWARD)
             depth = len(f.micro)
             # A place for ours: what is inside it is done for each microbatch.
@@ -193,10 +193,12 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        batches, count = folded(self._batches(call.replace(args=args), number))
+        cut = _by_parameters(call.replace(args=args))
+        batches, count = folded(self._batches(cut, number))
         where = self._where()
-        samples = None
-        if observers := [h for h in f.handlers if h.observes]:
+        samples, evaluates = None, not call.argnums
+        observers = [h for h in f.handlers if h.observes and not evaluates]
+        if observers:
             samples = SampleGradients(
                 observers, call, leaves, picked, batches, self.owners, where
             )
@@ -213,13 +215,13 @@ class Pipelining(Interpretation):
             read, batches, self.owners, where, f, depth, values,
             self.pools[here(self.mesh).rank], call.seed, samples,
         )  # fmt: skip
-        results = self._run(worker)
+        results = self._run(worker, *[forward_only] * evaluates)
         for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
             runtime.end_backward(f.micro[:depth])
         result = combined(results, [b.share for b in batches])
         total, weight, aux = _own(everywhere(result, where, self.owners[-1]))
         grads = leaves.grads([summed(x, self.n) for x in picked])
-        due = (functools.partial(sum_shared, f, where, leaves),)
+        due = () if evaluates else (functools.partial(sum_shared, f, where, leaves),)
         if samples is not None:
             samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
@@ -312,7 +314,7 @@ class RecordedPipelining(Noted, Pipelining):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         parts = self._cut(call)
         part = parts[0].call
-        found = self.cuts.of(part, number)
+        found = self.cuts.of(_by_parameters(part), number)
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):
@@ -328,7 +330,9 @@ class RecordedPipelining(Noted, Pipelining):
         return [
             first
             if b.share == parts[0].share
-            else blank(self.cuts.of(b.call, number).program.loss.outputs)
+            else blank(
+                self.cuts.of(_by_parameters(b.call), number).program.loss.outputs
+            )
             for b in parts
         ]
 
@@ -337,6 +341,14 @@ class RecordedPipelining(Noted, Pipelining):
         f, mine = frame(), RecordedPipelining(self.handler, self.recorder, cut)
         handlers = tuple(mine if h is self else h for h in f.handlers)
         return f.replace(handlers=handlers, **changes)
+
+
+def _by_parameters(call: GradientCall) -> GradientCall:
+    """Returns a call that evaluates a loss as one by its first argument.
+
+    What is differentiated is what a pipeline takes for parameters.
+    """
+    return call if call.argnums else call.replace(argnums=(0,))
 
 
 def _own(out: Any) -> Any:

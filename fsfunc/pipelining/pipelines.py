@@ -51,7 +51,8 @@ def pipeline(
 
     A loss has to be a mean over rows: its value, metrics and gradients are the means of
     the microbatches', weighted by their rows. A loss with weights of its own returns
-    ``ff.Weighted``; a metric that is a sum is ``ff.Summed``.
+    ``ff.Weighted``; a metric that is a sum is ``ff.Summed``, a largest one
+    ``ff.Max``.
 
     Args:
         f: a train step; or a loss ``(params, *batch)``: the forward pass alone.

@@ -329,7 +329,8 @@ class Checker(Tracer, Watcher, Operators):
             if (apart := self.split.of(x)) and not frame().path:
                 raise LawError(_APART.format(source_line(), min(apart)))
         self._laid(by, grads)
-        inputs, found = zip(*pairs(by, grads), strict=True)
+        # Where a loss is only evaluated, its mean is of all parameters it is given.
+        inputs, found = zip(*pairs(by, grads), strict=True) if by else (of[1:], ())
         means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
         self._taken(inputs, found, of)
         self._taken(inputs, means, of, loss=True)

@@ -34,9 +34,10 @@ def accumulate(
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary
-    outputs of a loss, floating scalars are averaged, ``Summed(tree)`` is summed, other
-    tensors are concatenated along dim 0, and of the rest, sharded leaves too, the last
-    one is returned; integers and Python numbers must be the same in all.
+    outputs of a loss, floating scalars are averaged, ``Summed(tree)`` is summed, of
+    ``Max(tree)`` the largest are taken, other tensors are concatenated along dim 0, and
+    of the rest, sharded leaves too, the last one is returned; integers and Python
+    numbers must be the same in all.
 
     The batch is cut along dim 0: in ``f(params, batch)`` the tensors of the second
     argument, with more arguments those that ``batch_argnums`` names, leaves of a state

@@ -22,12 +22,12 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.typed_maps import MEAN, TOTAL, LawError, check_samples
+from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.core.gradient_checks import inside_unit
 from fsfunc.core.losses import averaged as is_averaged
-from fsfunc.core.losses import is_summed
+from fsfunc.core.losses import is_reduced
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call
@@ -172,13 +172,13 @@ def _zeros(flat: Tensor) -> Tensor:
 def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     """The outcome averaged over the ranks: loss, weight, aux and replicated gradients.
 
-    In aux, floating scalars are averaged and `Summed` ones are summed.
+    In aux, floating scalars are averaged, and what is `Reduced` combined in its way.
     """
     runtime = found.runtime
     if runtime.groups.mean_size == 1:
         return outcome
     where = group(runtime.options.axes, at)
-    aux, spec = tree.flatten(outcome.aux, is_leaf=is_summed)
+    aux, spec = tree.flatten(outcome.aux, is_leaf=is_reduced)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
     values = [outcome.total, *[aux[i] for i in picked], one]
@@ -192,11 +192,12 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
         aux[i] = value.to(aux[i].dtype)
-    at_sums = [i for i, x in enumerate(aux) if is_summed(x)]
-    sums, treedef = tree.flatten([aux[i] for i in at_sums])
-    sums = tree.unflatten(treedef, _packed(sums, TOTAL, where, "sums"))
-    for i, x in zip(at_sums, sums, strict=True):
-        aux[i] = x
+    for kind in dict.fromkeys(type(x) for x in aux if is_reduced(x)):
+        positions = [i for i, x in enumerate(aux) if type(x) is kind]
+        values, treedef = tree.flatten([aux[i] for i in positions])
+        values = _packed(values, kind.over_ranks, where, kind.called)
+        for i, x in zip(positions, tree.unflatten(treedef, values), strict=True):
+            aux[i] = x
     found.average_whole(where)
     return outcome.with_grads(found.trees()).replace(
         total=means[0].to(outcome.total.dtype),

@@ -32,8 +32,10 @@ def shard(
     Each unit gathers its parameters, runs, and frees them; its backward gathers them
     again, without recomputing, and reduces the gradients. The loss is the mean over
     this rank's rows. ``value_and_grad`` in ``f`` returns the value and the gradients of
-    the mean over the ranks; what ``f`` computes without it, such as the value of a loss
-    that is called by itself, is this rank's own, and ``ff.pmean(x, axis)`` its mean.
+    the mean over the ranks, and ``ff.value`` the value alone; what ``f`` computes
+    without them is this rank's own, and ``ff.pmean(x, axis)`` its mean. So
+    ``shard(ff.value(loss), mesh, axis)`` evaluates a loss, and ``shard(loss, mesh,
+    axis)`` returns that of this rank's rows.
 
     Args:
         f: a unit, a loss, or a train step.

@@ -24,6 +24,8 @@ def sums(y):
         "positive": Summed((y > 0).sum()),
         "moments": Summed((y.sum(0), {"squares": (y * y).double().sum()})),
         "histogram": Summed((y.long() == torch.arange(-12, 20)).sum(0)),
+        "largest": ff.Max((y.amax(0), {"lowest": (-y).double().max()})),
+        "longest": ff.Max(y.long().max()),
     }
 
 
@@ -103,7 +105,9 @@ T = TypeError
 test_what_cannot_be_summed_is_refused = all_refused([
     (lambda: Summed(3), T, r"Summed holds 3: only tensors"),
     (lambda: Summed({"a": W, "b": [1.5]}), T, r"Summed holds 1.5 at 'b/0'"),
-    (lambda: Summed({"a": X > 0}), T, r"a tensor of booleans at 'a'.*mask.sum\(\)"),
+    (lambda: Summed({"a": X > 0}), T, r"a tensor of torch.bool at 'a'.*mask.sum\(\)"),
+    (lambda: ff.Max({"a": X > 0}), T, r"Max holds a tensor of torch.bool at 'a'"),
+    (lambda: ff.Max(W.cfloat()), T, r"torch.complex64: only .* have maxima"),
 ])  # fmt: skip
 
 

@@ -18,7 +18,7 @@ GRAMMAR = {
     "H": ["x", "unit P leaf H", "tanh H", "add H H", "centre H", "attend H", "shift H",
           "slope S H by_x"],
     "S": ["msq H", "pmean S", "psum S", "squares P", "norm P", "plus S S", "times S S",
-          "whole S H"],
+          "whole S H", "evaluated S"],
     "P": ["w", "step S P by_w", "scaled P A", "jittered P seed", "mixed P P", "laid P",
           "reduced P S"],
 }  # fmt: skip
@@ -43,7 +43,11 @@ def programs(kind, depth, odd=True):
     if depth == 0:
         return st.just(ENDS[kind])
     parts = PARTS | {k: programs(k, depth - 1, odd) for k in ENDS}
-    parts["A"] = nodes("norm", parts["P"]) | nodes("pmean", parts["S"])
+    parts["A"] = st.one_of(
+        nodes("norm", parts["P"]),
+        nodes("pmean", parts["S"]),
+        nodes("evaluated", parts["S"]),
+    )
     made = [line.split() for line in GRAMMAR[kind] + (ODD[kind] if odd else [])]
     return st.one_of(
         [nodes(name.replace("_", " "), *map(parts.get, rest)) for name, *rest in made]
@@ -140,6 +144,7 @@ _RUN = {
     "plus": lambda o, go, w, x, s, t: o.own(torch.add, go(s), go(t)),
     "times": lambda o, go, w, x, s, t: o.own(lambda s, t: s * t.tanh(), go(s), go(t)),
     "whole": _whole,
+    "evaluated": lambda o, go, w, x, s: o.value(lambda w, x: go(s, w=w, x=x), w, x),
     "rough sum": lambda o, go, w, x, p: o.rough_sum(go(p)),
     "per sample": _per_sample,
     "step": _step,

@@ -67,6 +67,7 @@ class Ranks:
     grad_w = grad_x = _(lambda loss, w: grad(loss)(w))
     vag_w = vag_x = _(lambda loss, w: ff.value_and_grad(loss)(w)[1])
     by_hand = _(lambda matrix, h: ByHand.apply(h, matrix))
+    value = _(lambda loss, w, x: ff.value(loss)(w, x))
 
     def shift(self, v):
         n = ff.axis_size(AXIS)
@@ -207,6 +208,10 @@ class Law(Ranks):
         return {k: found.get(k, dict(zip(one, mean, strict=True)).get(k)) for k in w}
 
     vag_w = grad_w
+
+    def value(self, loss, w, x):
+        """The mean of the ranks' losses; in a unit it is this rank's own."""
+        return loss(w, x) if self.inside else self.pmean(loss(w, x))
 
     def grad_x(self, loss, h):
         h = [_tracked(a) for a in h]
