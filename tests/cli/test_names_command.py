@@ -25,7 +25,8 @@ def test_the_command_prints_names_and_finds_words(capsys):
 USERS = {
     "fsdp": "shard", "ddp": "shard", "zero": "shard", "all gather": "all_gather",
     "gradient clip": "clip_by_global_norm", "checkpoint": "consolidate",
-    "eval": "value", "evaluation": "ema", "activation checkpointing": "remat", "torch.compile": "jit",
+    "eval": "value", "evaluation": "ema", "activation checkpointing": "remat",
+    "torch.compile": "jit",
     "reduce scatter": "psum_scatter", "gradient accumulation": "accumulate",
     "state dict": "consolidate", "dataloader": "batches", "moe": "nn.expert_layer",
 }  # fmt: skip
