@@ -95,7 +95,7 @@ def build(mesh: ff.Mesh | None, args: Namespace | None = None) -> tuple:
 def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     """The results of a run; every rank runs this, and rank 0 shows it."""
     step, init, optimizer, batch, layouts = build(mesh, args)
-    evaluate = transformed(loss_on(args), mesh, args)
+    evaluate = transformed(ff.value(loss_on(args)), mesh, args)
     device, stages = device_of(mesh), args.stages
     windows = Windows(corpus.train, args.seq)
     batches = ff.batches(windows, mesh, "data", args.batch, seed=args.seed)
@@ -128,7 +128,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
 
     def validate():
         losses = [evaluate(state.params, batch) for batch in validation]
-        loss = ff.pmean(torch.stack(losses).mean(), data_axes(args)).item()
+        loss = torch.stack(losses).mean().item()
         done = len(results.train)
         results.validation.append((done, loss))
         console.print(f"step {done:4}  val loss {loss:.4f}")
