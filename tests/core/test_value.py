@@ -92,7 +92,7 @@ def test_weights_count_over_ranks_and_microbatches(stack):
 
 
 def sent(step, mesh):
-    log = with_ledger(lambda _: step, PS, X, mesh=mesh)[0][1]
+    log = with_ledger(lambda _: step, PS, X, mesh=mesh, planned=True)[0][1]
     return [(r.op, r.unit, r.phase) for r in log.records]
 
 
@@ -108,6 +108,16 @@ def test_only_what_a_forward_pass_sends_is_sent():
         ("ppermute", "layer", "forward"),
         ("pbroadcast", "", "loss"),
     }
+
+
+@pytest.mark.parametrize("stack", ["zero=3", "shard(accumulate)", "shard(pipeline)"])
+def test_it_is_proven(stack):
+    mesh, transform = STACKS[stack]
+    evaluate = ff.value(loss, has_aux=True)
+    ff.prove(evaluate, transform(evaluate), mesh, PS, X)
+    with pytest.raises(AssertionError, match="the first value that differs: forward"):
+        wrong = ff.value(lambda ps, x: model(ps, x) + 1e-9)
+        ff.prove(ff.value(model), transform(wrong), mesh, PS, X)
 
 
 def test_nothing_is_kept_for_a_backward_pass():
