@@ -121,7 +121,8 @@ class Interpretation:
             run: takes a ``GradientCall`` (its ``fn``, ``args`` and ``argnums`` say what
                 is differentiated; ``dataclasses.replace`` changes them) and returns an
                 ``Outcome``: ``total``, ``grads`` (a tree for each argument) and
-                ``aux``, as sums over microbatches.
+                ``aux``, as sums over microbatches. Of an evaluation, by ``ff.value``,
+                ``argnums`` and ``grads`` are empty.
 
         Returns:
             a function of the same argument. Outside ``shard``, ``outcome.mean()`` has
