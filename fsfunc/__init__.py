@@ -64,8 +64,8 @@ with _uncollected():  # it would walk all of torch, for as long as these take
     )
     from fsfunc.comm.groups import axis_index, axis_size
     from fsfunc.comm.launch import local_batch, make_mesh, spmd
-    from fsfunc.comm.ledgers import ledger
     from fsfunc.comm.mesh import Mesh
+    from fsfunc.comm.traffic import ledger
     from fsfunc.comm.typed_maps import pcast
     from fsfunc.core.autodiff import value_and_grad
     from fsfunc.core.evaluation import value

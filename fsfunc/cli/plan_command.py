@@ -24,8 +24,9 @@ from fsfunc.cli.build_scripts import (
 )
 from fsfunc.cli.hugging_face import HuggingFaceStep
 from fsfunc.comm.launch import make_mesh
-from fsfunc.comm.ledgers import Ledger, Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
+from fsfunc.comm.traffic import Ledger
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.calibration import measure_hardware

@@ -12,7 +12,8 @@ collective_ops.py   the autograd.Function of all collectives
 collectives.py      psum, all_gather and the other public functions
 typed_maps.py       the linear maps of shard; pcast; checks of arguments
 async_collectives.py collective_pairs.py   start and wait; your own with its transpose
-ledgers.py attribution.py   bytes sent; the unit, phase and source line
+ledgers.py traffic.py   notes of what is sent; ledgers, which count it
+attribution.py      the unit, the phase and the source line
 comparison.py descriptions.py   programs and values compared between ranks; as text
 backends/ watch/    what moves the data; failure reports
 """

@@ -1,4 +1,4 @@
-"""The ledger: what a rank sends, counted as a ring would send it.
+"""Notes in open ledgers: what a rank sends, counted as a ring would send it.
 
 For ``b`` bytes of a rank's own input and ``n`` ranks, a rank sends
 
@@ -19,21 +19,20 @@ whatever the backend does underneath. An axis of size 1 sends, and counts, nothi
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.runtime.scopes import Scoped, in_one_thread
+from fsfunc.runtime.scopes import Scoped
 
-_LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
+# The open ones, each with ``records`` and ``ranks``: see `traffic.Ledger`.
+LEDGERS: ContextVar[tuple[Any, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 
 @dataclass(frozen=True)
@@ -51,76 +50,6 @@ class Record:
     what: str = ""
 
 
-def _number(value: Fraction) -> int | float:
-    return int(value) if value.denominator == 1 else float(value)
-
-
-@dataclass
-class Ledger:
-    """The collectives of every rank that ran inside ``with ledger() as log``.
-
-    ``ranks``: those that ``spmd`` ran inside, whether they sent anything or not.
-    ``count`` and ``bytes`` are those of one rank: ``rank=``, or the lowest that sent
-    anything (a process records only its own rank).
-    """
-
-    records: list[Record] = field(default_factory=list)
-    ranks: set[int] = field(default_factory=set)
-
-    def of(self, rank: int | None = None) -> list[Record]:
-        """One rank's records, in the order of issue."""
-        if rank is None:
-            rank = min((r.rank for r in self.records), default=0)
-        return [r for r in self.records if r.rank == rank]
-
-    def _select(self, op: str | None, axis: Axis | None, rank: int | None):
-        names = None if axis is None else axis_names(axis)
-        return [
-            r
-            for r in self.of(rank)
-            if (op is None or r.op == op) and (names is None or r.axis == names)
-        ]
-
-    def count(
-        self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
-    ) -> int:
-        """The number of collectives that one rank issued."""
-        return len(self._select(op, axis, rank))
-
-    def bytes(
-        self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
-    ) -> int | float:
-        """The bytes that one rank sent, by the table of this module."""
-        chosen = self._select(op, axis, rank)
-        return _number(sum((r.bytes for r in chosen), Fraction(0)))
-
-    def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:
-        """Rows of (op, axis, count, bytes), in the order of first issue."""
-        rows: dict[tuple[str, str], list[Record]] = defaultdict(list)
-        for r in self.of(rank):
-            rows[r.op, ", ".join(r.axis)].append(r)
-        return [
-            (op, axis, len(rs), _number(sum((r.bytes for r in rs), Fraction(0))))
-            for (op, axis), rs in rows.items()
-        ]
-
-
-@contextmanager
-def ledger() -> Iterator[Ledger]:
-    """Records every collective issued inside, by every rank hosted here.
-
-    >>> import fsfunc as ff, torch
-    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
-    >>> with ff.ledger() as log:
-    ...     total = ff.spmd(lambda: ff.psum(torch.ones(3), "data"), mesh)()
-    >>> log.count("psum", axis="data"), log.bytes("data")
-    (1, 12)
-    """
-    log = Ledger()
-    with in_one_thread(), Scoped(_LEDGERS, (*_LEDGERS.get(), log)):
-        yield log
-
-
 def note(
     op: str,
     axis: tuple[str, ...],
@@ -135,7 +64,7 @@ def note(
 
     ``stays``: for unequal parts, the elements of ``x`` that stay on this rank.
     """
-    logs = _LEDGERS.get()
+    logs = LEDGERS.get()
     if not logs:
         return
     b = x.numel() * x.element_size()
@@ -150,20 +79,20 @@ def note(
 
 def note_ranks(ranks: Iterable[int]) -> None:
     """Records the ranks that run in every open ledger."""
-    for log in _LEDGERS.get():
+    for log in LEDGERS.get():
         log.ranks.update(ranks)
 
 
 def silence() -> Scoped:
     """Inside, no ledger records anything."""
-    return Scoped(_LEDGERS, ())
+    return Scoped(LEDGERS, ())
 
 
 def is_silent() -> bool:
     """True if nothing is recorded: no ledger is open, or within :func:`silence`."""
-    return not _LEDGERS.get()
+    return not LEDGERS.get()
 
 
-def only(log: Ledger) -> Scoped:
+def only(log: Any) -> Scoped:
     """Inside, only ``log`` records."""
-    return Scoped(_LEDGERS, (log,))
+    return Scoped(LEDGERS, (log,))

@@ -15,8 +15,8 @@ from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, told_where
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
-from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
+from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.device_kernels import kernels_of

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from fsfunc.comm.ledgers import Ledger, Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.comm.traffic import Ledger
 from fsfunc.planning.events import Event, Gave, Ran, Took, Turn
 from fsfunc.printing.tables import of_bytes, of_flops
 from fsfunc.runtime.memory import KINDS, OFFLOADED

@@ -14,8 +14,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.ledgers import Ledger, Record, ledger
+from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
 from fsfunc.runtime.memory import OFFLOADED, counting, fresh_buffers

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.interrupts import heard
-from fsfunc.comm.ledgers import Ledger, ledger
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
+from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.unsharding import unshard
 from fsfunc.testing.comparing import Difference, difference, held

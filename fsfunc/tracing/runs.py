@@ -20,8 +20,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, told_where
-from fsfunc.comm.ledgers import Ledger, only, silence
+from fsfunc.comm.ledgers import only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
+from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import Interpretation, inside
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept, other_generators_kept

@@ -17,8 +17,8 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.baton import Aborted
 from fsfunc.comm.comparison import checksums, has_values
-from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Here, Mesh, maybe_here, place_here
+from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, recording
 from fsfunc.runtime.generators import generator_states, other_states
 from fsfunc.sharded.leaf import is_sharded

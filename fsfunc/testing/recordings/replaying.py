@@ -17,8 +17,9 @@ from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import EchoLink
 from fsfunc.comm.backends.link import Done, Handle, Link
-from fsfunc.comm.ledgers import is_silent, ledger
+from fsfunc.comm.ledgers import is_silent
 from fsfunc.comm.mesh import Here, Mesh, place_here
+from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside
 from fsfunc.runtime.generators import (
     generators_kept,
