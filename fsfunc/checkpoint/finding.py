@@ -26,10 +26,12 @@ from fsfunc.checkpoint.stored import (
     stays,
 )
 from fsfunc.comm.attribution import warn
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
 from fsfunc.runtime.scopes import uncollected
 
 
+@api_boundary
 def metadata(path: str | os.PathLike) -> Stored:
     """The leaves and metadata of the checkpoint at ``path``; reads no tensor.
 
@@ -192,6 +194,7 @@ def _complex(leaf: StoredTensor) -> StoredTensor:
     return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, chunks=chunks)
 
 
+@api_boundary
 def latest(
     folder: str | os.PathLike, pattern: str = "*", *, proven: bool = False
 ) -> Path | None:

@@ -27,6 +27,7 @@ from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.sharded.donated import is_held, overlaps
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -42,6 +43,7 @@ _TAKEN = (
 )
 
 
+@api_boundary
 def load(
     path: str | os.PathLike,
     target: Any,

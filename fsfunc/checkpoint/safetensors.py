@@ -46,6 +46,7 @@ from fsfunc.checkpoint.stored import (
     StoredTensor,
     bytes_of,
 )
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.slices import Box
 
 _STRIDE = 8 * BLOCK  # bytes handed to the system at a time
@@ -158,6 +159,7 @@ class _BlockSums:
         return StoredFile(self.length, (*self.sums, *tail))
 
 
+@api_boundary
 def consolidate(
     path: str | os.PathLike, file: str | os.PathLike, *, at: str = ""
 ) -> Path:

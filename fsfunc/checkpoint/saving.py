@@ -40,6 +40,7 @@ from fsfunc.comm.collectives import pmax
 from fsfunc.comm.comparison import Section, checksums, difference
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.spent import refuse_spent
 
 _TITLE = "the ranks save to different paths, or trees that differ"
@@ -134,6 +135,7 @@ def _differing(sums: Mapping[str, int], axis: str, at: Here) -> list[str]:
     return [path for path, unlike in zip(sums, differs, strict=True) if unlike]
 
 
+@api_boundary
 def save(
     path: str | os.PathLike,
     state: Any,
@@ -183,6 +185,7 @@ def save(
     _begin(path, state, metadata, keep).finish()
 
 
+@api_boundary
 def save_async(
     path: str | os.PathLike,
     state: Any,

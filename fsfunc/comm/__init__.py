@@ -14,6 +14,7 @@ typed_maps.py       the linear maps of shard; pcast; checks of arguments
 async_collectives.py collective_pairs.py   start and wait; your own with its transpose
 ledgers.py traffic.py   notes of what is sent; ledgers, which count it
 attribution.py      the unit, the phase and the source line
+tracebacks.py       errors leave the library without its frames
 comparison.py descriptions.py   programs and values compared between ranks; as text
 backends/ watch/    what moves the data; failure reports
 """

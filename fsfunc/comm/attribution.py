@@ -12,12 +12,17 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
+import optree
 import torch
 
 from fsfunc.runtime.scopes import Scoped
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+# With torch's, those of trees, and of functions that torch has generated.
+_TORCHS = (
+    *(str(Path(m.__file__).parent) + os.sep for m in (torch, optree)),
+    *("<frozen ", "<eval_with_key>"),
+)
 # Of fsfunc, those that call what a user gives them.
 _ANYBODYS = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
@@ -43,7 +48,7 @@ class _Owners(dict[str, str]):
     def __missing__(self, path: str) -> str:
         if path.startswith(_OURS):
             owner = "anybody" if path in _ANYBODYS else "fsfunc"
-        elif path.startswith((_TORCH, "<frozen ")) or path in _DECORATORS:
+        elif path.startswith(_TORCHS) or path in _DECORATORS:
             owner = "torch"
         else:
             owner = "thread" if path == threading.__file__ else "user"
@@ -51,7 +56,7 @@ class _Owners(dict[str, str]):
         return owner
 
 
-_OWNERS = _Owners()
+OWNERS = _Owners()
 
 
 class label(Scoped):
@@ -82,14 +87,14 @@ def source_line() -> str:
     """``file:line`` of the innermost caller outside fsfunc and torch."""
     frame: FrameType | None = sys._getframe(1)
     # As `_users` has it; but each collective asks, and a call is a call.
-    while frame is not None and _OWNERS[frame.f_code.co_filename] != "user":
+    while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
     """The innermost frame from this one on that is outside fsfunc and torch."""
-    while frame is not None and _OWNERS[frame.f_code.co_filename] != "user":
+    while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return frame
 
@@ -113,7 +118,7 @@ def traceback_line(error: BaseException) -> str:
     found, trace = "?", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if _OWNERS[name] == "user":
+        if OWNERS[name] == "user":
             found = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
@@ -121,7 +126,7 @@ def traceback_line(error: BaseException) -> str:
 
 def called_by_user(frame: FrameType) -> bool:
     """True if the code of this frame is the user's."""
-    return _OWNERS[frame.f_code.co_filename] == "user"
+    return OWNERS[frame.f_code.co_filename] == "user"
 
 
 def is_own_call() -> bool:
@@ -132,7 +137,7 @@ def is_own_call() -> bool:
         code = frame.f_code
         name = code.co_filename
         if name != here and code.co_name not in _PASSES_ON:
-            if (owner := _OWNERS[name]) != "torch":
+            if (owner := OWNERS[name]) != "torch":
                 return owner == "fsfunc"
         frame = frame.f_back
     return False

@@ -31,6 +31,7 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.inputs import check_function, refuse
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
@@ -83,6 +84,7 @@ class PerRank(list):
         return self[at]
 
 
+@api_boundary
 def make_mesh(
     axes: Mapping[str, int],
     backend: str | None = None,
@@ -160,6 +162,7 @@ def _limit(timeout: Any) -> timedelta | None:
     return found
 
 
+@api_boundary
 def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     """``fn`` run on every rank that this process hosts.
 
@@ -183,6 +186,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     check_mesh(mesh, "spmd")
     check_function(fn, "spmd")
 
+    @api_boundary
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
         on_ranks = _abstract if mesh.backend == "abstract" else _hosted
@@ -252,6 +256,7 @@ def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRan
     return results
 
 
+@api_boundary
 def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
     """This rank's part, along dim 0, of a batch that every rank holds whole.
 

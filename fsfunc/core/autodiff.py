@@ -16,8 +16,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.execution_context import Running, UnitToken, run_as
-from fsfunc.core.frames import Counter, Frame, frame, inside
+from fsfunc.core.frames import Counter, Frame, Transformed, frame, inside
 from fsfunc.core.gradient_checks import (
     check_agreement,
     check_differentiable,
@@ -41,6 +42,7 @@ from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
 
 
+@api_boundary
 def value_and_grad(
     fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -94,7 +96,10 @@ def value_and_grad(
     chosen = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
     batch = batch_arguments(batch_argnums)
 
-    @functools.wraps(fn)
+    options = {"argnums": (argnums, 0), "has_aux": (has_aux, False)}
+    shown = [(k, x) for k, (x, default) in options.items() if x != default]
+
+    @functools.partial(Transformed, fn, "value_and_grad", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value_and_grad")
         if (f := frame()).around is not None:

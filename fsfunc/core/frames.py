@@ -7,14 +7,16 @@ call binds the frame in force, so a recompute in a backward pass needs no contex
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import CodeType, MethodType
 from typing import Any
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
-from fsfunc.comm.mesh import HERE, Here, Mesh, here
+from fsfunc.comm.mesh import HERE, Here, Mesh, axis_names, here
+from fsfunc.comm.tracebacks import api_boundary, leave_out
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
@@ -68,6 +70,15 @@ class Interpretation:
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         """(name, value) of its arguments but the mesh."""
         return ()
+
+    @property
+    def shown(self) -> Iterable[tuple[str, Any]]:
+        """(name, value) of the arguments with which it prints; of an axis, its size."""
+        for name, value in self.configuration:
+            if name == "axis":
+                yield from ((a, self.mesh.axes[a]) for a in axis_names(value))
+            elif value is not None:
+                yield name, value
 
     def learn(self, other: Any) -> None:
         """Copies from ``other``, of its class, what that learned of a recorded step."""
@@ -324,6 +335,73 @@ class inside:
             self.threads.__exit__(None, None, None)
 
 
+class Transformed:
+    """A function with something around it, such as a transform.
+
+    It stands for the function within, as what ``functools.wraps`` makes does. It prints
+    as the stack of what is around, and an error leaves it with a short traceback.
+
+    Args:
+        f: the function within.
+        called: the name of what is around; ``shown()`` returns (name, value) of its
+            arguments.
+        run: the function to call.
+        stands_for: the function whose name, signature and attributes it has; ``f``.
+
+    >>> import fsfunc as ff
+    >>> def loss_fn(params, x): ...
+    >>> ff.accumulate(ff.remat(ff.value_and_grad(loss_fn)), 4)
+    accumulate(remat(value_and_grad(loss_fn)), n=4)
+    """
+
+    __slots__ = ("f", "called", "shown", "run", "__dict__", "__weakref__")
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        called: str,
+        shown: Callable[[], Iterable[tuple[str, Any]]],
+        run: Callable[..., Any],
+        stands_for: Callable[..., Any] | None = None,
+    ):
+        functools.update_wrapper(self, stands_for or f)
+        self.f, self.called, self.shown, self.run = f, called, shown, run
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        try:
+            return self.run(*args, **keywords)
+        except BaseException as error:
+            leave_out(error)
+            raise
+
+    @property
+    def __code__(self) -> CodeType:  # one object where the function is made anew
+        return self.run.__code__
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        arguments = [f"{name}={_value(x)}" for name, x in self.shown()]
+        return f"{self.called}({', '.join([title(self.f), *arguments])})"
+
+    def __reduce__(self) -> str:  # copied and pickled by name, as functions are
+        return self.__qualname__
+
+
+def title(f: Any) -> str:
+    """The name of a function, with the transforms around it and their arguments."""
+    return repr(f) if isinstance(f, Transformed) else getattr(f, "__name__", repr(f))
+
+
+def _value(x: Any) -> str:
+    """An argument as text: names of axes and functions without quotes."""
+    if isinstance(x, tuple) and len(x) == 1:
+        return _value(x[0])
+    return x if isinstance(x, str) else getattr(x, "__name__", repr(x))
+
+
+@api_boundary
 def transformed(
     f: Callable[..., Any],
     handler: Interpretation,
@@ -349,7 +427,9 @@ def transformed(
 
     check_function(f, handler.called or "transformed")
 
-    @functools.wraps(f)
+    called = handler.called or type(handler).__name__.lower()
+
+    @functools.partial(Transformed, f, called, lambda: handler.shown)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("a transformed function")
         outer = frame()
@@ -362,6 +442,5 @@ def transformed(
         return meant.call(f, args, keywords)
 
     # Found from outside, as wrapping a transformed function keeps its attributes.
-    inner = getattr(f, "interpretations", ())
-    run.interpretations = (*inner, handler)  # type: ignore[attr-defined]
+    run.interpretations = (*getattr(f, "interpretations", ()), handler)
     return run

@@ -18,6 +18,7 @@ from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
+from fsfunc.core.units import inside_unit
 from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.leaf import is_sharded
 
@@ -48,17 +49,6 @@ def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if is_sharded(x) and x.layout.flat is not None:
             raise inside_unit(path, repr(x.name), "a unit")
-
-
-def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
-    """The error of `check_gathered`; ``gathers`` names the nested unit."""
-    return LawError(
-        f"a derivative is taken inside unit {'/'.join(path)!r} by {leaf}, which only "
-        f"{gathers} within it gathers: it would be that of the mean over the ranks, "
-        f"where a unit's derivatives are the rank's own. Make {path[0]!r} ff.unit(fn, "
-        "whole=True), which gathers all of its parameters, or take the derivative "
-        "outside"
-    )
 
 
 def collective_axes() -> set[str] | None:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label, warn
+from fsfunc.comm.tracebacks import api_boundary, leave_out
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
@@ -30,6 +32,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import row_major
 
 
+@api_boundary
 def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     """``fn`` as a unit: a function whose calls transforms may reinterpret.
 
@@ -95,7 +98,11 @@ class Unit:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
-        return call.run(params, *inputs, **keywords)
+        try:
+            return call.run(params, *inputs, **keywords)
+        except BaseException as error:
+            leave_out(error)
+            raise
 
     def __repr__(self) -> str:
         return f"unit({self.__name__})"
@@ -342,6 +349,17 @@ _VERSION = operator.attrgetter("_version")
 def _differs(f: Frame) -> bool:
     """True where another rank's data differ, and numbers that are made now count."""
     return any(count > 1 for _, count in f.varies) and not _torch.fake_active()
+
+
+def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
+    """The error of a derivative by a leaf that only a nested unit gathers."""
+    return LawError(
+        f"a derivative is taken inside unit {'/'.join(path)!r} by {leaf}, which only "
+        f"{gathers} within it gathers: it would be that of the mean over the ranks, "
+        f"where a unit's derivatives are the rank's own. Make {path[0]!r} ff.unit(fn, "
+        "whole=True), which gathers all of its parameters, or take the derivative "
+        "outside"
+    )
 
 
 def _tell_unit(error: Exception, name: str) -> None:

@@ -18,6 +18,7 @@ from fsfunc._torch import fake_modes
 from fsfunc.comm.comparison import Section, compare
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.data.dataset import BatchDataset, Order, Share
 from fsfunc.sharded.inputs import check_integer
 
@@ -33,6 +34,7 @@ _TAKEN = {
 }
 
 
+@api_boundary
 def batches(
     dataset: Any,
     mesh: Mesh | None,

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsfunc import _torch
 from fsfunc._torch import products
+from fsfunc.core.frames import Transformed
 from fsfunc.interop.stubs import hook_tables
 
 
@@ -199,6 +200,7 @@ def _held(
     if within and id(x) in names:
         yield names[id(x)]
     elif not isinstance(x, type | types.ModuleType | nn.Module | Tensor):
+        x = x.run if isinstance(x, Transformed) else x
         function = isinstance(x, types.FunctionType)
         for y in _captured(x) if function else _inside(x, within):
             yield from _held(y, names, seen, depth - 1, within=within or function)

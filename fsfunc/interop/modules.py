@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsfunc import _torch
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.interop.layer_plans import LayerPlan, planned
 from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed, own_plan
@@ -20,6 +21,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import nearest
 
 
+@api_boundary
 def from_module(
     module: nn.Module,
     units: Units = (),
@@ -183,6 +185,7 @@ def _split(module: Any, tensors: Any, units: Any, plan: Any, axis: Any) -> Layer
     return planned(module, tensors, units, plan, axis)
 
 
+@api_boundary
 def to_module(
     module: nn.Module,
     params: Mapping[str, Tensor],

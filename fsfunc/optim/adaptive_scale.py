@@ -20,8 +20,9 @@ from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
 from fsfunc.optim.leaves import Tree, check_unfollowed, computing_device
@@ -32,6 +33,7 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
+@api_boundary
 def observe_gradients(
     grad_fn: Callable[..., Any], measure: Callable[[Tensor], Tensor]
 ) -> Callable[..., Any]:
@@ -92,7 +94,7 @@ def observe_means(
     That is before ``grad_fn`` changes it, if it does.
     """
 
-    @functools.wraps(grad_fn)
+    @functools.partial(Transformed, grad_fn, "observe_gradients", tuple)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
         seen, f = _Measure(measure, mean), frame()
         with inside(f.replace(handlers=(*f.handlers, seen))):

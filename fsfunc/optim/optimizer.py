@@ -22,7 +22,8 @@ from fsfunc import tree
 from fsfunc.comm.collective_ops import claim, claiming
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
-from fsfunc.core.frames import frame
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.frames import Transformed, frame
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
@@ -163,7 +164,7 @@ class Optimizer(_Functions):
                 metrics = {"loss": value}
             return state.apply_gradients(grads, optimizer), metrics
 
-        return train_step
+        return Transformed(grad_fn, self.called, tuple, train_step, train_step)
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
         """(value, gradients, the optimizer that applies them), from a train state."""
@@ -194,6 +195,7 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     """
     signature = inspect.signature(make)
 
+    @api_boundary
     @functools.wraps(make)
     def made(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
         given = signature.bind(*args, **keywords)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.descent import is_misread
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, filled_like
@@ -59,6 +60,7 @@ class TorchState(NamedTuple):
     moments: dict[str, Any]
 
 
+@api_boundary
 def from_torch(
     kind: type[torch.optim.Optimizer],
     *,

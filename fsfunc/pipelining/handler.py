@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,10 @@ class Pipelining(Interpretation):
             ("stages", stages),
             ("schedule", listing(self.schedule).replace("\n", " | ")),
         )
+
+    @property
+    def shown(self) -> Iterable[tuple[str, Any]]:
+        return [item for item in super().shown if item[0] != "schedule"]
 
     def learn(self, other: Pipelining) -> None:
         """Takes over the programs: later ones are cut as those were."""

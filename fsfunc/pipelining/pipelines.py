@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsfunc.comm.mesh import Mesh, check_mesh
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
 from fsfunc.optim.optimizer import Optimizer
@@ -28,6 +29,7 @@ Rows = Sequence[Iterable[Action | str] | str]
 _MOST = 10_000  # half a second to make and prove
 
 
+@api_boundary
 def pipeline(
     f: Callable[..., Any],
     mesh: Mesh,

@@ -13,6 +13,7 @@ import torch
 
 from fsfunc import _torch
 from fsfunc._torch import fake_modes
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.tracing.programs import Origins, Program, Spec, Value
 
 Stages = Sequence[int] | Sequence[str] | None
@@ -205,6 +206,7 @@ def _begin(names: list[str], stage: str) -> int:
 Number = int | float
 
 
+@api_boundary
 def balance(costs: Sequence[Number], n: int) -> list[int]:
     """Numbers of consecutive calls for ``n`` stages, the largest stage's cost least.
 

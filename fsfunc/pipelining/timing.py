@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, parse
 from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
@@ -127,6 +128,7 @@ def simulate(
     return events
 
 
+@api_boundary
 def bubble(
     schedule: Schedule | Sequence[str | Sequence[Action | str]],
     costs: Costs | None = None,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.pipelining.actions import (
     RECEIVES,
     SENDS,
@@ -19,6 +20,7 @@ from fsfunc.pipelining.actions import (
 from fsfunc.pipelining.player import Dependencies, Edge, ScheduleRun, made, other_end
 
 
+@api_boundary
 def verify(
     schedule: Schedule | Sequence[str | Sequence[Action | str]],
     *,

@@ -18,6 +18,7 @@ import torch
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.events import Op, Ran, Took
 from fsfunc.planning.hardware import PAIRWISE
 from fsfunc.planning.machines import Hardware, Level
@@ -41,6 +42,7 @@ MOST_BUFFERS = 16
 PASSES = 3  # over everything: what disturbs one pass is not in the median
 
 
+@api_boundary
 def measure_hardware(
     mesh: Mesh | None = None, *, name: str = "this machine", seconds: float = 5.0
 ) -> Hardware:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.cost_model import arithmetic
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
@@ -110,6 +111,7 @@ class Estimate:
         return ", ".join(f"{name} {of_seconds(getattr(of, name))}" for name in names)
 
 
+@api_boundary
 def estimate(
     plan: Plan,
     hardware: Hardware,

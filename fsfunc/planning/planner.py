@@ -16,6 +16,7 @@ from fsfunc.comm.backends.abstract import AbstractLink, told_where
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.optimizer import Optimizer
@@ -42,6 +43,7 @@ _TOLD = (
 )
 
 
+@api_boundary
 def plan(
     step: Callable[..., Any],
     *args: Any,

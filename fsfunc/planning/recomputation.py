@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.tracing.programs import Program, Spec
 
 Number = int | float
@@ -56,6 +57,7 @@ class Points:
         return f"recompute {which}: peak {self.peak:g}, {self.seconds:g} more"
 
 
+@api_boundary
 def recompute_points(
     activations: Sequence[Number] | Program,
     kept: Sequence[Number] | None = None,

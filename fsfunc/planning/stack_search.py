@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.candidates import Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.measured_choices import check_runs, measure_choices
@@ -22,6 +23,7 @@ SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be w
 MANY, FEW = 200, 12  # of more stacks than that, few are planned
 
 
+@api_boundary
 def search(
     loss_fn: Callable[..., Any],
     optimizer: Any,

@@ -13,6 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import told
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.schedules import answers
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
@@ -29,6 +30,7 @@ from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
 
 
+@api_boundary
 def init_state(
     step: Callable[..., Any],
     params_or_init_fn: Any,
@@ -134,6 +136,7 @@ def init_state(
     return _begun(step, params_or_init_fn, first, batch, record, layouts, like)
 
 
+@api_boundary
 def abstract_state(
     step: Callable[..., Any],
     params_or_init_fn: Any,

@@ -14,6 +14,7 @@ from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
@@ -45,6 +46,7 @@ from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
 
 
+@api_boundary
 def place(
     fn: Callable[..., Any],
     t: Any,

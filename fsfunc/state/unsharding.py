@@ -19,6 +19,7 @@ from fsfunc.comm.collective_ops import apply_map, assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import ENTER, GATHER, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
@@ -31,6 +32,7 @@ from fsfunc.sharded.slices import write
 from fsfunc.sharded.spent import refuse_spent
 
 
+@api_boundary
 def unshard(
     t: Any, *, to: torch.device | str | None = None, only: int | None = None
 ) -> Any:

@@ -13,7 +13,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger, ledger
+from fsfunc.core.frames import title
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.unsharding import unshard
 from fsfunc.testing.comparing import Difference, difference, held
@@ -23,12 +25,13 @@ from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
 from fsfunc.testing.observed_runs import KeptValues
 from fsfunc.testing.parting import StepPair
-from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, title, written_into
+from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, written_into
 
 _SHOWN = 8  # ranks, and collectives, of a message
 _KEPT = 1 << 30  # bytes of values, of which the first that differs is sought
 
 
+@api_boundary
 def assert_equals_one_device(
     step: Callable[..., Any],
     transformed: Callable[..., Any],
@@ -100,8 +103,8 @@ def assert_equals_one_device(
     ...     step, by_hand, mesh, w, x)  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
         ...
-    AssertionError: by_hand on Mesh({'data': 2}, 'simulated') is not the step on one
-    device
+    AssertionError: by_hand on Mesh({'data': 2}, 'simulated') is not
+    value_and_grad(<lambda>) on one device
     '0' f32[] differs
       one device  2.5
       rank 0      5.0

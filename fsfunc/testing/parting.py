@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.mesh import Axis, Mesh, axis_names
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.frames import title
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.unsharding import unshard
@@ -19,9 +21,10 @@ from fsfunc.testing.finite_field import is_exact, residues
 from fsfunc.testing.observed_differences import Compared
 from fsfunc.testing.observed_runs import KeptValues, RunLog, observe
 from fsfunc.testing.places import FirstDifference
-from fsfunc.testing.step_runs import Calls, batch_axes, title
+from fsfunc.testing.step_runs import Calls, batch_axes
 
 
+@api_boundary
 def first_difference(
     a: Callable[..., Any],
     b: Callable[..., Any],

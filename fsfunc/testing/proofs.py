@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.frames import title
 from fsfunc.printing.tables import Printed, Table
 from fsfunc.sharded.layout import describe
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.testing.finite_field import PRIME, exact, residues
 from fsfunc.testing.one_device import Comparison
-from fsfunc.testing.step_runs import title
 
 _MOST = 8  # draws, until every comparison of single numbers has had both answers
 
@@ -75,6 +76,7 @@ class Proof(Printed):
         return [*pieces, Table("", ("<equal", "<shape"), rows)]
 
 
+@api_boundary
 def prove(
     step: Callable[..., Any],
     transformed: Callable[..., Any],
@@ -136,7 +138,7 @@ def prove(
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
     >>> w, x = torch.zeros(3, 2), torch.zeros(4, 3)
     >>> ff.prove(step, ff.shard(step, mesh, "data"), mesh, w, x)
-    shard(step) on Mesh({'data': 2}, 'simulated') equals step on one device
+    shard(value_and_grad(step), data=2, zero=3) on Mesh({'data': 2}, 'simulated') ...
     2 leaves, 2 calls, 2 draws; wrong with a chance of about 2e-14
     equal  shape
     0      f64[]

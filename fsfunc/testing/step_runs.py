@@ -92,15 +92,6 @@ def batch_axes(transformed: Any, mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in mesh.axes if a in over)
 
 
-def title(fn: Any) -> str:
-    """The name of a function, with the transforms around it."""
-    name = getattr(fn, "__name__", type(fn).__name__)
-    name = "the step" if name == "<lambda>" else name
-    for h in getattr(fn, "interpretations", ()):
-        name = f"{h.called or type(h).__name__.lower()}({name})"
-    return name
-
-
 def rows_of(batch: Any, mesh: Mesh, axes: tuple[str, ...], rank: int) -> Any:
     """The rows of a rank."""
     size, index = mesh.axis_size(axes), mesh.coordinate(axes, rank)

@@ -15,6 +15,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.abstract import asks_for_a_value
 from fsfunc.comm.collective_ops import ignoring_axes
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
@@ -39,6 +40,7 @@ _TOLD = (
 )
 
 
+@api_boundary
 def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
     """Trace ``loss_fn(*args, **keywords)``: its unit calls in order, as data.
 

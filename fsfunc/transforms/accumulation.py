@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
 from fsfunc.core.losses import added, added_weights, divided
 from fsfunc.core.outcomes import (
@@ -27,6 +28,7 @@ from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 from fsfunc.transforms.sharded_calls import Sharding
 
 
+@api_boundary
 def accumulate(
     f: Callable[..., Any], n: int, *, batch_argnums: Argnums | None = None
 ) -> Callable[..., Any]:

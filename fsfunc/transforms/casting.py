@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.casts import Casts
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.sharded.inputs import check_function
 
 
+@api_boundary
 def precision(
     f: Callable[..., Any],
     compute: torch.dtype,
@@ -79,7 +81,9 @@ def precision(
             )
     casts = Casts(compute, reduce, output, tuple(more.items()), gradients)
 
-    @functools.wraps(f)
+    shown = [(name, x) for name, x in given.items() if x is not None]
+
+    @functools.partial(Transformed, f, "precision", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:
         with inside(frame().replace(casts=casts)):
             return f(*args, **keywords)

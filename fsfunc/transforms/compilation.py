@@ -14,13 +14,15 @@ import torch
 from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.groups import NOT_IN_GRAPHS
-from fsfunc.core.frames import frame, inside
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
 from fsfunc.transforms.rematerialization import keeps_names, share_kept
 from fsfunc.tree.structure import matches
 
 
+@api_boundary
 def jit(
     f: Callable[..., Any],
     *,
@@ -123,7 +125,7 @@ def jit(
     patterns = (only,) if isinstance(only, str) else tuple(only)
     compiler = _Compiler(patterns, {"fullgraph": True, "dynamic": False, **options})
 
-    @functools.wraps(f)
+    @functools.partial(Transformed, f, "jit", options.items)
     def run(*args: Any, **keywords: Any) -> Any:
         around = frame()
         if around.compiler is not None and around.compiler.whole:

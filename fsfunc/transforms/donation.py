@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
-from fsfunc.core.frames import composable, frame, inside
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.frames import Transformed, composable, frame, inside
 from fsfunc.sharded.donated import OVERWRITTEN, Donation, is_held, overlaps
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -42,6 +43,7 @@ _SPOILED = (
 )
 
 
+@api_boundary
 def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step``, which may overwrite the state, its first argument.
 
@@ -79,7 +81,7 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     check_function(step, "donate")
     structure = None  # of the last state: a walk through 150 leaves is 80 us
 
-    @functools.wraps(step)
+    @functools.partial(Transformed, step, "donate", tuple)
     def run(state: Any, *args: Any, **keywords: Any) -> Any:
         outer = frame()
         if outer.tracer is not None and not outer.tracer.complete:

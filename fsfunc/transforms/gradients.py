@@ -25,12 +25,11 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
-from fsfunc.core.gradient_checks import inside_unit
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_reduced
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
-from fsfunc.core.units import Call
+from fsfunc.core.units import Call, inside_unit
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import complete_shards

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
@@ -29,6 +30,7 @@ class Stores(NamedTuple):
     activations: Store | None = None
 
 
+@api_boundary
 def offload(
     f: Callable[..., Any],
     *,

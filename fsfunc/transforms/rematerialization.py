@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Frame, Interpretation, transformed
 from fsfunc.core.units import Call
@@ -19,6 +20,7 @@ from fsfunc.transforms.repeated_calls import RepeatedCall
 from fsfunc.transforms.sharded_calls import Sharding
 
 
+@api_boundary
 def remat(
     f: Callable[..., Any], policy: Policy | MinCut | str | None = None
 ) -> Callable[..., Any]:
@@ -60,6 +62,7 @@ def remat(
     return transformed(f, _Remat(policy))
 
 
+@api_boundary
 def remat_calls(
     f: Callable[..., Any],
     calls: Iterable[int],

@@ -82,6 +82,13 @@ class ShardOptions:
         return tuple((name, getattr(self, name)) for name in names)
 
     @property
+    def shown(self) -> list[tuple[str, Any]]:
+        """(name, value) to print: the axes' sizes, ``zero``, what is no default."""
+        names = [f.name for f in fields(self)[3:] if getattr(self, f.name) != f.default]
+        sizes = [(a, self.mesh.axes[a]) for a in self.axis]
+        return [*sizes, *((name, getattr(self, name)) for name in ("zero", *names))]
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """All axes over which the loss is a mean."""
         return (*self.replicate, *self.axis)

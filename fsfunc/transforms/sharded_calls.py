@@ -65,6 +65,10 @@ class Sharding(Interpretation):
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         return self.cut.configuration
 
+    @property
+    def shown(self) -> list[tuple[str, Any]]:
+        return self.cut.shown
+
     # A call of the transformed function
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:

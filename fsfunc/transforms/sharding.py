@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.tracing.type_check import TypeCheck
 from fsfunc.transforms.messages.wire import Gather, Reduction
@@ -13,6 +14,7 @@ from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.sharded_calls import Sharding
 
 
+@api_boundary
 def shard(
     f: Callable[..., Any],
     mesh: Mesh,

@@ -21,7 +21,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import frame
+from fsfunc.core.frames import Transformed, frame
 from fsfunc.runtime.generators import one_number
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -44,7 +44,7 @@ def whole_step(
         check_takes(handler)
     graphs = _Graphs(f, backend, options)
 
-    @functools.wraps(f)
+    @functools.partial(Transformed, f, "jit", lambda: [("whole_step", True)])
     def run(*args: Any, **keywords: Any) -> Any:
         if (around := frame().around) is not None:
             # Not `run`: what holds itself lives until the garbage is collected.

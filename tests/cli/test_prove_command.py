@@ -44,7 +44,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_prints_what_is_equal(script, capsys):
     assert main(["prove", str(script), "--mesh", "data=2", "--calls", "1"]) == 0
     said = capsys.readouterr().out
-    assert "shard(train_step) on Mesh({'data': 2}, 'simulated') equals" in said
+    assert (
+        "shard(train_step, data=2, zero=3) on Mesh({'data': 2}, 'simulated') equals"
+        in said
+    )
     assert "0/opt_state/mu" in said and "1/loss" in said and "1 call, 2 draws" in said
 
 

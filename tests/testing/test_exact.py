@@ -155,7 +155,8 @@ def test_a_proof_says_what_was_compared():
     assert proof.decided == 2 and proof.one_way == 0 and proof.draws >= 2
     assert 0 < proof.chance < 1e-9
     said = str(proof)
-    assert said.startswith("shard(train_step) on Mesh({'data': 2}, 'simulated') equals")
+    stack = "shard(train_step, data=2, zero=3)"
+    assert said.startswith(f"{stack} on Mesh({{'data': 2}}, 'simulated') equals")
     assert f"{proof.draws} draws; wrong with a chance of about" in said
     assert "0/params/blocks/1/qkv" in said
 
@@ -397,6 +398,7 @@ for shared in (True, False):
 @pytest.mark.processes(slow=False)
 def test_processes_compute_exactly_too(processes):
     printed = processes(PROGRAM, 2).splitlines()
-    equal = "shard(train_step) on Mesh({'data': 2}, 'processes') equals train_step"
+    stack = "shard(train_step, data=2, zero=3)"
+    equal = f"{stack} on Mesh({{'data': 2}}, 'processes') equals train_step"
     assert sum(line.startswith(equal) for line in printed) == 4
     assert sum(line.startswith("told apart: '0/params") for line in printed) == 4

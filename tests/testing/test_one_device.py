@@ -42,7 +42,8 @@ def listed(params, x):
 
 
 MESSAGES = {
-    forgets: r"""forgets on Mesh\({'data': 2}, 'simulated'\) is not loss on one device
+    forgets: r"""forgets on Mesh\({'data': 2}, 'simulated'\) is not """
+    r"""value_and_grad\(loss\) on one device
 '0' f32\[\] differs
   one device  [\d.]+
   rank 0      [\d.]+

@@ -19,14 +19,13 @@ from fsfunc.comm.backends.baton import Aborted
 from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.comm.mesh import Here, Mesh, maybe_here, place_here
 from fsfunc.comm.traffic import ledger
-from fsfunc.core.frames import frame, inside, recording
+from fsfunc.core.frames import frame, inside, recording, title
 from fsfunc.runtime.generators import generator_states, other_states
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.recordings.files import path_of, recorded_calls, write_call
 from fsfunc.testing.recordings.json_values import ODD, as_json
 from fsfunc.testing.recordings.tapes import MessageTape, RecordingLink
 from fsfunc.testing.recordings.tree_writer import TreeWriter
-from fsfunc.testing.step_runs import title
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.comm.mesh import Here, Mesh, place_here
 from fsfunc.comm.traffic import ledger
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import frame, inside, title
 from fsfunc.runtime.generators import (
     generators_kept,
     other_generators_kept,
@@ -31,7 +31,6 @@ from fsfunc.testing.recordings.json_values import from_json
 from fsfunc.testing.recordings.keeping import meshes_of, sums_of, text_of
 from fsfunc.testing.recordings.tapes import SENDS, KeptMessage
 from fsfunc.testing.recordings.tree_reader import TreeReader
-from fsfunc.testing.step_runs import title
 from fsfunc.transforms.offloading import stores_of
 
 

@@ -20,6 +20,7 @@ from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.coded_moments import decoded, encoded, is_coded
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import local, map_flat
@@ -238,6 +239,7 @@ def assign(params: Any, means: Any) -> None:
     torch._foreach_copy_(params, means)
 
 
+@api_boundary
 def consensus(state: LocalState) -> Any:
     """The mean of the copies of a state, as one state of the ranks along an axis.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh, asks
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
 from fsfunc.transforms.local.averaging import (
@@ -28,6 +29,7 @@ from fsfunc.transforms.local.local_updates import LocalUpdates
 Moves = Sequence[Sequence[tuple[int, int]]]
 
 
+@api_boundary
 def gossip(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, graph: Graph, *, every: int = 1
 ) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from fsfunc.comm.comparison import Section, compare, whole_values
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.schedules import answers
@@ -34,6 +35,7 @@ from fsfunc.transforms.local.averaging import (
 )
 
 
+@api_boundary
 def local_sgd(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, *, every: int
 ) -> Callable[..., Any]:

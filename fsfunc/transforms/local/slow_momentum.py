@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
 from fsfunc.optim.schedules import Schedule, check_ranges, rate_at
@@ -30,6 +31,7 @@ class SlowMomentum(NamedTuple):
     origins = "anchor"
 
 
+@api_boundary
 def slowmo(
     step: Callable[..., Any],
     mesh: Mesh,
