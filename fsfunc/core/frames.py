@@ -76,7 +76,8 @@ class Interpretation:
         """(name, value) of the arguments with which it prints; of an axis, its size."""
         for name, value in self.configuration:
             if name == "axis":
-                yield from ((a, self.mesh.axes[a]) for a in axis_names(value))
+                sizes = self.mesh.axes  # type: ignore[attr-defined]
+                yield from ((a, sizes[a]) for a in axis_names(value))
             elif value is not None:
                 yield name, value
 
@@ -354,6 +355,8 @@ class Transformed:
     accumulate(remat(value_and_grad(loss_fn)), n=4)
     """
 
+    __qualname__: str  # and what else `f` has
+    interpretations: tuple[Interpretation, ...]
     __slots__ = ("f", "called", "shown", "run", "__dict__", "__weakref__")
 
     def __init__(

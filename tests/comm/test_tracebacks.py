@@ -344,3 +344,26 @@ def test_a_program_ends_with_few_lines(full, tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) > 20 if full else len(lines) <= 9
     assert done.stderr.count("program.py") == 2
+
+
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="NoColor")
+shell.run_cell("import fsfunc as ff, torch")
+shell.run_cell("mesh = ff.make_mesh({'data': 2}, 'simulated')")
+shell.run_cell("ff.spmd(lambda: ff.psum(torch.ones(2), 'dta'), mesh)()")
+shell.run_cell("trace, n = ff.full_traceback(), 0")
+shell.run_cell("while trace: trace, n = trace.tb_next, n + 1")
+shell.run_cell("print(n > 10)")
+"""
+
+
+def test_a_cell_of_a_notebook_too(tmp_path):
+    pytest.importorskip("IPython")
+    path = tmp_path / "notebook.py"
+    path.write_text(NOTEBOOK)
+    home = str(tmp_path)  # IPython writes there
+    done = python(path, FSFUNC_TRACEBACK="", IPYTHONDIR=home)
+    out = done.stdout.splitlines()
+    assert done.stdout.count("unknown axis") == 1 and out[-1] == "True", done.stdout
+    assert len(out) < 20 and not any(path in done.stdout for path in LIBRARIES)
