@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.autodiff import interpreted
-from fsfunc.core.frames import frame
+from fsfunc.core.frames import Transformed, frame
 from fsfunc.core.outcomes import Argnums, GradientCall, batch_arguments
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import check_function
 
 
+@api_boundary
 def value(
     fn: Callable[..., Any],
     has_aux: bool = False,
@@ -66,7 +68,9 @@ def value(
     check_function(fn, "value")
     batch = batch_arguments(batch_argnums)
 
-    @functools.wraps(fn)
+    shown = [("has_aux", True)] if has_aux else []
+
+    @functools.partial(Transformed, fn, "value", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value")
         if (f := frame()).around is not None:

@@ -70,6 +70,9 @@ PRINTED = {
     "value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)": lambda: ff.value_and_grad(
         loss_fn, (0, 1), has_aux=True
     ),
+    "shard(value(loss_fn), data=4, zero=3)": lambda: ff.shard(
+        ff.value(loss_fn), DATA, "data"
+    ),
     "doubled(train_step, factor=2)": lambda: ff.transformed(train_step, Doubled()),
     "remat(<lambda>)": lambda: ff.remat(lambda params: params),
 }
