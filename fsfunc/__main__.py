@@ -4,8 +4,10 @@ import os
 import sys
 
 from fsfunc.cli import main
+from fsfunc.comm.tracebacks import api_boundary
 
 
+@api_boundary
 def run() -> int:
     """The exit status of this process's command line."""
     try:

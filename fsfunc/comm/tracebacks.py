@@ -62,7 +62,7 @@ def leave_out(error: BaseException) -> None:
         return
     frame: FrameType | None = sys._getframe(1)
     while (frame := frame.f_back) is not None:
-        if _is_ours(frame):
+        if _is_ours(frame) and frame.f_code.co_name != "<module>":  # `python -m` is one
             return
     if os.environ.get("FSFUNC_TRACEBACK") == "full":
         return

@@ -346,6 +346,23 @@ def test_a_program_ends_with_few_lines(full, tmp_path):
     assert done.stderr.count("program.py") == 2
 
 
+SCRIPT = """
+import torch, fsfunc as ff
+def build(mesh):
+    raise ArithmeticError("of a script")
+"""
+
+
+def test_so_does_a_script_of_the_command_line(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    call = "-m", "fsfunc", "plan", path, "--mesh", "data=2"
+    done = python(*call, FSFUNC_TRACEBACK="")
+    lines = done.stderr.splitlines()
+    assert 'raise ArithmeticError("of a script")' in done.stderr
+    assert len(lines) < 12 and "left out" in lines[-1], done.stderr
+
+
 NOTEBOOK = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance(colors="NoColor")
