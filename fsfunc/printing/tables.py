@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from io import StringIO
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from fsfunc.printing.letters import visible, visible_lines
+from fsfunc.printing.markup import picture_markup, table_markup, text_markup
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SMALL = ("", "m", "µ", "n", "p")
@@ -96,6 +99,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNBOUNDED = 100_000  # columns: no line of text is wrapped or cut
+_WIDTH = 120  # of a picture, by default
 
 
 @dataclass(frozen=True)
@@ -140,9 +144,17 @@ class Table:
         if self.rest:
             yield Text(self.rest)
 
+    def markup(self) -> str:
+        """The same as HTML."""
+        shown = self.rows[: self.most]
+        return table_markup(self.title, self.head, shown, self.rest)
+
 
 class Printed:
-    """Something to print: ``print(it)``, or in colours by ``rich.print(it)``."""
+    """Something to print: ``print(it)``, or in colours by ``rich.print(it)``.
+
+    A notebook shows it as HTML where it is the last value of a cell.
+    """
 
     def pieces(self, width: int | None) -> Iterable[Table | Text | str]:
         """Tables, lines of pictures, and what is said, which rich may wrap.
@@ -151,7 +163,7 @@ class Printed:
         """
         raise NotImplementedError
 
-    def text(self, width: int | None = 120) -> str:
+    def text(self, width: int | None = _WIDTH) -> str:
         """All of it as text; pictures are at most ``width`` columns wide."""
         from rich.console import Console
         from rich.text import Text
@@ -175,6 +187,19 @@ class Printed:
 
     def __repr__(self) -> str:  # what a prompt shows is the thing itself
         return self.text()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; nothing is sent, and no tensor is read for it."""
+        blocks = list[str]()
+        all_pieces = cast("Iterable[Any]", self.pieces(_WIDTH))
+        for kind, pieces in groupby(all_pieces, key=type):
+            if kind is Table:
+                blocks += [table.markup() for table in pieces]
+            elif kind is str:  # blank lines around it are the blocks' margins
+                blocks += [text_markup("\n".join(pieces).strip("\n"))]
+            else:
+                blocks += [picture_markup(pieces)]
+        return "\n".join(["<div>", *filter(None, blocks), "</div>"])
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -214,22 +239,3 @@ def painted(cells: Iterable[tuple[str, str]]) -> Text:
     runs = groupby(cells, key=lambda cell: cell[1])
     said = [("".join(letters for letters, _ in run), style) for style, run in runs]
     return Text.assemble(*said, no_wrap=True, overflow="crop")
-
-
-def visible(text: str) -> str:
-    """``text`` with escapes for what a terminal would obey in place of showing it.
-
-    Names in a file may hold such letters: colours, moves of the cursor, other
-    directions of writing, ends of lines.
-
-    >>> print(visible("a\\x1b[2Jb\\nc"))
-    a\\x1b[2Jb\\nc
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def visible_lines(text: str) -> str:
-    """The same of several lines, which stay lines."""
-    return "\n".join(map(visible, text.split("\n")))
