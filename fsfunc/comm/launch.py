@@ -32,7 +32,9 @@ from fsfunc.comm.mesh import (
     remember,
 )
 from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.printing.tables import Report
 from fsfunc.sharded.inputs import check_function, refuse
+from fsfunc.sharded.leaf_tables import ranks_table
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
@@ -61,6 +63,9 @@ class PerRank(list):
 
     On an abstract mesh it has one for each distinct program: ``ranks`` are the ranks
     that ran, each for all ranks with its coordinates along the axes ``asked``.
+
+    IPython and notebooks show states, and other trees with sharded leaves, as a table
+    of the bytes that each rank has.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -82,6 +87,22 @@ class PerRank(list):
         place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
         at = [place(r) for r in self.ranks or (0,)].index(place(rank))
         return self[at]
+
+    def _report(self) -> Report | None:
+        if self.ranks is None and len(self) == 1:  # a process does not say which
+            return ranks_table(self, ["this rank"])
+        return ranks_table(self, [f"rank {r}" for r in self.ranks or range(len(self))])
+
+    def _repr_html_(self) -> str | None:
+        report = self._report()
+        return None if report is None else report._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # IPython's text
+        report = None if cycle else self._report()
+        if report is not None:
+            printer.text(str(report))
+        else:
+            printer.text("[...]") if cycle else printer.pretty([*self])
 
 
 @api_boundary

@@ -13,6 +13,7 @@ from fsfunc.planning.cost_model import arithmetic
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Played, RankTimes, Span, play_through
+from fsfunc.printing.markup import text_markup
 from fsfunc.printing.tables import of_count, of_flops, of_seconds
 
 
@@ -93,6 +94,9 @@ class Estimate:
             parts = f"{self._parts(r)}, idle {of_seconds(r.idle)}"
             rows.append(f"  rank {r.rank}{others}: {parts}")
         return "\n".join([*rows, *(f"  {line}" for line in self.beside())])
+
+    def _repr_html_(self) -> str:  # what a notebook shows
+        return text_markup(str(self))
 
     def beside(self) -> list[str]:
         """The band and what makes it wide, and the rule of thumb, a line each."""

@@ -15,7 +15,7 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.traffic import Ledger
 from fsfunc.planning.events import Event, Gave, Ran, Took, Turn
-from fsfunc.printing.tables import of_bytes, of_flops
+from fsfunc.printing.tables import Report, Table, of_bytes, of_flops
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
@@ -214,6 +214,14 @@ class Plan:
         held = f"{of_flops(self.flops)}, {of_bytes(self.peak_bytes)} at the peak"
         which = f"rank {self.ranks[0].rank}"
         return f"plan of {programs} on {self.mesh}\n{which}: {sent}\nat most: {held}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; ``ff.show.plan`` has all of it."""
+        most = max(self.ranks, key=lambda own: own.peak_bytes)
+        held = [(kind, of_bytes(size)) for kind, size in most.peak.items() if size]
+        peak = Table(f"at the peak of rank {most.rank}", ("<held", ">bytes"), held)
+        parts = (repr(self), *self.ranks[0].ledger.pieces(None))
+        return Report((*parts, *[peak] * bool(held)))._repr_html_()
 
     def __getitem__(self, rank: int) -> RankPlan:
         """The program that ``rank`` runs."""

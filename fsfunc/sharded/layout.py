@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from itertools import product
 
 import torch
@@ -226,6 +227,9 @@ class Layout:
             say(part, self.shape, self.parts[:i]) for i, part in enumerate(self.parts)
         )
         return f"{describe(self.shape, self.dtype, self.name)} {parts or 'whole'}"
+
+    def _repr_html_(self) -> str:  # what a notebook shows
+        return f"<code>{escape(str(self))}</code>"
 
 
 def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int]]:

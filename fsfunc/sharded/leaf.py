@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partialmethod
+from html import escape
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -164,6 +165,9 @@ class Sharded:
         held = tuple(local.shape) if isinstance(local, Tensor) else "?"
         return f"Sharded({self.layout}, local {held})"
 
+    def _repr_html_(self) -> str:  # what a notebook shows
+        return f"<code>{escape(repr(self))}</code>"
+
     def __reduce__(self) -> Any:
         # A part is a view of a buffer: without the clone the whole buffer is written.
         return Sharded, (self.local.clone(), self.layout)
@@ -184,8 +188,7 @@ class Sharded:
         "params) shards it. Beside a leaf, its tree given first, may stand a number"
     )
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__  # leaves are known by identity: == refuses
 
     def _refuse(self, what: str, *_: Any) -> NoReturn:
         if self.layout.splits and self.layout.flat is None:

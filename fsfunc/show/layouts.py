@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
-from fsfunc.sharded.placements import Flat, Owned, Split
+from fsfunc.sharded.leaf_tables import in_words as in_words  # a rank's part is below
+from fsfunc.sharded.placements import Split
 from fsfunc.sharded.slices import cut
 
 MOST_ROWS, MOST_COLUMNS = 24, 12  # of cells: what one can still read
@@ -98,33 +99,6 @@ def _border(
     return text.rstrip()
 
 
-def in_words(layout: Layout, owner: bool = True) -> str:
-    """A layout in words, without the numbers that only its buffer needs.
-
-    Args:
-        owner: whether to say which coordinate owns it, of those that one owns.
-
-    >>> import torch
-    >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
-    >>> print(in_words(Layout((10, 7), torch.float32, (Owned("pipe", 2, 1), flat))))
-    owned over pipe=2 by 1, flat over data=4
-    >>> print(in_words(Layout((10, 7), torch.float32)))
-    whole
-    """
-    said = []
-    for part in layout.parts:
-        over = ",".join(f"{axis}={size}" for axis, size in part.spread)
-        match part:
-            case Flat():
-                said.append(f"flat over {over}" if over else "whole")
-            case Split(dim=dim):
-                said.append(f"split over {over} along dim {dim}")
-            case Owned(coordinate=coordinate):
-                by = f" by {coordinate}" if owner else ""
-                said.append(f"owned over {over}{by}")
-    return ", ".join(said) or "whole"
-
-
 def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
     """The part of a rank, as one would index it.
 
@@ -132,6 +106,7 @@ def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
     ``[2:4, :].flat[5:9]`` such a range of a block.
 
     >>> import torch
+    >>> from fsfunc.sharded.layout import Flat
     >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
     >>> grid = Layout((10, 7), torch.float32, (Split(1, "model", 2), flat))
     >>> part_in_words(grid, {"model": 1, "data": 1})

@@ -15,6 +15,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import Stored
+from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import Mesh, maybe_here
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Report, Table, of_axes, of_bytes, painted
@@ -120,7 +121,7 @@ def sharding(
 
     Args:
         value: a ``Sharded`` leaf or a ``Layout``; or a tree of such and of tensors, as
-            a state is. Equal layers are one row.
+            a state is; of what ``spmd`` returned, one rank's. Equal layers are one row.
         mesh: by default the one that is running, else the axes that leaves name.
         rank: the rank to show; of a tree by default the calling rank, or 0.
 
@@ -160,6 +161,8 @@ def sharding(
     <BLANKLINE>
     rank 1 holds .flat[9:18]: 9 of 25 elements, 36 B, as [9]
     """
+    if isinstance(value, PerRank) and value:  # one tree of each rank: this rank's
+        value = value[rank if rank is not None and rank < len(value) else 0]
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"sharding is over a mesh, and got {type(mesh).__name__}")
     if isinstance(value, Layout | Sharded):

@@ -13,7 +13,9 @@ from fsfunc import tree
 from fsfunc.comm.collective_ops import claim
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.optimizer import Optimizer
+from fsfunc.printing.tables import Report
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf_tables import state_table
 
 
 class Applied(NamedTuple):
@@ -86,6 +88,16 @@ class TrainState:
         if "opt_state" in changes:  # your word that it is of the parameters
             changes["opt_state"] = tree.map(lambda x: x, changes["opt_state"])
         return replace(self, **changes)
+
+    def _report(self) -> Report:
+        return state_table(self, "a train state, as one rank has it")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: this rank's part of each leaf."""
+        return self._report()._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # IPython's text
+        printer.text(str(self._report()))
 
 
 _STATES: WeakValueDictionary[int, TrainState] = WeakValueDictionary()  # all there are

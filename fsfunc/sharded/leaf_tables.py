@@ -1,0 +1,153 @@
+"""A layout in words; the leaves of a state as tables, for notebooks.
+
+Shapes, dtypes and layouts say it all: nothing is sent, and no value is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.tables import Report, Table, of_bytes
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.placements import Flat, Owned, Split, describe
+from fsfunc.sharded.spent import why_spent
+
+_MOST_ROWS, _MOST_RANKS = 200, 8
+
+
+def in_words(layout: Layout, owner: bool = True) -> str:
+    """A layout in words, without the numbers that only its buffer needs.
+
+    Args:
+        owner: whether to say which coordinate owns it, of those that one owns.
+
+    >>> import torch
+    >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
+    >>> print(in_words(Layout((10, 7), torch.float32, (Owned("pipe", 2, 1), flat))))
+    owned over pipe=2 by 1, flat over data=4
+    >>> print(in_words(Layout((10, 7), torch.float32)))
+    whole
+    """
+    said = []
+    for part in layout.parts:
+        over = ",".join(f"{axis}={size}" for axis, size in part.spread)
+        match part:
+            case Flat():
+                said.append(f"flat over {over}" if over else "whole")
+            case Split(dim=dim):
+                said.append(f"split over {over} along dim {dim}")
+            case Owned(coordinate=coordinate):
+                by = f" by {coordinate}" if owner else ""
+                said.append(f"owned over {over}{by}")
+    return ", ".join(said) or "whole"
+
+
+class LeafRow(NamedTuple):
+    """What a rank has of a leaf, in words; ``bytes`` None of what is no tensor."""
+
+    whole: str
+    layout: str
+    held: str
+    bytes: int | None
+
+
+def part_of(leaf: Any) -> LeafRow:
+    """What this rank has of a leaf.
+
+    >>> import torch
+    >>> part_of(torch.ones(3))
+    LeafRow(whole='f32[3]', layout='whole', held='all', bytes=12)
+    """
+    if isinstance(leaf, Sharded):
+        whole, layout = leaf.layout, in_words(leaf.layout)
+        said = describe(whole.shape, whole.dtype), layout
+        source = leaf._part if leaf._range is None else leaf._range[0]
+        if leaf.spent or not isinstance(source, Tensor):
+            given_away = leaf.spent and not leaf.is_kept
+            return LeafRow(*said, "given away" if given_away else "not yet", None)
+        n = math.prod(shape := leaf.part_shape)
+        held = "all" if n == whole.numel else f"[{', '.join(map(str, shape))}]"
+        return LeafRow(*said, held, n * source.dtype.itemsize)
+    if isinstance(leaf, Tensor):
+        if why_spent(leaf):
+            return LeafRow("", "", "given away", None)
+        size = leaf.numel() * leaf.element_size()
+        return LeafRow(describe(leaf.shape, leaf.dtype), "whole", "all", size)
+    plain = isinstance(leaf, bool | int | float | str)
+    return LeafRow(type(leaf).__name__, "", short(leaf) if plain else "", None)
+
+
+def state_table(value: Any, subject: str) -> Report:
+    """A row for each leaf of a tree, or for those that differ in a number alone.
+
+    >>> import torch
+    >>> print(state_table([torch.ones(2), torch.ones(2)], "two weights"))
+    two weights
+    path    whole   layout  part  bytes each
+    0-1 ×2  f32[2]  whole   all          8 B
+    <BLANKLINE>
+    16 B in 2 leaves
+    """
+    paths, parts = _parts(value)
+    rows = [
+        (counted(names), *one[:3], "" if one.bytes is None else of_bytes(one.bytes))
+        for names, (one, *_) in alike(zip(paths, parts, parts, strict=True))
+    ]
+    head = ("<path", "<whole", "<layout", "<part", ">bytes each")
+    held = of_bytes(sum(part.bytes or 0 for part in parts))
+    table = Table("", head, rows, most=_MOST_ROWS)
+    return Report((subject, table, "", f"{held} in {len(parts)} leaves"))
+
+
+def ranks_table(values: Sequence[Any], ranks: Sequence[str]) -> Report | None:
+    """The bytes that each rank has of each leaf.
+
+    None where no leaf is sharded, or the ranks' leaves are not the same.
+
+    Args:
+        values: a tree of each rank.
+        ranks: their names.
+    """
+    if not values or not any(map(is_sharded, _leaves(values[0])[1])):
+        return None
+    shown = ranks[:_MOST_RANKS]
+    (paths, first), *others = [_parts(value) for value in values[: len(shown)]]
+    if any(there != paths for there, _ in others):
+        return None
+    by_rank = [first, *(parts for _, parts in others)]
+    leaves = list(zip(*by_rank, strict=True))
+    cells = [(p[0].whole, p[0].layout, *map(_size, p)) for p in leaves]
+    groups = alike(zip(paths, cells, cells, strict=True))
+    rows = [(counted(names), *row) for names, (row, *_) in groups]
+    sums = (of_bytes(sum(p.bytes or 0 for p in parts)) for parts in by_rank)
+    total = ("all leaves", "", "", *sums)
+    hidden, rest = max(len(rows) - _MOST_ROWS, 0), len(ranks) - len(shown)
+    rows = [*rows[:_MOST_ROWS], total]
+    head = ("<path", "<whole", "<layout", *(f">{rank}" for rank in shown))
+    table = Table("", head, rows, most=len(rows), hidden=hidden)
+    more = (f"and {rest} ranks more",) if rest else ()
+    return Report(("each rank's part of a leaf", table, *more))
+
+
+def _leaves(value: Any) -> tuple[list[str], list[Any]]:
+    """Paths and leaves; a tensor that was given away refuses to be flattened."""
+    return tree.flatten_with_paths(
+        value, is_leaf=lambda x: is_sharded(x) or isinstance(x, Tensor)
+    )[:2]
+
+
+def _parts(value: Any) -> tuple[list[str], list[LeafRow]]:
+    paths, leaves = _leaves(value)
+    return paths, [part_of(leaf) for leaf in leaves]
+
+
+def _size(row: LeafRow) -> str:
+    return row.held if row.bytes is None else of_bytes(row.bytes)
