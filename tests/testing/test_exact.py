@@ -158,7 +158,7 @@ def test_a_proof_says_what_was_compared():
     stack = "shard(train_step, data=2, zero=3)"
     assert said.startswith(f"{stack} on Mesh({{'data': 2}}, 'simulated') equals")
     assert f"{proof.draws} draws; wrong with a chance of about" in said
-    assert "0/params/blocks/1/qkv" in said
+    assert "0/params/blocks/0-1/qkv ×2" in said
 
 
 def test_a_fault_behind_a_comparison_is_seen_from_both_sides():
