@@ -49,6 +49,12 @@ class Record:
     where: str = ""
     what: str = ""
 
+    @property
+    def owner(self) -> str:
+        """The unit whose buffer it moves: a prefetch is issued as another unit runs."""
+        unit, leaves, _ = self.what.partition("(")
+        return unit if leaves else self.unit
+
 
 def note(
     op: str,

@@ -81,7 +81,8 @@ class Took(NamedTuple):
     """Memory was taken: a storage of ``bytes``, by ``op`` of a unit and phase.
 
     ``key`` tells it from all other storages of the rank. What the step was given has
-    ``op`` ``""`` and comes before everything else.
+    ``op`` ``""`` and comes before everything else. ``owner``: the unit whose buffer it
+    is, where that is known: a prefetch is taken while another unit runs.
     """
 
     key: int
@@ -89,6 +90,7 @@ class Took(NamedTuple):
     op: str
     unit: str
     phase: str
+    owner: str = ""
 
 
 class Gave(NamedTuple):

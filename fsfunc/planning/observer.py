@@ -64,6 +64,14 @@ class Book:
             self.kinds[number] = OFFLOADED
         self.sizes.append(size)
 
+    def is_of(self, number: int, owner: str) -> None:
+        """Says whose buffer a storage is, most often the last that was taken."""
+        for at in reversed(range(len(self.events))):
+            event = self.events[at]
+            if isinstance(event, Took) and event.key == number:
+                self.events[at] = event._replace(owner=owner)
+                return
+
     def _gone(self, number: int) -> None:
         if self.open:
             self.events.append(Gave(number))
@@ -321,8 +329,10 @@ class Observer(Tracer, OperatorMode):
         """True of a stand-in, and of what was computed from one."""
         return _torch.storage_key(x) in self._stand_ins.facts
 
-    def count_as(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Says what the memory of ``tensors`` is for."""
+    def count_as(
+        self, kind: str, tensors: Iterable[Tensor | None], buffer: str = ""
+    ) -> None:
+        """Says what the memory of ``tensors`` is for, and whose buffer it is."""
         for x in tensors:
             if x is not None and kind == NO_MEMORY:
                 self._stand_ins[x] = None
@@ -330,6 +340,8 @@ class Observer(Tracer, OperatorMode):
                 number = self.book.held.get(x)
                 if number is not None and self.book.kinds.get(number) != OFFLOADED:
                     self.book.kinds[number] = kind
+                    if buffer:
+                        self.book.is_of(number, buffer.partition(":")[0])
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

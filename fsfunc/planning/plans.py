@@ -42,7 +42,10 @@ class PlannedLeaf(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """Memory that is held at some moment, and who took it."""
+    """Memory that is held at some moment, and who took it.
+
+    ``unit``: whose it is, where that is known, else the one that ran then.
+    """
 
     bytes: int
     kind: str
@@ -186,7 +189,7 @@ class RankPlan:
         for event in self.events[: at + 1]:
             if isinstance(event, Took):
                 kind = self.kinds.get(event.key, "activations")
-                who = event.op, event.unit, event.phase
+                who = event.op, event.owner or event.unit, event.phase
                 held[event.key] = Alive(event.bytes, kind, *who)
             elif isinstance(event, Gave):
                 held.pop(event.key, None)

@@ -238,7 +238,7 @@ class _PlanRun(Player):
                 length = cost_model.collective_seconds(r, ranks, self.hardware)
                 self.lengths[key] = length
             length = self.lengths[key]
-            shown = (", ".join(r.axis), r.op, r.unit, r.phase)
+            shown = (", ".join(r.axis), r.op, r.owner, r.phase)
         party, size = Party(run.plan.rank, event.part), 0 if r is None else r.bytes
         span = Span(run.plan.rank, *shown, 0.0, 0.0, run.turn, float(size))
         transfer = stream.come(party, what, run.clock, length, span)

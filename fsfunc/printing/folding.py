@@ -93,6 +93,7 @@ def _ranged(first: _Line, last: _Line) -> str:
 
 Row = TypeVar("Row")
 _MOST = 3  # ranges of one number; more are said as *
+_STEPS = re.compile(r"([/.])")  # of a path in a tree, and of a module's name
 
 
 def alike(
@@ -112,7 +113,7 @@ def alike(
     """
     found: dict[Hashable, tuple[list[str], list[Row]]] = {}
     for name, key, row in rows:
-        pattern = tuple("*" if c.isdecimal() else c for c in name.split("/"))
+        pattern = tuple("*" if c.isdecimal() else c for c in _STEPS.split(name))
         names, group = found.setdefault((pattern, key), ([], []))
         names.append(name)
         group.append(row)
@@ -124,12 +125,12 @@ def together(names: Sequence[str]) -> str:
 
     >>> together(["blocks/0/up"]), together([f"blocks/{i}/up" for i in (0, 1, 2, 7)])
     ('blocks/0/up', 'blocks/0-2,7/up')
+    >>> together([f"params/model.layers.{i}.up" for i in (0, 1, 2, 10)])
+    'params/model.layers.0-2,10.up'
     >>> together(["a/0/b/1", "a/1/b/0"])
     'a/*/b/*'
     """
-    columns = list(
-        zip(*(name.split("/") for name in dict.fromkeys(names)), strict=True)
-    )
+    columns = list(zip(*map(_STEPS.split, dict.fromkeys(names)), strict=True))
     said, count = [], 1
     for column in columns:
         numbers = sorted({int(c) for c in column}) if column[0].isdecimal() else []
@@ -138,7 +139,7 @@ def together(names: Sequence[str]) -> str:
     if count != len(set(names)):  # not all pairs of their numbers are there
         varies = [len(set(column)) > 1 for column in columns]
         said = ["*" if v else s for s, v in zip(said, varies, strict=True)]
-    return "/".join(said)
+    return "".join(said)
 
 
 def counted(names: Sequence[str], nothing: str = "") -> str:

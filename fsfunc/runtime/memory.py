@@ -25,10 +25,14 @@ NO_MEMORY = "no memory"  # of placeholders, and of what is computed from them
 _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
 
-def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
-    """Tells the counter in force, if any, the kind of the memory of ``tensors``."""
+def count_as(kind: str, tensors: Iterable[Tensor | None], buffer: str = "") -> None:
+    """Tells the counter in force, if any, the kind of the memory of ``tensors``.
+
+    Args:
+        buffer: whose it is, where another unit may run by then, as in a prefetch.
+    """
     if (counter := _COUNTER.get()) is not None:
-        counter.count_as(kind, tensors)
+        counter.count_as(kind, tensors, buffer)
 
 
 def has_no_memory(x: Tensor) -> bool:
@@ -37,7 +41,7 @@ def has_no_memory(x: Tensor) -> bool:
 
 
 def counting(counter: Any) -> Scoped:
-    """Inside, ``counter.count_as(kind, tensors)`` is told the kinds of memory."""
+    """Inside, ``counter.count_as(kind, tensors, buffer)`` is told the kinds of memory."""
     return Scoped(_COUNTER, counter)
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.folding import alike, together
+from fsfunc.printing.folding import alike, counted, together
 from fsfunc.printing.tables import Table, of_bytes, of_share
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.figures import COMPUTE
@@ -61,7 +61,7 @@ def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
             sizes[kind, unit] += n
     keyed = [(unit, kind, (kind, size)) for (kind, unit), size in sizes.items() if size]
     found = [
-        (rows[0][0], together(names), sum(size for _, size in rows))
+        (rows[0][0], counted(names), sum(size for _, size in rows))
         for names, rows in alike(keyed)
     ]
     return sorted(found, key=lambda row: -row[2])
@@ -190,11 +190,13 @@ def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
         if sum(what) > sum(peak[1]):
             peak = (at, what)
 
+    begins = True  # what a step closes over is noted later, when it is read
     for number, event in enumerate(own.events):
+        begins = begins and isinstance(event, Took) and not event.op
         if row is not None and row[0] == number:
             held = row[1]
             put(ran, held)
-            given = held if isinstance(event, Took) and not event.op else given
+            given = held if begins else given
             row = next(rows, None)
         if isinstance(event, Ran):
             before, ran = ran, ran + 1

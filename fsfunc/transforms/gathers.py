@@ -229,7 +229,7 @@ class Gathers:
         near = self.near.get(id(shard)) if self.near else None
         if near is not None and near.shows == (shard.version, dtype):
             full = self.pool.get(near.count, near.like.dtype, near.like)
-            count_as("gathered", [full])
+            count_as("gathered", [full], shard.buffer)
             return full, near.first.again(full)
         where: Any = self.groups[shard.split_axes].where
         how, full, source = self.how, shard.whole, None
@@ -244,7 +244,7 @@ class Gathers:
             kind = dtype if source is None else like.dtype
             like = space_of(like).on_device(like) if self.offloads else like
             full = self.pool.get(count, kind, like)
-            count_as("gathered", [full])
+            count_as("gathered", [full], shard.buffer)
         out = full
         if full is shard.whole:
             if _torch.storage_key(full) == _torch.storage_key(shard.flat):
@@ -272,7 +272,7 @@ class Gathers:
             return flat if flat.dtype == dtype else flat.to(dtype)
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
-            count_as("gathered", [full])
+            count_as("gathered", [full], shard.buffer)
         elif where is not None:
             full = full.tensor_split(where.size)[where.index]
         # It is written next by an update, which waits, or after `close`.
@@ -285,7 +285,7 @@ class Gathers:
         flat, full = shard.flat.detach(), shard.whole
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, space_of(flat).on_device(flat))
-            count_as("gathered", [full])
+            count_as("gathered", [full], shard.buffer)
         return full, _Coming(full, host_copies.send_ahead(full, flat))
 
     def _comes_beside(self, shard: FlatShard) -> bool:
@@ -314,7 +314,7 @@ class Gathers:
             count = shard.place.chunk
             full = how.decode(full, dtype, count)
             check_decoded(how, full, count * shard.place.size, dtype)
-            count_as("gathered", [full])
+            count_as("gathered", [full], shard.buffer)
         if self.zero in (1, 2):  # kept with the state, until that changes
             shard.keep(full)
         return full

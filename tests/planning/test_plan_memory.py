@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.planning.events import Ran
+from fsfunc.planning.events import Ran, Took
 from fsfunc.runtime.memory import KINDS
 from tests.checks import trained
 from tests.covering import examples
@@ -301,3 +301,40 @@ def test_what_a_step_closes_over_counts_from_its_first_use(read):
 
 
 SCALE = torch.ones(64, 8)
+
+
+def test_what_is_gathered_ahead_is_its_own_units():
+    """A prefetch is taken, and sent, while another unit runs."""
+    sizes = {"first": 4, "second": 12, "third": 20}
+
+    def unit(name):
+        def body(w, x):
+            return x + w.sum()
+
+        body.__name__ = body.__qualname__ = name
+        return ff.unit(body)
+
+    units = {name: unit(name) for name in sizes}
+
+    def loss(params, x):
+        for name, body in units.items():
+            x = body(params[name], x)
+        return x.sum()
+
+    mesh = ff.make_mesh({"node": 2, "data": 2}, "abstract")
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.shard(train_step(loss, optimizer), mesh, ("node", "data"), zero=3)
+    init = lambda: {name: torch.zeros(n) for name, n in sizes.items()}  # noqa: E731
+    plan = ff.plan(step, init, optimizer, torch.zeros(2), mesh=mesh)
+    own = plan.ranks[0]
+    took = [e for e in own.events if isinstance(e, Took)]
+    gathered = [e for e in took if own.kinds.get(e.key) == "gathered"]
+    assert {e.owner: e.bytes for e in gathered} == {k: 4 * n for k, n in sizes.items()}
+    assert any(e.unit != e.owner for e in gathered)  # else none was ahead
+    sent = [r for r in own.records if r.op == "all_gather"]
+    assert {r.owner: r.bytes for r in sent} == {k: 3 * n for k, n in sizes.items()}
+    shown = ff.estimate(plan, ff.hardware.H100).spans
+    named = {(s.unit, s.bytes) for s in shown if s.name == "all_gather"}
+    assert named == {(k, 3 * n) for k, n in sizes.items()}
+    at = max(i for i, e in enumerate(own.events) if e in gathered)
+    assert {a.unit for a in own.alive(at) if a.kind == "gathered"} <= set(sizes)

@@ -124,3 +124,17 @@ def test_a_chart_over_time():
     assert "0 s" in shown.text(60) and "147 µs" in shown.text(60)
     with pytest.raises(ValueError, match="of another plan, without rank 2"):
         memory(stages(), 3, estimate=estimate(plan, A100_40))
+
+
+def test_equal_layers_are_one_row_and_what_comes_later_was_not_there_at_first():
+    layers = [f"model.layers.{i}" for i in (0, 1, 10)]
+    took = [Took(0, 8, "", "", "")]
+    took += [Took(i, 4, "aten.mm", unit, "x") for i, unit in enumerate(layers, 1)]
+    took += [Took(9, 30, "aten.empty", "model.norm", "x", "lm_head")]
+    plan = lone([*took, Took(10, 1, "", "", "")], {9: "gathered", 10: "buffers"})
+    held = held_by_unit(plan.ranks[0])
+    assert ("activations", "model.layers.0-1,10 ×3", 12) in held
+    assert ("gathered", "lm_head", 30) in held
+    shown = memory(plan)
+    assert sum(shown.curve.given) == 8
+    assert "gathered of lm_head: 30 B" in [words for _, words in shown.said()]

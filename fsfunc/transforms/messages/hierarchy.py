@@ -195,7 +195,7 @@ class _Kept(KeptGather):
         if self.first is not None:
             self.near = self.first.wait()
             self.first = None
-            count_as("gathered", [self.near])
+            count_as("gathered", [self.near], self.what.partition("(")[0])
         level, *rest = self.levels[1:]
         target, finish = _target(self.where, self.levels, out)
         straight = None if rest else target
