@@ -34,7 +34,8 @@ class Estimate:
         share_of_peak: the time that those FLOPs take at the peak of their dtypes, of
             the whole: HFU, hardware FLOPs utilisation.
         tokens_per_second: of all ranks together, where ``tokens`` was given.
-        spans: what every stream does when.
+        spans: what every stream does when; ``waits``: when ranks compute nothing, and
+            the transfer that they wait for; the phase is "exposed" or "bubble".
         mfu: model FLOPs utilisation: the same of the FLOPs that the model asks for,
             without what remat or the attention's backward computes again (Chowdhery et
             al. 2022, appendix B).
@@ -60,6 +61,7 @@ class Estimate:
     devices: int = 1
     band: tuple[tuple[str, float], ...] = ()
     rule_of_thumb: float | None = None
+    waits: list[Span] = field(default_factory=list)
 
     @property
     def width(self) -> float:
@@ -212,6 +214,7 @@ def estimate(
         devices=plan.mesh.size,
         band=_band(plan, hardware, attention, busiest, played),
         rule_of_thumb=_rule_of_thumb(plan, hardware, tokens, active),
+        waits=played.waits,
     )
 
 

@@ -21,6 +21,7 @@ from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.transfers import Party, Rendezvous, Stream
 
 COMPUTE = "compute"
+EXPOSED, BUBBLE = "exposed", "bubble"  # phases of spans in which a rank waits
 
 
 class Span(NamedTuple):
@@ -69,25 +70,28 @@ class RankTimes:
 class Played(NamedTuple):
     """A plan played through: seconds until all is over, and where they went.
 
-    ``costs``: seconds of each distinct operator.
+    ``costs``: seconds of each distinct operator; ``waits``: spans in which a rank
+    computes nothing, with the name and the unit of the transfer that it waits for.
     """
 
     seconds: float
     ranks: list[RankTimes]
     spans: list[Span]
     costs: dict[Op, float]
+    waits: list[Span]
 
 
 class _RankRun:
     """One planned rank on its way through its events."""
 
     def __init__(self, plan: RankPlan):
-        self.plan, self.at = plan, 0
+        self.plan, self.rank, self.at = plan, plan.rank, 0
         self.clock = self.compute = self.exposed = self.bubble = 0.0
         self.host = 0.0  # when the host has launched the last operator
         self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
         self.over: set[int] = set()
         self.spans: list[Span] = []
+        self.waits: list[Span] = []
         self.turn = ""
         self._what, self._start, self._end = ("", "", ""), 0.0, 0.0
 
@@ -132,6 +136,13 @@ class _RankRun:
         bubble = max(late - begun, 0.0)
         self.bubble += bubble
         self.exposed += self.clock - begun - bubble
+        for_it = next(s for p, s in transfer.arrived.items() if p.rank == self.rank)
+        for phase, start, end in (
+            (BUBBLE, begun, begun + bubble), (EXPOSED, begun + bubble, self.clock),
+        ):  # fmt: skip
+            if end > start:
+                span = for_it._replace(stream=COMPUTE, phase=phase)
+                self.waits.append(span._replace(start=start, end=end, turn=self.turn))
 
 
 def play_through(
@@ -182,16 +193,17 @@ class _PlanRun(Player):
         if stuck:
             raise Deadlock("no rank can go on: " + "; ".join(map(_state, stuck)))
         whole = max((r.clock for r in self.ranks), default=0.0)
-        times, spans = [], []
+        times, spans, waits = [], [], []
         for r in self.ranks:
             r.rest()
             sums = (r.compute, r.exposed, r.bubble, whole - r.clock)
             times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
             spans += r.spans
+            waits += r.waits
         for t in [t for stream in self.streams.values() for t in stream.transfers]:
             between = {"start": t.start, "end": t.end or 0.0}
             spans += [span._replace(**between) for span in t.arrived.values()]
-        return Played(whole, times, spans, self.costs)
+        return Played(whole, times, spans, self.costs, waits)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
         """Plays a rank's events; it waits for transfers alone."""

@@ -41,7 +41,7 @@ def has_no_memory(x: Tensor) -> bool:
 
 
 def counting(counter: Any) -> Scoped:
-    """Inside, ``counter.count_as(kind, tensors, buffer)`` is told the kinds of memory."""
+    """Inside, ``count_as`` of a counter is told the kinds of memory."""
     return Scoped(_COUNTER, counter)
 
 

@@ -2,11 +2,14 @@
 
 shardings.py        tables of states, of checkpoints
 plans.py estimates.py layouts.py   tables
+charts.py           the model of charts: bars in rows, ticks, one set of colours
 lanes.py            charts over time: rows of spans; as text
 timelines.py stream_charts.py   schedules, and estimates, as lanes
 memory_curves.py memory_plot.py   memory over a step, and its peak; its chart
-figures.py          pictures by matplotlib, in one set of colours
+figures.py          charts by matplotlib
+chart_svg.py        charts as SVG
 traces.py           JSON for trace viewers
+chart_markup.py     charts as HTML
 pages.py            all of a plan as one HTML file
 """
 

@@ -6,26 +6,31 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import painted
-from fsfunc.show.figures import (
+from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.tables import of_bytes, of_seconds, painted
+from fsfunc.show.chart_svg import lanes_svg
+from fsfunc.show.charts import (
     COMPUTE,
+    COMPUTING,
     GAPS,
     LOOKS,
     OUTSIDE,
     SENDING,
+    STALL,
     Bar,
-    Drawn,
     Look,
     Row,
-    lane_figure,
+    by_sign,
     legend,
     look_of,
 )
+from fsfunc.show.figures import Drawn, lane_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,9 +52,13 @@ class Lane:
     alike: int = 1
 
     @property
+    def ranks(self) -> str:
+        """``rank 0 ×8``: itself, and how many do the same."""
+        return f"rank {self.rank}" + (f" ×{self.alike}" if self.alike > 1 else "")
+
+    @property
     def name(self) -> str:
-        alike = f" ×{self.alike}" if self.alike > 1 else ""
-        return f"rank {self.rank}{alike} {self.stream}"
+        return f"{self.ranks} {self.stream}"
 
     @property
     def work(self) -> list[Span]:
@@ -123,21 +132,132 @@ class LaneChart(Drawn):
             yield from map(painted, legend(looks, width))
 
     def row(self, lane: Lane) -> Row:
-        """A lane as the picture has it."""
-        bars = [Bar(s.start, s.end, look_of(s).color, named(s)) for s in lane.spans]
-        return Row(lane.name, bars)
+        """A lane as all pictures have it."""
+        bars = [bar_of(span) for span in lane.spans]
+        return Row(lane.name, bars, short=lane.stream)
 
-    def picture(self, title: str, marks: dict[str, str], **how: Any) -> Figure:
-        """The picture, whose legend has the looks and ``marks``."""
-        marks = {look.title: look.color for look in self.looks()} | marks
-        rows = [self.row(lane) for lane in self.lanes]
-        return lane_figure(title, rows, self.start, self.end, marks, **how)
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows from above: of each lane that computes, what its actions are too."""
+        ranks = dict.fromkeys(lane.rank for lane in self.lanes)
+        return [row for rank in ranks for row in self.rows_of(rank)]
+
+    def rows_of(self, rank: int) -> list[Row]:
+        """The rows of a rank."""
+        lanes = [lane for lane in self.lanes if lane.rank == rank]
+        return [row for lane in lanes for row in (*actions(lane), self.row(lane))]
+
+    def say_time(self, time: float) -> str:
+        """A time of the axis in words."""
+        return of_seconds(time)
+
+    @property
+    def caption(self) -> str:
+        """The title of its pictures."""
+        raise NotImplementedError
+
+    def marks(self) -> dict[str, str]:
+        """The legend of its pictures: titles and colours."""
+        return {look.title: look.color for look in self.looks()}
+
+    def figure(self) -> Figure:
+        what = self.caption, self.rows, self.start, self.end, self.marks()
+        return lane_figure(*what, self.say_time)
+
+    def svg(self) -> str:
+        what = self.caption, self.rows, self.start, self.end, self.marks()
+        return lanes_svg(*what, self.say_time)
 
 
 def named(span: Span) -> str:
     """The name of a span: its collective, its unit, its microbatch."""
     name = span.name if span.stream == COMPUTE else f"{span.name} {span.unit}".rstrip()
     return f"{name} {span.turn}".rstrip()
+
+
+def bar_of(span: Span) -> Bar:
+    """The bar of a span, as its row has it."""
+    look = look_of(span)
+    times = _times(span.start, span.end)
+    if look.title in GAPS:
+        awaited = ": ".join(
+            filter(None, (look.title, f"{span.name} {span.unit}".strip()))
+        )
+        return Bar(span.start, span.end, look, (), f"{awaited}: {times}")
+    name = named(span)
+    said = ", ".join(filter(None, (name, span.phase)))
+    sent = f", {of_bytes(span.bytes)}" if span.bytes else ""
+    words = f"{said}: {times}{sent}"
+    return Bar(span.start, span.end, look, _labels(span, name), words)
+
+
+def _labels(span: Span, name: str) -> tuple[str, ...]:
+    """What may be written into a span's bar, the longest first.
+
+    Its whole name; without its microbatch; its unit, whole and the last of its path;
+    its microbatch.
+    """
+    tail = ".".join(span.unit.split(".")[-2:])
+    shorter = name.removesuffix(span.turn).rstrip(), span.unit, tail, span.turn
+    labels = dict.fromkeys(filter(None, (name, *shorter)))
+    return tuple(sorted(labels, key=len, reverse=True))
+
+
+def _times(start: float, end: float) -> str:
+    return f"{of_seconds(start)} to {of_seconds(end)}, {of_seconds(end - start)}"
+
+
+_LEAST = 3  # spans that are worth a row of their own
+
+
+def actions(lane: Lane) -> list[Row]:
+    """A row of what a rank is at: microbatches (``F3``), or phases with their layers.
+
+    None where that would say no more than the lane itself.
+    """
+    groups: list[tuple[tuple[str, str], list[Span]]] = []
+    apart = True  # since the last span
+    for span in lane.spans if lane.stream == COMPUTE else ():
+        if span.phase in GAPS:
+            apart = apart or span.phase != STALL.title
+            continue
+        scheduled = span.turn[:1] in _ACTIONS
+        key = (span.turn, "" if scheduled else _coarse(span.phase))
+        if not groups or groups[-1][0] != key or apart and not scheduled:
+            groups.append((key, []))
+        groups[-1][1].append(span)
+        apart = False
+    if max((len(group) for _, group in groups), default=0) < _LEAST:
+        return []
+    bars = [_action(*key, group) for key, group in groups]
+    turns = any(turn for (turn, _), _ in groups)
+    return [Row(lane.ranks, bars, short="action" if turns else "phase")]
+
+
+# What goes on in turns is one: a layer is computed again, and then differentiated.
+_BACKWARD = {"recompute", "backward", "input gradient", "weight gradient"}
+
+
+def _coarse(phase: str) -> str:
+    return "backward" if phase in _BACKWARD else phase
+
+
+_ACTIONS = {look.sign for look in COMPUTING.values()}
+
+
+def _action(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
+    look = COMPUTING.get(phase) or (
+        by_sign(turn[0]) if turn[:1] in _ACTIONS else look_of(spans[0])
+    )
+    units = [(unit, 0, unit) for unit in dict.fromkeys(s.unit for s in spans) if unit]
+    layers = ", ".join(counted(names) for names, _ in alike(units))
+    start, end = spans[0].start, spans[-1].end
+    short = f"{turn} {phase}".strip()
+    words = f"{short or look.title}: {layers}" if layers else short
+    labels = (f"{short} {layers}", short) if layers and phase else (short,)
+    if phase and turn:
+        labels += (turn,)
+    return Bar(start, end, look, labels, f"{words}: {_times(start, end)}")
 
 
 def check_events(events: Iterable[Any]) -> list[TimedAction]:
@@ -198,11 +318,12 @@ _TICK = 8  # columns from one time on the ruler to the next, at least
 
 
 def bands(
-    lanes: Sequence[Lane], makespan: float, width: int | None
+    lanes: Sequence[Lane], names: Sequence[str], makespan: float, width: int | None
 ) -> Iterator[list[Cell]]:
     """Yield the lines of the lanes' rows, in bands under a ruler.
 
     Args:
+        names: of the lanes.
         width: columns of a line at most; longer ones are wrapped. None for one band of
             any length.
     """
@@ -210,16 +331,16 @@ def bands(
     grid = columns_of(spans, makespan)
     columns = grid.column(makespan)
     rows = [cells(lane, grid, columns) for lane in lanes]
-    margin = len(f"rank {len(rows) - 1} ")
+    margin = max(map(len, names)) + 1
     space = columns if width is None else max(width - margin - 1, 2 * grid.pitch)
     space = space // grid.pitch * grid.pitch
     for first in range(0, columns, space):
         last = min(first + space, columns)
         yield [(" " * margin + ruler(grid, first, last, makespan), "")]
-        for rank, row in enumerate(rows):
+        for name, row in zip(names, rows, strict=True):
             whole = last == columns or row[last][0] == _EDGE
             end = row[last] if whole else (_CUT, _BORDER)
-            yield [(f"rank {rank}".ljust(margin), ""), *row[first:last], end]
+            yield [(name.ljust(margin), ""), *row[first:last], end]
         yield []
 
 

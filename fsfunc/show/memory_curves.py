@@ -15,7 +15,7 @@ from fsfunc.planning.simulation import Span
 from fsfunc.printing.folding import alike, counted, together
 from fsfunc.printing.tables import Table, of_bytes, of_share
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.figures import COMPUTE
+from fsfunc.show.charts import COMPUTE
 from fsfunc.show.lanes import Lane
 
 OUTSIDE_UNITS = "(outside units)"
@@ -84,7 +84,7 @@ def _turn(unit: str, phase: str) -> str:
 
 def _operator(op: str) -> str:
     """Without the overload, which says nothing to a reader."""
-    return op.removesuffix(".default")
+    return ".".join(op.split(".")[:2])
 
 
 def alive_table(own: RankPlan) -> Table:

@@ -12,8 +12,16 @@ from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painted
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.figures import FAINT, INK, MEMORY, Drawn, Look, listing, sheet
-from fsfunc.show.memory_curves import Curve, curve_of, held_by_unit, peak_words
+from fsfunc.show.chart_svg import areas_svg
+from fsfunc.show.charts import FAINT, INK, MEMORY, Look, Tick, outline, ticks
+from fsfunc.show.figures import LETTER, Drawn, listing, sheet
+from fsfunc.show.memory_curves import (
+    Curve,
+    Held,
+    curve_of,
+    held_by_unit,
+    peak_words,
+)
 from fsfunc.show.plans import check_plan
 
 if TYPE_CHECKING:
@@ -82,7 +90,7 @@ class MemoryChart(Drawn):
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
             yield painted([(f"{said} {'┤' if said.strip() else '│'}", ""), *cells])
         yield painted([(f"{'0 B'.rjust(margin - 1)} └{'─' * count}", "")])
-        yield painted([(" " * (margin + 1), ""), *phase_line(self._phases(count))])
+        yield painted([(" " * (margin + 1), ""), *phase_line(self.turns(count))])
         if curve.timed:
             ruler = f"0 s{of_seconds(curve.length):>{count - 3}}"
             yield painted([(" " * (margin + 1) + ruler, "")])
@@ -92,10 +100,31 @@ class MemoryChart(Drawn):
         yield ""
         yield Table("at the peak", ("<kind", "<unit", ">bytes", ">share"), rows, LISTED)
 
-    def _phases(self, count: int) -> list[Look | None]:
-        """The phase that ran most in each of ``count`` equal parts of the step."""
-        length = self.curve.length
-        return self.curve.turns.columns(0, length, count) if length else [None] * count
+    def turns(self, count: int) -> list[tuple[Look | None, int, int]]:
+        """The phases that ran most in each of ``count`` equal parts of the step.
+
+        Each (look, first part, one past the last).
+        """
+        length, found, end = self.curve.length, [], 0
+        looks = self.curve.turns.columns(0, length, count) if length else [None] * count
+        for look, group in groupby(looks):
+            start, end = end, end + len(list(group))
+            found.append((look, start, end))
+        return found
+
+    def areas(self, columns: Sequence[Held]) -> list[tuple[Look, list[int], list[int]]]:
+        """The kinds as areas from below: (look, bytes below it, bytes to its top)."""
+        found, below = [], [0] * len(columns)
+        for kind in self.kinds:
+            i = KINDS.index(kind)
+            above = [b + held[i] for b, held in zip(below, columns, strict=True)]
+            found.append((MEMORY[kind], below, above))
+            below = above
+        return found
+
+    def moment(self, at: float) -> str:
+        """A place on the axis in words."""
+        return of_seconds(at) if self.curve.timed else f"operator {at:.0f}"
 
     def _table(self) -> Table:
         points, peak = self.curve.points, self.curve.peak[1]
@@ -120,44 +149,70 @@ class MemoryChart(Drawn):
         rest = sum(size for _, _, size in self.contents[LISTED:])
         return [*parts, *([("", f"others: {of_bytes(rest)}")] if rest else [])]
 
+    def marks(self) -> dict[str, str]:
+        """The legend of its pictures: kinds, and what ran in the line under them."""
+        seen = {turn.phase for turn in self.curve.turns.spans}
+        marks = {kind: MEMORY[kind].color for kind in reversed(self.kinds)}
+        return marks | {f"in the {p}": grey for p, grey in GREYS.items() if p in seen}
+
+    def svg(self) -> str:
+        curve, marks, top = self.curve, self.marks(), 1.06 * sum(self.curve.peak[1])
+        columns = curve.columns(PIXELS)
+        areas = [
+            (look.color, outline(below, above, top, 1000 / PIXELS))
+            for look, below, above in self.areas(columns)
+        ]
+        length = curve.length / PIXELS
+        turns = [
+            (GREYS[look.title], first * length, last * length)
+            for look, first, last in self.turns(PIXELS)
+            if look is not None and look.title in GREYS
+        ]
+        parts = [(marks.get(kind, ""), words) for kind, words in self.said()]
+        said = f"at the peak, {of_bytes(sum(curve.peak[1]))}", parts
+        axis = self.axis(), curve.length
+        return areas_svg(
+            self.title, areas, top, axis, turns, curve.peak[0], marks, said
+        )
+
+    def axis(self) -> list[Tick]:
+        """The marks of time, or of operators."""
+        if not self.curve.length:
+            return []
+        say = of_seconds if self.curve.timed else lambda at: f"{at:.0f}"
+        return ticks(self.curve.length, say, (8,))
+
     def figure(self) -> Figure:
-        curve, kinds = self.curve, self.kinds
-        seen = {turn.phase for turn in curve.turns.spans}
-        marks = {kind: MEMORY[kind].color for kind in reversed(kinds)}
-        marks |= {f"in the {p}": grey for p, grey in GREYS.items() if p in seen}
+        curve, marks = self.curve, self.marks()
         at, held = curve.peak
-        figure, axes = sheet(self.title, WIDTH, HEIGHT, marks)
-        listing(figure, f"at the peak, {of_bytes(sum(held))}", self.said(), marks)
+        parts = self.said()
+        beside = LETTER * max(len(words) for _, words in parts) + 0.5
+        figure, axes = sheet(self.title, WIDTH, HEIGHT, marks, beside)
+        listing(figure, f"at the peak, {of_bytes(sum(held))}", parts, marks)
         count = PIXELS if curve.timed else max(min(PIXELS, int(curve.length)), 1)
         edges = [i * (curve.length or 1) / count for i in range(count + 1)]
         columns = curve.columns(count)
         columns.append(columns[-1])
-        below = [0] * (count + 1)
-        for kind in kinds:
-            i, color = KINDS.index(kind), MEMORY[kind].color
-            above = [b + held[i] for b, held in zip(below, columns, strict=True)]
+        for look, below, above in self.areas(columns):
             axes.fill_between(
-                edges, below, above, step="post", color=color, linewidth=0
+                edges, below, above, step="post", color=look.color, linewidth=0
             )
-            below = above
         axes.set_xlim(0, edges[-1])
         axes.set_ylim(0, 1.06 * sum(held))
-        axes.yaxis.set_major_formatter(lambda value, _: of_bytes(value))
+        sizes = ticks(1.06 * sum(held), of_bytes, (8,))
+        axes.set_yticks([tick.value for tick in sizes], [tick.text for tick in sizes])
         axes.tick_params(axis="y", length=0, labelsize=8, labelcolor=INK)
         axes.set_axisbelow(True)
         axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
-        if curve.timed:
-            axes.xaxis.set_major_formatter(lambda value, _: of_seconds(value))
-        else:
+        times = self.axis()
+        axes.set_xticks([t.value for t in times], [t.text for t in times])
+        if not curve.timed:
             axes.set_xlabel("operators that ran", size=8, color=FAINT)
         axes.plot([at], [1.03 * sum(held)], "v", color=INK, markersize=5, clip_on=False)
-        start = 0
-        for look, group in groupby(self._phases(count)):
-            end = start + len(list(group))
-            ends = edges[start], edges[end]
+        for look, first, last in self.turns(count):
+            ends = edges[first], edges[last]
             color = GREYS.get(look.title, "white") if look else "white"
             axes.axvspan(*ends, -STRIP, 0, color=color, clip_on=False, linewidth=0)
-            start = end
         axes.tick_params(axis="x", pad=STRIP * HEIGHT * 72 + 2)
         return figure
 
@@ -245,9 +300,11 @@ def stack(held: tuple[int, ...], kinds: list[str], top: int) -> list[str]:
     return lines
 
 
-def phase_line(looks: list[Look | None]) -> Iterator[tuple[str, str]]:
+def phase_line(
+    turns: Sequence[tuple[Look | None, int, int]],
+) -> Iterator[tuple[str, str]]:
     """Yield the phases under the chart: by name where there is room, else by letter."""
-    for look, group in groupby(looks):
-        room = len(list(group))
+    for look, first, last in turns:
+        room = last - first
         title, sign, color = (look.title, look.sign, look.color) if look else 3 * ("",)
         yield (title if len(title) < room else sign * room).ljust(room), color

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.plans import Plan
-from fsfunc.planning.simulation import Span
-from fsfunc.printing.folding import counted
-from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_seconds, visible
-from fsfunc.runtime.memory import KINDS
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.tables import Report, Table, of_axes, of_count
+from fsfunc.sharded.placements import describe
 from fsfunc.show import estimates, plans
-from fsfunc.show.figures import MEMORY, Look, is_dark, look_of
-from fsfunc.show.lanes import Lane, named
-from fsfunc.show.layouts import grid_of
+from fsfunc.show.chart_markup import WIDEST, Sheet, marks, text
+from fsfunc.show.charts import MEMORY
+from fsfunc.show.layouts import grid_of, in_words
 from fsfunc.show.memory_plot import MemoryChart, memory
 from fsfunc.show.shardings import LeafPicture, of_ranks
-from fsfunc.show.stream_charts import streams
+from fsfunc.show.stream_charts import StreamChart, streams
 
-COLUMNS = 600  # of the memory, one to hover over each
 _HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/><title>{title}</title><style>
-body {{ font: 13px/1.45 system-ui, sans-serif; color: #22262e; margin: 2em }}
-h1 {{ font-size: 1.3em }} h2 {{ font-size: 1.1em; margin: 1.6em 0 .4em }}
-table {{ border-collapse: collapse; margin: .3em 0 1em }}
-td, th, caption {{ padding: 0 .8em 0 0; text-align: left; font-weight: normal }}
+<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"/><style>
+body {{ font: 13px/1.5 system-ui, sans-serif; color: #22262e; background: #fff;
+  margin: 2em; overflow-wrap: anywhere }}
+h1 {{ font-size: 1.4em; margin: 0 0 .2em }} 
+h2 {{ font-size: 1.15em; margin: 2em 0 .4em }}
+h3 {{ font-size: 1em; margin: 1.2em 0 .2em }} p {{ margin: .3em 0; max-width: 110ch }}
+.faint {{ color: #737a87 }} .wide, .scroll {{ overflow-x: auto }}
+.scroll h3, .scroll p {{ position: sticky; left: 0; width: fit-content;
+  max-width: calc(100vw - 4.5em) }}
+table {{ border-collapse: collapse; margin: .6em 0 1em }}
+caption {{ text-align: left; font-weight: 600; white-space: nowrap }}
+td, th {{ padding: 0 1em 0 0; text-align: left; font-weight: normal;
+  white-space: nowrap }}
 th {{ color: #737a87 }} .r {{ text-align: right }} summary {{ cursor: pointer }}
-.scroll {{ overflow-x: auto; border: 1px solid #e3e5ea; padding: .3em 0 }}
-.lane {{ position: relative; height: 22px; margin: 2px 0; overflow: hidden }}
-.lane i {{ position: absolute; top: 0; bottom: 0; min-width: 1px; overflow: hidden;
-  font: 10px/22px system-ui; text-align: center; white-space: nowrap;
-  box-shadow: inset 1px 0 #fff8 }}
-.name {{ position: sticky; left: 0; width: fit-content; max-width: 92vw;
-  padding: 0 .4em }}
-svg {{ display: block; width: 100%; height: 180px }}
-rect:hover {{ fill: #22262e; fill-opacity: .25 }} i:hover {{ filter: brightness(.8) }}
-.mark {{ display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em }}
-.leaf {{ display: inline-block; vertical-align: top; margin: 0 2em 1em 0 }}
+label {{ display: block; margin: .4em 0 }} label input {{ vertical-align: middle }}
+.leaf {{ display: inline-block; vertical-align: top; margin: 0 2.5em 1.2em 0;
+  max-width: 100% }}
 .leaf td {{ border: 1px solid #fff; padding: .1em .5em; text-align: center }}
+@media (max-width: 600px) {{ body {{ margin: 1em }} }}
+{style}
 </style></head><body>
 """
-_ZOOM = """<label>zoom <input type="range" min="1" max="60" step="0.5" value="1"
+_ZOOM = f"""<label>wider <input type="range" min="1" max="{WIDEST}" step="0.5" value="1"
 oninput="document.getElementById('time').style.width = 100 * value + '%'"/></label>
 """
 
@@ -55,6 +55,7 @@ def html(
     estimate: Estimate | None = None,
     hardware: Hardware | None = None,
     *,
+    title: str = "",
     path: str | PathLike[str] | None = None,
 ) -> str:
     """One page with all of a plan: its times, memory, layouts and tables.
@@ -68,6 +69,7 @@ def html(
         estimate: of the plan; without one there are no times, and memory is over
             operators.
         hardware: on which; with it: whether the plan fits.
+        title: of the page, such as the step's name and stack; by default its mesh.
         path: the file to write.
 
     Raises:
@@ -80,35 +82,94 @@ def html(
     True
     """
     plans.check_plan(plan)
-    title = _text(f"a step on {of_axes(plan.mesh.axes) or 'one device'}")
-    page = [_HEAD.format(title=title), f"<h1>{title}</h1>"]
+    title = title or f"a step on {of_axes(plan.mesh.axes) or 'one device'}"
+    page = [f"<h1>{text(title)}</h1>", f'<p class="faint">{text(_facts(plan))}</p>']
     if estimate is not None:
         page += _report(estimates.estimate(estimate, plan, hardware))
-    page += ["<h2>over time</h2>", _ZOOM, '<div class="scroll"><div id="time">']
-    lanes: Sequence[Lane] = ()
+    chart = None
     if estimate is not None and estimate.spans:
         chart = streams(estimate, ranks=[own.rank for own in plan.ranks])
-        lanes = chart.lanes
-        page.append(_legend(chart.looks()))
+    drawn, style = _over_time(plan, estimate, chart)
+    page += [*drawn, "<h2>layouts</h2>", *_layouts(plan), "<h2>tables</h2>"]
     for own in plan.ranks:
-        for lane in lanes:
-            if lane.rank == own.rank:
-                page += _lane(lane, chart.start, chart.end)
-        if own.peak_bytes:
-            page += _memory(memory(plan, own.rank, estimate=estimate))
-    page += ["</div></div>", "<h2>layouts</h2>", *_layouts(plan)]
-    for own in plan.ranks:
-        one = f"rank {own.rank}" + (f" ×{own.alike}" if own.alike > 1 else "")
-        page += [f"<details><summary>all of {one}</summary>"]
+        page += [f"<details><summary>all of {text(_rank(plan, own))}</summary>"]
         page += [*_report(plans.plan(plan, own.rank)), "</details>"]
-    written = "\n".join([*page, "</body></html>\n"])
+    head = _HEAD.format(title=text(title), style=style)
+    written = "\n".join([head, *page, "</body></html>\n"])
     if path is not None:
         Path(path).write_text(written, encoding="utf-8")
     return written
 
 
-def _text(text: str) -> str:
-    return escape(visible(text))
+def _facts(plan: Plan) -> str:
+    """The model, and what a rank is given of the batch."""
+    leaves = {leaf.path: leaf for own in plan.ranks for leaf in own.leaves}
+    model = [leaf for leaf in leaves.values() if leaf.kind == "parameters"]
+    batch = [x for x in leaves.values() if x.path.partition("/")[0] == "batch"]
+    facts = []
+    if model:
+        numbers = of_count(sum(map(plans.numel, model)))
+        facts.append(f"{numbers} parameters in {len(model)} tensors")
+    if batch:
+        given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_GIVEN])
+        more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
+        facts.append(f"batch of a rank {given}{more}")
+    facts.append(f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank")
+    return ", ".join(facts)
+
+
+_GIVEN = 3  # tensors of a batch that the title names
+
+
+def _rank(plan: Plan, own: RankPlan) -> str:
+    """``rank 0 ×16, pipe=0``: of ranks that run different programs, where it is."""
+    alike = f" ×{own.alike}" if own.alike > 1 else ""
+    at = "".join(f", {axis}={own.coordinates[axis]}" for axis in plan.asked)
+    return f"rank {own.rank}{alike}{at}"
+
+
+def _over_time(
+    plan: Plan, estimate: Estimate | None, chart: StreamChart | None
+) -> tuple[list[str], str]:
+    """The streams and the memory of all ranks over one axis, and their style."""
+    held = {
+        own.rank: memory(plan, own.rank, estimate=estimate)
+        for own in plan.ranks
+        if own.peak_bytes
+    }
+    timed = chart is not None
+    end = max((one.curve.length for one in held.values()), default=0.0)
+    start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
+    say = next((one.moment for one in held.values()), str)
+    sheet = Sheet(start, end, chart.say_time if chart is not None else say)
+    page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
+    if not timed and not held:
+        return [], sheet.style()
+    page += [_ZOOM, *([marks(chart.looks())] if chart is not None else [])]
+    kinds = {kind for one in held.values() for kind in one.kinds}
+    if held:
+        page.append(marks(look for kind, look in MEMORY.items() if kind in kinds))
+    page.append('<div class="scroll"><div class="time" id="time">')
+    top = round(1.02 * max((own.peak_bytes for own in plan.ranks), default=0))
+    for own in plan.ranks:
+        page.append(f"<h3>{text(_rank(plan, own))}</h3>")
+        if chart is not None:
+            for row in chart.rows_of(own.rank):
+                page += sheet.row(row)
+        if (one := held.get(own.rank)) is not None:
+            page += sheet.memory(one, top)
+        page += sheet.axis()
+        if one is not None:
+            page += _peak(one)
+    if chart is not None and chart.late:
+        page.append(f"<p>{text(chart.said_late)}</p>")
+    return [*page, "</div></div>"], sheet.style()
+
+
+def _peak(chart: MemoryChart) -> Iterator[str]:
+    """What a rank's memory is when most is held."""
+    parts = "; ".join(words for _, words in chart.said())
+    yield f'<p>{text(chart.title)}<br/><span class="faint">{text(parts)}</span></p>'
 
 
 def _report(report: Report) -> Iterator[str]:
@@ -116,7 +177,7 @@ def _report(report: Report) -> Iterator[str]:
         if isinstance(part, Table):
             yield from _table(part)
         elif part:
-            yield "<p>" + "<br/>".join(map(_text, part.splitlines())) + "</p>"
+            yield "<p>" + "<br/>".join(map(text, part.splitlines())) + "</p>"
 
 
 def _table(table: Table) -> Iterator[str]:
@@ -124,70 +185,12 @@ def _table(table: Table) -> Iterator[str]:
 
     def row(cells: Iterable[str], tag: str) -> str:
         pairs = zip(cells, classes, strict=True)
-        return "".join(f"<{tag} {how}>{_text(cell)}</{tag}>" for cell, how in pairs)
+        return "".join(f"<{tag} {how}>{text(cell)}</{tag}>" for cell, how in pairs)
 
-    yield f"<table><caption>{_text(table.title)}</caption>"
+    yield f'<div class="wide"><table><caption>{text(table.title)}</caption>'
     yield f"<tr>{row((name[1:] for name in table.head), 'th')}</tr>"
     yield from (f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows[: table.most])
-    yield f"</table>{table.rest}"
-
-
-def _legend(looks: Iterable[Look]) -> str:
-    marks = (
-        f'<span class="mark" style="background:{look.color}"></span>{_text(look.title)}'
-        for look in looks
-    )
-    return f'<div class="name">{"".join(marks)}</div>'
-
-
-def _lane(lane: Lane, start: float, end: float) -> Iterator[str]:
-    yield f'<div class="name">{_text(lane.name)}</div><div class="lane">'
-    scale = 100 / (end - start)
-    for span in lane.spans:
-        left, right = ((at - start) * scale for at in (span.start, span.end))
-        color = look_of(span).color
-        ink = "#fff" if is_dark(color) else "#22262e"
-        how = f"left:{left:.4f}%;width:{right - left:.4f}%;background:{color}"
-        words = f'title="{_text(_words(span))}">{_text(named(span))}'
-        yield f'<i style="{how};color:{ink}" {words}</i>'
-    yield "</div>"
-
-
-def _words(span: Span) -> str:
-    """All that a span says: ``block F3, forward: 1.20 ms to 1.35 ms, 150 µs``.
-
-    Of what is sent its bytes too: ``..., 150 µs, 2.10 MB``.
-    """
-    said = ", ".join(filter(None, (named(span), span.phase)))
-    ends = f"{of_seconds(span.start)} to {of_seconds(span.end)}"
-    sent = f", {of_bytes(span.bytes)}" if span.bytes else ""
-    return f"{said}: {ends}, {of_seconds(span.end - span.start)}{sent}"
-
-
-def _memory(chart: MemoryChart) -> Iterator[str]:
-    """The memory of a rank as stacked areas; one hovers over columns, for the bytes."""
-    curve, top = chart.curve, sum(chart.curve.peak[1])
-    columns = curve.columns(COLUMNS)
-    parts = _text("; ".join(words for _, words in chart.said()))
-    yield f'<div class="name">{_text(chart.title)}<br/>at the peak: {parts}</div>'
-    yield _legend(MEMORY[kind] for kind in chart.kinds)
-    yield f'<svg viewBox="0 0 {COLUMNS} 100" preserveAspectRatio="none">'
-    below = [0.0] * COLUMNS
-    for kind in chart.kinds:
-        sizes = [held[KINDS.index(kind)] for held in columns]
-        above = [b + 100 * n / top for b, n in zip(below, sizes, strict=True)]
-        steps = [f"V{100 - y:.3f}H{x + 1}" for x, y in enumerate(above)]
-        steps += reversed([f"V{100 - y:.3f}H{x}" for x, y in enumerate(below)])
-        yield f'<path fill="{MEMORY[kind].color}" d="M0 100{"".join(steps)}Z"/>'
-        below = above
-    for x, held in enumerate(columns):
-        at = x * curve.length / COLUMNS
-        when = of_seconds(at) if curve.timed else f"operator {at:.0f}"
-        sizes = (f"{k} {of_bytes(held[KINDS.index(k)])}" for k in chart.kinds)
-        said = _text(f"{when}: {of_bytes(sum(held))}: {', '.join(sizes)}")
-        yield f'<rect x="{x}" width="1" height="100" fill-opacity="0">'
-        yield f"<title>{said}</title></rect>"
-    yield "</svg>"
+    yield f"</table>{table.rest}</div>"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -195,23 +198,41 @@ def _layouts(plan: Plan) -> Iterator[str]:
     seen: set[str] = set()
     for own in plan.ranks:
         for names, leaves in plans.parameter_groups(own):
-            layout = leaves[0].layout
-            if layout is not None and not seen & set(names):
-                yield f'<div class="leaf">{_text(counted(names))}<br/>'
-                picture = LeafPicture(layout, plan.mesh, None, grid_of(layout))
-                yield from (*_leaf(picture), "</div>")
+            if leaves[0].layout is not None and not seen & set(names):
+                yield '<div class="leaf">'
+                yield from (*_leaf(plan, names, leaves), "</div>")
             seen.update(names)
 
 
-def _leaf(picture: LeafPicture) -> Iterator[str]:
+def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[str]:
+    """Equal leaves: who owns which of them, and who holds the cells of the first."""
+    first = leaves[0].layout
+    assert first is not None  # by the caller
+    keyed = [
+        (name, in_words(leaf.layout), name)
+        for name, leaf in zip(names, leaves, strict=True)
+        if leaf.layout is not None
+    ]
+    layouts = {name: said for name, said, _ in keyed}
+    groups = [found for found, _ in alike(keyed)]
+    yield f"{text(counted(names))}: {describe(first.shape, first.dtype)}"
+    for found in groups:
+        which = f"{counted(found)}: " if len(groups) > 1 else ""
+        yield f"<br/>{text(which + layouts[found[0]])}"
+    if len(groups) > 1:
+        yield f'<br/><span class="faint">the ranks of {text(names[0])}:</span>'
+    yield from _grid(LeafPicture(first, plan.mesh, None, grid_of(first)))
+
+
+def _grid(picture: LeafPicture) -> Iterator[str]:
+    """A cell for each part, which names the ranks that hold it."""
     grid = picture.grid
-    yield _text(picture.said)
     if grid is None:
         yield "<details><summary>its parts</summary>"
         yield from (*_table(picture.table()), "</details>")
         return
     colors = grid.colors
-    yield "<table>"
+    yield '<div class="wide"><table>'
     for rows, keys in zip(pairwise(grid.rows), grid.keys, strict=True):
         yield "<tr>"
         for columns, key in zip(pairwise(grid.columns), keys, strict=True):
@@ -220,4 +241,4 @@ def _leaf(picture: LeafPicture) -> Iterator[str]:
             yield f'<td style="background:{colors[key]}" title="{said}: rank {ranks}">'
             yield f"{ranks}</td>"
         yield "</tr>"
-    yield "</table>"
+    yield "</table></div>"

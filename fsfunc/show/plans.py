@@ -141,7 +141,7 @@ def _units(own: RankPlan) -> Table:
         return (
             calls[unit],
             len(held),
-            sum(_numel(leaf) for leaf in held),
+            sum(numel(leaf) for leaf in held),
             sum(leaf.bytes for leaf in held),
             *(flops[unit, p] for p in phases),
             own.derived.get(unit, 0),
@@ -171,12 +171,13 @@ def _without_empty(table: Table) -> Table:
     return Table(table.title, tuple(table.head[i] for i in full), rows)
 
 
-def _numel(leaf: PlannedLeaf) -> int:
+def numel(leaf: PlannedLeaf) -> int:
+    """The elements of the whole."""
     return math.prod(leaf.shape)
 
 
 def _whole_bytes(leaf: PlannedLeaf) -> int:
-    return _numel(leaf) * leaf.dtype.itemsize
+    return numel(leaf) * leaf.dtype.itemsize
 
 
 def _layout_of(leaf: PlannedLeaf) -> str:
@@ -255,7 +256,7 @@ def _state(own: RankPlan) -> Table:
     for (part, kind), leaves in found.items():
         whole = sum(map(_whole_bytes, leaves))
         here = sum(leaf.bytes for leaf in leaves)
-        elements = of_count(sum(map(_numel, leaves)))
+        elements = of_count(sum(map(numel, leaves)))
         row = (part, kind, str(len(leaves)), elements, of_bytes(whole), of_bytes(here))
         rows.append(row)
     if len(rows) > 1:

@@ -9,21 +9,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from fsfunc.planning.estimation import Estimate
-from fsfunc.planning.simulation import Span
+from fsfunc.planning.simulation import BUBBLE, EXPOSED, Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.show.charts import COMPUTE, OUTSIDE, STALL, WAITS
 from fsfunc.show.estimates import rates
-from fsfunc.show.figures import (
-    COMPUTE,
-    STALL,
-)
-from fsfunc.show.lanes import (
-    Lane,
-    LaneChart,
-    check_spans,
-)
+from fsfunc.show.lanes import Lane, LaneChart, check_spans
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.text import Text
 
 
@@ -37,8 +29,9 @@ class StreamChart(LaneChart):
 
     Each stream of a kind of rank has a row, ``rank 0 ×8`` of eight that do the same:
     what it computes by phase (``F``, ``R``, ``B``, ``U``), what it sends by kind (a
-    message once, where it is sent); ``░`` where a rank waits for what is sent, ``·``
-    before it begins and after its end. A picture names units and microbatches too.
+    message once, where it is sent); ``▒`` where a rank waits for a transfer under way,
+    ``░`` where for another rank, ``·`` before it begins and after its end. A picture
+    names units and microbatches too, and what a rank is at.
     """
 
     title: str
@@ -46,6 +39,7 @@ class StreamChart(LaneChart):
     start: float
     end: float
     missing: int = 0  # ranks that are not shown
+    late: float = 0.0  # seconds of a step beyond all spans
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         if self.title:
@@ -73,12 +67,22 @@ class StreamChart(LaneChart):
             for lane in self.lanes
         ]
         yield Table("", ("<stream", ">spans", ">busy", ">share"), rows)
+        if self.late:
+            yield self.said_late
         if self.missing:
             yield f"{self.missing} more ranks: ranks=[...] says which to show"
 
-    def figure(self) -> Figure:
+    @property
+    def caption(self) -> str:
         title = self.title or f"streams, {of_seconds(self.end - self.start)}"
-        return self.picture(title, {}, say_time=of_seconds)
+        late = f"\n{self.said_late}" if self.late else ""
+        return title + late
+
+    @property
+    def said_late(self) -> str:
+        """What of a step's time is in no span."""
+        wait = of_seconds(self.late)
+        return f"of which {wait} are a wait for the slowest node, not drawn"
 
 
 def streams(
@@ -111,11 +115,11 @@ def streams(
     ... ]
     >>> print(streams(spans).text(36))
                     0 s          60.0 ms
-    rank 0 compute │FFFFFF░░░BBBBBBBBBB│
+    rank 0 compute │FFFFFF▒▒▒BBBBBBBBBB│
     rank 0 data    │   ggggggg         │
     <BLANKLINE>
      F  forward   B  backward
-     ░  waits for a transfer
+     ▒  waits for a transfer
      g  all_gather
     <BLANKLINE>
     stream          spans     busy  share
@@ -137,18 +141,22 @@ def streams(
         raise ValueError(f"there is no time between {start} and {end} to show")
     alike = {times.rank: times.alike for times in getattr(estimate, "ranks", ())}
     spans = _once([span for span in spans if span.rank in chosen])
+    waits = [span for span in getattr(estimate, "waits", ()) if span.rank in chosen]
     lanes = [
         lane
         for rank in chosen
-        for lane in _lanes(spans, rank, alike.get(rank, 1), start, end)
+        for lane in _lanes([*spans, *waits], rank, alike.get(rank, 1), start, end)
     ]
     if not lanes:
         raise ValueError(
             f"nothing happens between {start} and {end}: the step ends at {last:.6g} s"
         )
     missing = len(there) - len(chosen) if ranks is None else 0
-    title = rates(estimate) if isinstance(estimate, Estimate) else ""
-    return StreamChart(title, tuple(lanes), start, end, missing).saved(path)
+    title, late = "", 0.0
+    if isinstance(estimate, Estimate):
+        title, late = rates(estimate), estimate.seconds - last
+        late = late if late > last / 1000 else 0.0
+    return StreamChart(title, tuple(lanes), start, end, missing, late).saved(path)
 
 
 def _once(spans: Sequence[Span]) -> list[Span]:
@@ -180,6 +188,25 @@ def _lanes(
             found.setdefault(span.stream, []).append(cut)
     lanes = []
     for stream in sorted(found, key=lambda stream: stream != COMPUTE):
-        lane = Lane(rank, stream, tuple(found[stream]), alike)
-        lanes.append(lane.filled(start, end, STALL) if stream == COMPUTE else lane)
+        if stream == COMPUTE:
+            here = tuple(_with_waits(found[stream]))
+            lanes.append(Lane(rank, stream, here, alike).filled(start, end, STALL))
+        else:
+            lanes.append(Lane(rank, stream, tuple(found[stream]), alike))
     return lanes
+
+
+def _with_waits(spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield what a rank computes, and its waits as the gaps that charts have.
+
+    Until its first microbatch comes from another rank, a pipeline's rank has not begun.
+    """
+    turns = [s.start for s in spans if s.turn and s.phase not in (EXPOSED, BUBBLE)]
+    first = min(turns, default=0.0)
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        if span.phase == EXPOSED:
+            span = span._replace(phase=STALL.title)
+        elif span.phase == BUBBLE:
+            look = OUTSIDE if span.end <= first else WAITS
+            span = span._replace(phase=look.title)
+        yield span

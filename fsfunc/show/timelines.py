@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,8 @@ from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import Table, of_share, painted
-from fsfunc.show.figures import (
+from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.show.charts import (
     COMPUTE,
     COMPUTING,
     WAITS,
@@ -33,7 +35,6 @@ from fsfunc.show.lanes import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.text import Text
 
 
@@ -51,16 +52,28 @@ class Timeline(LaneChart):
             stage.
         makespan: from the first action's start to the last one's end.
         held: the most microbatch activations that each rank holds at once.
+        measured: the makespan of a run that is shown beside the plan, in seconds, as
+            ``makespan`` is then: each rank has two lanes, planned and measured.
     """
 
     lanes: tuple[Lane, ...]
     makespan: float
     held: tuple[float, ...]
+    measured: float | None = None
     start = 0.0
 
     @property
     def end(self) -> float:
-        return self.makespan
+        return max(self.makespan, self.measured or 0.0)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each lane."""
+        kinds = ("",) if self.measured is None else (" planned", " measured")
+        return [
+            f"rank {lane.rank}{kinds[i % len(kinds)]}"
+            for i, lane in enumerate(self.lanes)
+        ]
 
     @classmethod
     def of_events(cls, events: Sequence[tuple[int, Action, float, float]]) -> Timeline:
@@ -77,47 +90,79 @@ class Timeline(LaneChart):
     @property
     def bubble(self) -> tuple[float, ...]:
         """The time in which each rank computes nothing, of the makespan."""
-        return tuple(lane.idle for lane in self.lanes)
+        spans = zip(self.lanes, self._makespans(), strict=True)
+        return tuple(lane.idle - (self.end - whole) for lane, whole in spans)
+
+    def _makespans(self) -> list[float]:
+        """The makespan of each lane's step."""
+        both = self.makespan, self.measured or 0.0
+        n = 1 if self.measured is None else 2
+        return [both[i % n] for i, _ in enumerate(self.lanes)]
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        yield from map(painted, bands(self.lanes, self.makespan, width))
+        yield from map(painted, bands(self.lanes, self.names, self.end, width))
         yield from self.legends(width)
         yield ""
-        yield f"makespan {number(self.makespan)}"
+        yield self.title
+        figures = zip(self.names, self.lanes, self.bubble, self._notes(), strict=True)
         rows = [
-            (f"rank {lane.rank}", number(lane.busy), number(lane.idle), *notes)
-            for lane, notes in zip(self.lanes, self._notes(), strict=True)
+            (name, self.say_time(lane.busy), self.say_time(bubble), *notes)
+            for name, lane, bubble, notes in figures
         ]
         yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
 
-    def row(self, lane: Lane) -> Row:
+    @cached_property
+    def rows(self) -> list[Row]:
+        pairs = zip(self.lanes, self.names, self._notes(), strict=True)
+        return [
+            Row(name, self._bars(lane), "{} bubble, {} held".format(*notes), name)
+            for lane, name, notes in pairs
+        ]
+
+    def _bars(self, lane: Lane) -> list[Bar]:
         stages = sorted({span.unit for span in lane.work}, key=int)
         bars = []
         for span in lane.spans:
-            color = look_of(span).color
+            look, shade = look_of(span), ""
             if span.unit:  # else a gap
-                color = lighter(color, stages.index(span.unit), self._chunks)
+                shade = lighter(look.color, stages.index(span.unit), self._chunks)
             label = span.name.partition("@")[0]  # the shade tells the stage
-            bars.append(Bar(span.start, span.end, color, label))
-        note = "{} bubble, {} held".format(*self._notes()[lane.rank])
-        return Row(f"rank {lane.rank}", bars, note)
+            times = f"{number(span.start)} to {number(span.end)}"
+            words = f"{span.name or look.title}: {times}"
+            bars.append(Bar(span.start, span.end, look, (label,), words, shade))
+        return bars
+
+    def say_time(self, time: float) -> str:
+        return of_seconds(time) if self.measured is not None else number(time)
 
     @property
     def _chunks(self) -> int:
         """The most stages of a rank."""
         return max(len({span.unit for span in lane.work}) for lane in self.lanes)
 
-    def figure(self) -> Figure:
-        marks, chunks = {}, self._chunks
-        if chunks > 1:
-            pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
-            marks["lighter: a rank's later stage"] = pale
-        idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
-        return self.picture(f"makespan {number(self.makespan)}, {idle} bubble", marks)
+    def marks(self) -> dict[str, str]:
+        chunks = self._chunks
+        if chunks < 2:
+            return super().marks()
+        pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
+        return super().marks() | {"lighter: a rank's later stage": pale}
+
+    @property
+    def caption(self) -> str:
+        idle = of_share(sum(self.bubble), sum(self._makespans()))
+        return self.title + (f", {idle} bubble" if self.measured is None else "")
+
+    @property
+    def title(self) -> str:
+        """How long it lasts."""
+        said = f"makespan {self.say_time(self.makespan)}"
+        if self.measured is None:
+            return said
+        return f"{said} planned, {self.say_time(self.measured)} measured"
 
     def _notes(self) -> list[tuple[str, str]]:
         """The bubble's share and what is held, by rank."""
-        shares = (of_share(bubble, self.makespan) for bubble in self.bubble)
+        shares = map(of_share, self.bubble, self._makespans())
         return list(zip(shares, map(number, self.held), strict=True))
 
 
@@ -125,17 +170,22 @@ def timeline(
     schedule: Schedule | Sequence[str | Sequence[Action | str]],
     costs: Costs | None = None,
     *,
+    measured: Sequence[tuple[int, Action, float, float]] | None = None,
     edges: Iterable[tuple[int, int]] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Timeline:
     """The timeline of a schedule whose actions take what ``costs`` says.
 
-    Every action starts as soon as its rank is free and what it needs has arrived.
+    Every action starts as soon as its rank is free and what it needs has arrived. With
+    ``measured`` a run of it is shown beside that, over the same time.
 
     Args:
         schedule: actions for each rank, or rows of text that ``parse`` reads.
         costs: how long actions take; where None, those of a rank's stages together
-            take one unit for F, I and W, and two for B.
+            take one unit for F, I and W, and two for B; beside a run, what each
+            stage's took there on average. What the run took longer, it waited.
+        measured: (rank, action, start, end) of each action of one step that ran, as
+            ``ff.clock`` records them, of all ranks; ``costs`` are then in seconds.
         edges: the (producer, consumer) stages; the chain of all stages where None.
         path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
 
@@ -144,6 +194,7 @@ def timeline(
 
     Raises:
         ScheduleError: a schedule that cannot run, or an entry that is no action.
+        ValueError: a run of another schedule, or of several steps; says which action.
         ImportError: ``path`` is given and matplotlib is not there.
 
     Cost: nothing is run; a thousand actions take some milliseconds, a picture of them
@@ -164,7 +215,60 @@ def timeline(
     rank 1     9       3  25 %     1
     """
     rows = parse(schedule)
-    return _timeline_of(simulate(rows, costs, edges=edges), len(rows)).saved(path)
+    if measured is None:
+        return _timeline_of(simulate(rows, costs, edges=edges), len(rows)).saved(path)
+    ran = [event for event in check_events(measured) if event.action.is_compute]
+    _check_run(rows, ran)
+    planned = simulate(rows, _costs_of(ran) if costs is None else costs, edges=edges)
+    both = _timeline_of(planned, len(rows)), _timeline_of(ran, len(rows))
+    return _beside(*both).saved(path)
+
+
+def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
+    """Refuses a run that has not each action of the schedule once."""
+    for rank, row in enumerate(schedule):
+        due = [action for action in row if action.is_compute]
+        ran = [event.action for event in events if event.rank == rank]
+        for action in (*due, *ran):
+            times, asked = ran.count(action), due.count(action)
+            if times != asked:
+                raise ValueError(
+                    f"rank {rank} ran {action} {times} times, and the schedule has it "
+                    f"{asked} times: measured= takes all events of one step by this "
+                    "schedule, as one ff.clock() around it records them on each rank"
+                )
+
+
+def _costs_of(events: Sequence[TimedAction]) -> Costs:
+    """The mean times of each stage's actions; of B alone, half is that of I."""
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _, action, start, end in events:
+        times[action.kind, action.stage].append(end - start)
+    means = {key: sum(each) / len(each) for key, each in times.items()}
+    stages = range(1 + max(stage for _, stage in times))
+
+    def mean(kind: str) -> list[float]:
+        halves = ((means.get(("B", stage), 0.0)) / 2 for stage in stages)
+        split = kind in "IW"
+        return [
+            means.get((kind, stage), half if split else 0.0)
+            for stage, half in zip(stages, halves, strict=True)
+        ]
+
+    return Costs(mean("F"), mean("I"), mean("W"), u=mean("U"))
+
+
+def _beside(planned: Timeline, measured: Timeline) -> Timeline:
+    """Both as one chart: each rank's two lanes, to the end of the longer one."""
+    end = max(planned.makespan, measured.makespan)
+    lanes, held = [], []
+    for pair in zip(planned.lanes, measured.lanes, strict=True):
+        for lane in pair:
+            work = replace(lane, spans=tuple(lane.work))
+            lanes.append(work.filled(0.0, end, WAITS))
+    for pair in zip(planned.held, measured.held, strict=True):
+        held += pair
+    return Timeline(tuple(lanes), planned.makespan, tuple(held), measured.makespan)
 
 
 def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:

@@ -16,7 +16,7 @@ from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.figures import COMPUTE, TRANSFERS, Look, by_sign, look_of
+from fsfunc.show.charts import COMPUTE, TRANSFERS, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curves import curve_of
 from fsfunc.show.plans import check_plan

@@ -269,6 +269,11 @@ def test_a_step_is_no_shorter_than_any_of_its_streams(plan, machine):
         kinds = rank.compute, rank.exposed, rank.bubble, rank.idle
         assert sum(kinds) == pytest.approx(found.seconds) and min(kinds) >= 0
         assert busy[rank.rank, "compute"] == pytest.approx(rank.compute)
+        waits = Counter()
+        for span in found.waits:
+            waits[span.phase] += (span.end - span.start) * (span.rank == rank.rank)
+        assert waits["exposed"] == pytest.approx(rank.exposed, abs=1e-9)
+        assert waits["bubble"] == pytest.approx(rank.bubble, abs=1e-9)
     total = found.compute + found.exposed + found.bubble
     assert found.seconds == pytest.approx(total)
     turned = Plan(plan.mesh, plan.ranks[::-1], plan.asked)

@@ -7,7 +7,7 @@ import pytest
 
 from fsfunc.pipelining.schedules import gpipe, zb_h1
 from fsfunc.show import memory, plan, streams, timeline
-from fsfunc.show.figures import (
+from fsfunc.show.charts import (
     COMPUTING,
     GAPS,
     MEMORY,

@@ -9,7 +9,7 @@ from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.hardware import A100_40
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
-from fsfunc.show.figures import MEMORY
+from fsfunc.show.charts import MEMORY
 from fsfunc.show.memory_curves import held_by_unit
 from fsfunc.show.memory_plot import ROWS, curve_of, stack
 from tests.show.planned import body, golden, lone, ran, small, stages

@@ -1,6 +1,8 @@
 """The page of a plan: well-formed, by itself, and with all that the plan says."""
 
+import re
 from collections import Counter
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -42,8 +44,16 @@ def pipelined():
 
 
 def bars(page):
-    """(what hovers over it, label) of each bar of the timeline."""
-    return [(one.get("title"), one.text or "") for one in page.iter("i")]
+    """(its row, what hovers over it, its labels) of each bar of the timeline."""
+    found = []
+    for row in page.iterfind(".//div[@class='row']"):
+        key = row.find("div").text
+        for one in row.iter("i"):
+            found.append((key, one.get("title"), [x.text for x in one.iter("span")]))
+    return found
+
+
+GAP = re.compile("waits|not begun")
 
 
 def test_every_span_is_there_once_with_the_plan_s_figures(pipelined, tmp_path):
@@ -51,20 +61,23 @@ def test_every_span_is_there_once_with_the_plan_s_figures(pipelined, tmp_path):
     written = html(plan, times, H100, path=tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text() == written
     page = ElementTree.fromstring(written)
-    expected = [
+    shown = [s for s in times.spans if not s.stream.startswith("from ")]
+    expected = [  # a message is where it is sent
         f"{of_seconds(s.start)} to {of_seconds(s.end)}, {of_seconds(s.end - s.start)}"
         + (f", {of_bytes(s.bytes)}" if s.bytes else "")
-        for s in times.spans
-        if not s.stream.startswith("from ")  # a message is where it is sent
+        for s in shown
     ]
-    found = [(title.rpartition(": ")[2], label) for title, label in bars(page) if label]
-    assert Counter(ends for ends, _ in found) == Counter(expected)
-    labels = Counter(named(s) for s in times.spans if not s.stream.startswith("from "))
-    assert Counter(label for _, label in found) == labels
+    found = [bar for bar in bars(page) if bar[0] != "action"]
+    spans = [bar for bar in found if not GAP.match(bar[1])]
+    assert Counter(said.rpartition(": ")[2] for _, said, _ in spans) == Counter(
+        expected
+    )
+    starts = Counter(f"{named(s)}, {s.phase}: " for s in shown)
+    assert Counter(re.match(r".*?, \w*: ", said)[0] for _, said, _ in spans) == starts
+    labels = {label for _, _, each in spans for label in each}
     for turn in ("F", "B"):  # of the three microbatches
-        assert {f"{turn}{n}" for n in range(3)} <= {x.split()[-1] for _, x in found}
-        sent = {f"send layer {turn}{n}" for n in range(3)}
-        assert sent <= {x for _, x in found}
+        assert {f"{turn}{n}" for n in range(3)} <= labels
+        assert {f"send layer {turn}{n}" for n in range(3)} <= labels
     for own in plan.ranks:
         mine = [s for s in times.spans if s.rank == own.rank]
         assert sum(s.bytes for s in mine) == own.ledger.bytes() > 0
@@ -72,18 +85,61 @@ def test_every_span_is_there_once_with_the_plan_s_figures(pipelined, tmp_path):
     assert f"MFU {100 * times.mfu:.0f} %" in text or "MFU <1 %" in text
     for own in plan.ranks:
         assert f"memory of rank {own.rank}: at most {of_bytes(own.peak_bytes)}" in text
-        assert f"rank {own.rank} ×2 compute" in text
-    for own, svg in zip(plan.ranks, page.iter("svg"), strict=True):
-        assert any("V0.000H" in path.get("d") for path in svg.iter("path"))  # the top
-        said = [one.text for one in svg.iter("title")]
+        said = [one.text for one in page.iter("title") if one.text]
         assert sum(f": {of_bytes(own.peak_bytes)}: " in words for words in said) >= 1
+        assert f"rank {own.rank} ×2, pipe={own.rank}" in text
+    assert "256 parameters in 4 tensors, batch of a rank f32[6, 8], 4 ranks" in text
+
+
+def test_what_a_rank_is_at_is_a_row_and_waits_say_for_what(pipelined):
+    page = ElementTree.fromstring(html(*pipelined))
+    actions = [said.split(":")[0] for key, said, _ in bars(page) if key == "action"]
+    order = [x for x in actions if x != "update"]
+    assert order == ["F0", "F1", "B0", "F2", "B1", "B2", *("F0 B0 F1 B1 F2 B2".split())]
+    waits = {said.rpartition(": ")[0] for _, said, _ in bars(page) if GAP.match(said)}
+    assert {"waits for a transfer: all_gather layer", "not begun, or done"} <= waits
+    assert "waits for another rank: receive" in waits
+    assert "not begun, or done: receive" in waits  # rank 1, before F0 comes
+
+
+def test_ranks_have_one_scale_and_axes(pipelined):
+    plan, times = pipelined
+    page = ElementTree.fromstring(html(plan, times))
+    tops = []
+    for svg in page.iter("svg"):
+        edges = re.findall(r"V(\d+)", "".join(p.get("d") for p in svg.iter("path")))
+        tops.append(1000 - min(map(int, edges)))
+    peaks = [own.peak_bytes for own in plan.ranks]
+    assert tops == [round(1000 * n / round(1.02 * max(peaks))) for n in peaks]
+    axes = [
+        [mark.text for mark in row.iter("span")]
+        for row in page.iterfind(".//div[@class='axis']")
+    ]
+    assert len(axes) == 2 and axes[0] == axes[1] and axes[0][0] == "0 s"
+    (first, last) = page.iterfind(".//div[@class='sizes']")
+    assert [x.text for x in first] == [x.text for x in last] == ["0 B", "1 kB", "2 kB"]
+
+
+def test_a_stage_s_leaves_are_said_to_be_its_owner_s(pipelined):
+    page = ElementTree.fromstring(html(*pipelined))
+    (leaf,) = page.iterfind(".//div[@class='leaf']")
+    said = [x.strip() for x in leaf.itertext() if x.strip()]
+    assert said[:4] == [
+        "params/0-3 ×4: f32[8, 8]",
+        "params/0-1 ×2: owned over pipe=2 by 0, flat over data=2",
+        "params/2-3 ×2: owned over pipe=2 by 1, flat over data=2",
+        "the ranks of params/0:",
+    ]
 
 
 def test_memory_and_layouts_can_be_hovered_over():
     page = ElementTree.fromstring(html(small()))  # without an estimate
     assert not bars(page)
     svg, said = page.find(".//svg"), [t.text for t in page.iter("title")]
-    assert len(svg.findall("path")) == 6 and len(svg.findall("rect")) == 600
+    assert len(svg.findall("path")) == 6
+    shapes = [(int(r.get("x")), int(r.get("width"))) for r in svg.findall("rect")]
+    assert shapes[0][0] == 0 and sum(width for _, width in shapes) == 600
+    assert all(x + width == y for (x, width), (y, _) in pairwise(shapes))
     assert sum(f": {of_bytes(small().peak_bytes)}: " in words for words in said) >= 1
     assert said[1].startswith("operator 0: 688 B: parameters 264 B, moments 264 B")
     cells = [td for td in page.iter("td") if td.get("title")]
@@ -104,7 +160,7 @@ def test_a_page_loads_nothing_and_escapes_names(pipelined):
         keys = {key for one in page.iter() for key in one.keys()}
         assert not keys & {"src", "href", "srcset", "data"}
         assert "http" not in written and "url(" not in written
-    ((said, label),) = bars(page)
+    ((_, said, (label,)),) = bars(page)
     assert label == '<b>&"\\x1b' and said.startswith(label)
     assert "".join(page.itertext()).count(label) == 2  # and in the plan's table
 

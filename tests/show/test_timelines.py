@@ -14,8 +14,8 @@ from fsfunc.pipelining.timing import Costs, TimedAction
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
+from fsfunc.show.charts import COMPUTING
 from fsfunc.show.estimates import rates
-from fsfunc.show.figures import COMPUTING
 from tests.show.planned import STEP, golden, small, span
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
@@ -133,14 +133,14 @@ PHASES = [look.title for look in COMPUTING.values()]
 def test_a_step_in_full():
     assert streams(STEP).text(37) == golden("""
                 0 s            10.0 s
-rank 0 compute │··FFFFFFRRBBBBBB░░UU│
+rank 0 compute │··FFFFFFRRBBBBBB▒▒UU│
 rank 0 data    │gg              ss  │
 rank 0 to 1    │        >           │
 rank 1 compute │·········FFFFFF·····│
 
  F  forward   R  recompute
  B  backward   U  update
- ░  waits for a transfer
+ ▒  waits for a transfer
  ·  not begun, or done
  g  all_gather   s  psum_scatter
  >  message

@@ -1,0 +1,191 @@
+"""Charts as SVG files, which need no other library; one points at bars to read them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+
+from fsfunc.printing.tables import of_bytes, visible
+from fsfunc.show.charts import FAINT, INK, Bar, Row, Tick, ticks
+
+LETTER, LINE = 6.8, 17  # pixels of a letter, and from line to line
+ROW, BAR = 27, 22  # from row to row, and of a bar
+NARROWEST, WIDEST = 900, 1440
+WIDTH = 1060  # of areas, with what stands beside them
+_STYLE = (
+    "text{font:11px system-ui,'DejaVu Sans',sans-serif;dominant-baseline:central}"
+    ".m{text-anchor:middle}.e{text-anchor:end}"
+    f"text{{fill:{INK}}}.f{{fill:{FAINT}}}.w{{fill:#fff}}"
+)
+
+
+class Drawing:
+    """An SVG as it grows: elements, one a line, and the height that they take."""
+
+    def __init__(self, width: float, title: str, beside: float = 0.0):
+        self.width, self.beside, self.parts, self.below = (
+            width,
+            beside,
+            list[str](),
+            12.0,
+        )
+        self.colors: dict[str, str] = {}  # -> class
+        letters = int((width - beside - 20) / LETTER)
+        for line in title.splitlines():
+            for part in textwrap.wrap(line, letters):
+                self.text(8, self.below, part)
+                self.below += LINE
+
+    def text(self, x: float, y: float, words: str, how: str = "") -> None:
+        style = f' class="{how}"' if how else ""
+        self.parts.append(f'<text x="{x:.6g}" y="{y:.6g}"{style}>{_said(words)}</text>')
+
+    def box(
+        self, x: float, y: float, size: tuple[float, float], color: str, words: str = ""
+    ) -> None:
+        """A filled rectangle, and what is said of it where one points at it."""
+        width, height = size
+        name = self.colors.setdefault(color, f"c{len(self.colors)}")
+        at = f'x="{x:.6g}" y="{y:.6g}" width="{width:.4g}" height="{height:.4g}"'
+        end = f"><title>{_said(words)}</title></rect>" if words else "/>"
+        self.parts.append(f'<rect class="{name}" {at}{end}')
+
+    def line(self, x: float, y: float, dx: float, dy: float) -> None:
+        self.parts.append(f'<path class="l" d="M{x:.6g} {y:.6g}l{dx:.6g} {dy:.6g}"/>')
+
+    def times(self, marks: Iterable[Tick], place: Callable[[float], float]) -> None:
+        """The axis of time, under what has been drawn."""
+        for mark in marks:
+            self.line(place(mark.value), self.below, 0, 4)
+            self.text(place(mark.value), self.below + 12, mark.text, "m f")
+        self.below += 32
+
+    def legend(self, marks: Mapping[str, str]) -> None:
+        """Colours and what they mean, in as many lines as they take."""
+        x = 8.0
+        for title, color in marks.items():
+            long = LETTER * len(title) + 34
+            if x > 8 and x + long > self.width - self.beside:
+                x, self.below = 8.0, self.below + LINE
+            self.box(x, self.below - 5, (11, 11), color)
+            self.text(x + 16, self.below + 1, title)
+            x += long
+        self.below += LINE
+
+    def written(self) -> str:
+        """The file."""
+        fills = "".join(f".{name}{{fill:{c}}}" for c, name in self.colors.items())
+        lines = f".l{{stroke:{FAINT};stroke-width:.6;fill:none}}"
+        size = f'width="{self.width:.0f}" height="{self.below:.0f}"'
+        box = f'viewBox="0 0 {self.width:.0f} {self.below:.0f}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box}>'
+        paper = '<rect width="100%" height="100%" fill="#fff"/>'
+        style = f"<style>{_STYLE}{fills}{lines}</style>"
+        return "\n".join([head, style, paper, *self.parts, "</svg>\n"])
+
+
+def lanes_svg(
+    title: str,
+    rows: Sequence[Row],
+    start: float,
+    end: float,
+    marks: Mapping[str, str],
+    say_time: Callable[[float], str],
+) -> str:
+    """Rows of bars over time as SVG, the first row on top; see ``lane_figure``."""
+    longest = max(
+        sum(len(bar.labels[0]) + 1 for bar in row.bars if bar.labels) for row in rows
+    )
+    width = min(max(1.3 * LETTER * longest, NARROWEST), WIDEST)
+    left = LETTER * max(len(row.name) for row in rows) + 18
+    note = max(len(row.note) for row in rows)
+    scale = (width - left - (LETTER * note + 16 if note else 14)) / (end - start)
+    drawing = Drawing(width, title)
+    drawing.below += 4
+
+    def place(time: float) -> float:
+        return left + (time - start) * scale
+
+    for row in rows:
+        middle = drawing.below + BAR / 2
+        drawing.text(left - 8, middle, row.name, "e")
+        for bar in row.bars:
+            _bar(drawing, bar, place(bar.start), place(bar.end))
+        if row.note:
+            drawing.text(place(end) + 8, middle, row.note)
+        drawing.below += ROW
+    drawing.times(ticks(end, say_time, (int(width / 90),), start), place)
+    drawing.legend(marks)
+    return drawing.written()
+
+
+def _bar(drawing: Drawing, bar: Bar, left: float, right: float) -> None:
+    gap = 0.7 if right - left > 4 else 0.0  # white between neighbours
+    size = max(right - left - gap, 0.8), BAR
+    drawing.box(left, drawing.below, size, bar.color, bar.words)
+    room = (right - left - 6) / LETTER
+    label = next((x for x in bar.labels if len(x) <= room), "")
+    if label:
+        ink = "m" if bar.ink == INK else "m w"
+        drawing.text((left + right) / 2, drawing.below + BAR / 2, label, ink)
+
+
+def areas_svg(
+    title: str,
+    areas: Sequence[tuple[str, str]],
+    top: float,
+    axis: tuple[Sequence[Tick], float],
+    turns: Iterable[tuple[str, float, float]],
+    peak: float,
+    marks: Mapping[str, str],
+    parts: tuple[str, Sequence[tuple[str, str]]],
+) -> str:
+    """Stacked areas over an axis as SVG, and beside them what the peak holds.
+
+    Args:
+        areas: (colour, path in a box of 1000 by 1000) of each.
+        top: bytes at the upper edge.
+        axis: its marks and its length; ``turns``, ``peak`` are places on it.
+        parts: a title, and (colour, words) of each part.
+    """
+    beside = LETTER * max(len(words) for _, words in parts[1]) + 40
+    drawing = Drawing(WIDTH, title, beside)
+    left, high, length = 66.0, 240.0, axis[1] or 1.0
+    wide = WIDTH - beside - left - 20
+    upper = drawing.below + 6
+    lower = upper + high
+    for mark in ticks(top, of_bytes, (6,)):
+        y = lower - high * mark.value / top
+        drawing.text(left - 8, y, mark.text, "e f")
+        drawing.line(left, y, wide, 0)
+    move = f"translate({left} {upper:.6g}) scale({wide / 1000:.5g} {high / 1000:.5g})"
+    drawing.parts.append(f'<g transform="{move}">')
+    drawing.parts += [f'<path fill="{color}" d="{path}"/>' for color, path in areas]
+    drawing.parts.append("</g>")
+
+    def place(at: float) -> float:
+        return left + wide * at / length
+
+    drawing.parts.append(
+        f'<path d="M{place(peak):.6g} {upper}l-4 -7h8z" fill="{INK}"/>'
+    )
+    for color, first, last in turns:
+        size = max(place(last) - place(first), 0.5), 7
+        drawing.box(place(first), lower, size, color)
+    drawing.below = lower + 8
+    drawing.times(axis[0], place)
+    drawing.legend(marks)
+    y = upper
+    x = WIDTH - beside + 8
+    drawing.text(x, y, parts[0])
+    for color, words in parts[1]:
+        y += LINE
+        if color:
+            drawing.box(x, y - 5, (11, 11), color)
+        drawing.text(x + 16, y, words)
+    return drawing.written()
+
+
+def _said(words: str) -> str:
+    return escape(visible(words), quote=False)

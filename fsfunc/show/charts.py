@@ -1,0 +1,258 @@
+"""The model of charts: what is drawn from where to where, its look and its label.
+
+``lanes.py`` shows it as text, ``figures.py`` as a picture of matplotlib's, and
+``chart_markup.py`` as HTML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsfunc.planning.simulation import COMPUTE, Span
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The look of one kind: in words, in print, in a picture and in a trace.
+
+    There is one of each: they are compared, and found in dicts, as objects.
+    """
+
+    title: str
+    sign: str  # in text: what the action's name begins with, what a gap is filled with
+    color: str  # "#rrggbb"
+    reserved: str = ""  # the nearest of the names that trace viewers have colours for
+
+    @property
+    def style(self) -> str:
+        """As rich writes its sign."""
+        return "bright_black" if self.sign in "░▒·" else f"#000000 on {self.color}"
+
+
+def _by_title(*looks: Look) -> dict[str, Look]:
+    return {look.title: look for look in looks}
+
+
+COMPUTING = _by_title(
+    Look("forward", "F", "#4c7cb8", "rail_response"),
+    Look("recompute", "R", "#c94f5d", "bad"),
+    Look("backward", "B", "#e07b39", "thread_state_iowait"),
+    Look("input gradient", "I", "#edb83d", "yellow"),
+    Look("weight gradient", "W", "#4fa37b", "thread_state_running"),
+    Look("update", "U", "#8b5fa8", "black"),
+)
+# A rank that waits between two of its actions is not one that has not begun: zero
+# bubble schedules end the first and keep the second.
+WAITS = Look("waits for another rank", "░", "#c9cdd6")
+STALL = Look("waits for a transfer", "▒", "#f0bcc3")
+OUTSIDE = Look("not begun, or done", "·", "#f1f3f6")
+GAPS = _by_title(WAITS, STALL, OUTSIDE)
+_ON_COMPUTE = COMPUTING | GAPS
+
+SENDING = _by_title(
+    Look("all_gather", "g", "#4fa37b", "thread_state_running"),
+    Look("psum_scatter", "s", "#edb83d", "yellow"),
+    Look("psum", "+", "#b8a13c", "olive"),
+    Look("pmax", "^", "#b8a13c", "olive"),
+    Look("pmin", "v", "#b8a13c", "olive"),
+    Look("all_to_all", "x", "#c26a9a", "terrible"),
+    Look("pbroadcast", "b", "#6bb3b8", "good"),
+    Look("ppermute", "p", "#ecae85", "rail_animation"),
+    Look("message", ">", "#ecae85", "rail_animation"),
+)
+# Of a pipeline's schedule, by the action's kind.
+TRANSFERS = {
+    "SF": Look("send activations", "SF", "#8aa9d1", "rail_idle"),
+    "RF": Look("receive activations", "RF", "#8aa9d1", "rail_idle"),
+    "SB": Look("send gradients", "SB", "#ecae85", "rail_animation"),
+    "RB": Look("receive gradients", "RB", "#ecae85", "rail_animation"),
+}
+# Memory by kind, as it is stacked: what stays lies below what comes and goes.
+MEMORY = _by_title(
+    Look("parameters", "p", "#4c7cb8"),
+    Look("moments", "m", "#8b5fa8"),
+    Look("buffers", "b", "#edb83d"),
+    Look("gradients", "d", "#e07b39"),
+    Look("gathered", "g", "#8aa9d1"),
+    Look("activations", "a", "#4fa37b"),
+)
+OTHER = Look("other", "?", "#a5abb7", "generic_work")
+LOOKS = (*COMPUTING.values(), *GAPS.values(), *SENDING.values(), OTHER)
+_MESSAGES = {"send", "receive"}
+
+
+def look_of(span: Span) -> Look:
+    """The look of a span: by its phase where it computes, else by what is sent."""
+    if span.stream == COMPUTE:
+        return _ON_COMPUTE.get(span.phase, OTHER)
+    return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)
+
+
+def by_sign(kind: str) -> Look:
+    """The look of an action that computes, by its kind: "F"."""
+    return next(look for look in COMPUTING.values() if look.sign == kind)
+
+
+def legend(looks: Sequence[Look], width: int | None) -> Iterator[list[tuple[str, str]]]:
+    """Yield what signs mean, line by line: letters, and rich's style for them."""
+    line: list[tuple[str, str]] = []
+    for look in looks:
+        entry = [(f" {look.sign} ", look.style), (f" {look.title}  ", "")]
+        long = sum(len(letters) for letters, _ in [*line, *entry]) - 2
+        if line and width is not None and long > width:
+            yield line
+            line = []
+        line += entry
+    if line:
+        yield line
+
+
+def lighter(color: str, chunk: int, chunks: int) -> str:
+    """The colour of a rank's ``chunk``-th stage of ``chunks``: later is lighter.
+
+    >>> lighter("#4c7cb8", 0, 2), lighter("#4c7cb8", 1, 2)
+    ('#4c7cb8', '#a2bbda')
+    """
+    amount = 0.0 if chunks < 2 else min(0.7, 0.24 * chunks) * chunk / (chunks - 1)
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(p + amount * (255 - p)):02x}" for p in parts)
+
+
+INK, FAINT = "#22262e", "#737a87"
+
+
+class Bar(NamedTuple):
+    """A bar from ``start`` to ``end``; a line where that takes no time.
+
+    Args:
+        labels: what is written into it, of which the first that has room.
+        words: all that is said of it where one points at it.
+        shade: its colour, where that is not the look's.
+    """
+
+    start: float
+    end: float
+    look: Look
+    labels: tuple[str, ...] = ()
+    words: str = ""
+    shade: str = ""
+
+    @property
+    def color(self) -> str:
+        return self.shade or self.look.color
+
+    @property
+    def ink(self) -> str:
+        """The colour of its label."""
+        return "#ffffff" if is_dark(self.color) else INK
+
+
+class Row(NamedTuple):
+    """A row of bars in the order of painting, its name, and a note right of it.
+
+    ``short``: the name under that of its rank.
+    """
+
+    name: str
+    bars: Sequence[Bar]
+    note: str = ""
+    short: str = ""
+
+
+def is_dark(color: str) -> bool:
+    """True for a colour on which white is easier to read than black.
+
+    >>> is_dark("#4c7cb8"), is_dark("#edb83d")
+    (True, False)
+    """
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 150
+
+
+class Tick(NamedTuple):
+    """A mark of an axis; those of a ``level`` above 0 are there where it is wide."""
+
+    value: float
+    text: str
+    level: int = 0
+
+
+def ticks(
+    end: float,
+    say: Callable[[float], str],
+    most: Sequence[int] = (5,),
+    start: float = 0,
+) -> list[Tick]:
+    """Marks from ``start`` to ``end`` at round values.
+
+    Args:
+        most: how many there may be of the first level, of the first two, and so on;
+            each level's are among the next one's.
+
+    >>> [tick.text for tick in ticks(2.5, lambda value: f"{value:.2f} s")]
+    ['0 s', '0.5 s', '1 s', '1.5 s', '2 s', '2.5 s']
+    """
+    steps: list[float] = []
+    for count in most:
+        least = (end - start) / count
+        power = 10.0 ** math.floor(math.log10(least))
+        round_ones = [m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999]
+        parts = [steps[-1] / s for s in round_ones] if steps else [1.0]
+        fits = [s for s, n in zip(round_ones, parts, strict=False) if _is_whole(n)]
+        steps += fits[:1] if steps else round_ones[:1]
+    found = []
+    finest = steps[-1]
+    for i in range(math.ceil(start / finest - 1e-6), int(end / finest + 1e-6) + 1):
+        value = i * finest
+        level = next(n for n, step in enumerate(steps) if _is_whole(value / step))
+        found.append(Tick(value, _without_zeros(say(value)), level))
+    return found
+
+
+def _is_whole(value: float) -> bool:
+    return value > -1e-6 and abs(value - round(value)) < 1e-6 * max(value, 1)
+
+
+def _without_zeros(text: str) -> str:
+    """``1.50 s`` as ``1.5 s``."""
+    number, blank, unit = text.partition(" ")
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return f"{number}{blank}{unit}"
+
+
+def outline(
+    below: Sequence[int], above: Sequence[int], top: float, wide: float = 1.0
+) -> str:
+    """The path around an area of columns, 1000 high; equal neighbours are one step.
+
+    Args:
+        top: what is at its upper edge; ``wide``: of a column.
+    """
+
+    def steps(sizes: Sequence[int], places: Iterable[int]) -> Iterator[str]:
+        before: int | None = None
+        for place in places:
+            level = round(1000 - 1000 * sizes[place] / top)
+            if level != before:
+                yield f"V{level}"
+            yield f"H{(place + (sizes is above)) * wide:.6g}"
+            before = level
+
+    ways = (
+        steps(above, range(len(above))),
+        steps(below, reversed(range(len(below)))),
+    )
+    return f"M0 1000{''.join(_joined(step for way in ways for step in way))}Z"
+
+
+def _joined(steps: Iterable[str]) -> Iterator[str]:
+    """Yield the steps of a path; of those along one line, the last."""
+    held = ""
+    for step in steps:
+        if held and (step[0] != "H" or held[0] != "H"):
+            yield held
+        held = step
+    yield held
