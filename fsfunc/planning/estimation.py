@@ -105,7 +105,7 @@ class Estimate:
         found = []
         if self.band:
             why = ", ".join(f"{what} {size:.0%}" for what, size in self.band)
-            ends = f"{of_seconds(self.low)} to {of_seconds(self.high)}"
+            ends = f"{of_seconds(self.low)} and {of_seconds(self.high)}"
             found.append(f"between {ends}: {why}")
         if self.rule_of_thumb is not None:
             found.append(f"by the rule of thumb (6ND) {of_seconds(self.rule_of_thumb)}")

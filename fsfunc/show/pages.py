@@ -140,8 +140,8 @@ def _over_time(
     timed = chart is not None
     end = max((one.curve.length for one in held.values()), default=0.0)
     start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
-    say = next((one.moment for one in held.values()), str)
-    sheet = Sheet(start, end, chart.say_time if chart is not None else say)
+    say = chart.say_time if chart is not None else lambda at: f"{at:.0f}"
+    sheet = Sheet(start, end, say)
     page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
     if not timed and not held:
         return [], sheet.style()
