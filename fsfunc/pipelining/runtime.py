@@ -79,6 +79,7 @@ class Worker:
         self.at = self.last = 0  # the action that is done now, and the last forward
         self.early: set[Action] = set()  # what was done before its turn
         self.whole = False  # whether all backwards are
+        self.clock: clocked  # of the action that is done now
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does a rank's actions in their order.
@@ -115,7 +116,7 @@ class Worker:
                 if rounds is not None:
                     rounds.begin(self.at)
                 tracer.turn(action.kind[-1], action.microbatch, stage)
-                with clocked(self.where.index, action):
+                with clocked(self.where.index, action) as self.clock:
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]
                 if rounds is not None:
@@ -199,6 +200,7 @@ class Worker:
         found = self.inbox.pop(key, {})
         for value, work in self.posted.pop(key, ()):
             _add(found, value, work.wait())
+        self.clock.begins()
         return found
 
     def _pass_on(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, parse
@@ -175,9 +175,11 @@ def clock() -> Iterator[list[TimedAction]]:
     """The actions of the pipelines that run inside, with their times.
 
     Each is ``(rank, action, start, end)``: the rank along the pipeline, and seconds of
-    ``time.perf_counter``. ``show.trace(events, path)`` writes them for a trace viewer.
+    ``time.perf_counter``. What computes starts when what it needs from other ranks has
+    come. ``show.trace(events, path)`` writes them for a trace viewer, and
+    ``show.timeline(schedule, measured=events)`` shows them beside the schedule.
 
-    Cost: two readings of a clock for each action.
+    Cost: three readings of a clock for each action.
 
     >>> import fsfunc as ff
     >>> with ff.clock() as events:
@@ -193,12 +195,22 @@ def clock() -> Iterator[list[TimedAction]]:
         _CLOCKS.reset(token)
 
 
-@contextmanager
-def clocked(rank: int, action: Action) -> Iterator[None]:
+class clocked:
     """Records the time of the action that runs inside, under :func:`clock`."""
-    start = perf_counter()
-    yield
-    if logs := _CLOCKS.get():
-        event = TimedAction(rank, action, start, perf_counter())
-        for events in logs:
-            events.append(event)
+
+    def __init__(self, rank: int, action: Action):
+        self.rank, self.action, self.start = rank, action, 0.0
+
+    def __enter__(self) -> clocked:
+        self.begins()
+        return self
+
+    def begins(self) -> None:
+        """Hears that what the action needs has come: its rank has waited until now."""
+        self.start = perf_counter()
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        if error is None and (logs := _CLOCKS.get()):
+            event = TimedAction(self.rank, self.action, self.start, perf_counter())
+            for events in logs:
+                events.append(event)

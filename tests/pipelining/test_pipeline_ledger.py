@@ -1,5 +1,6 @@
 """What a pipeline sends, on every rank, and what a clock around its run sees."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -224,6 +225,34 @@ def test_it_sees_every_action_of_the_schedule(schedule):
         assert sorted(e.action for e in events) == sorted(row)
     # One around all ranks sees what theirs see.
     assert sorted(outer) == sorted(e for events in every for e in events)
+
+
+def test_a_rank_that_waits_for_another_does_not_compute_meanwhile():
+    """An action begins when what it needs has come, not when its rank asks for it."""
+    slow = 0.05
+
+    @ff.unit
+    def first(w, x):
+        if not ff.recording():
+            time.sleep(slow)
+        return x @ w
+
+    second = ff.unit(lambda w, x: x @ w)
+
+    def loss(params, x):
+        return second(params[1], first(params[0], x)).mean()
+
+    def run():
+        step = ff.pipeline(ff.value_and_grad(loss), MESH, "pipe", n_microbatches=3)
+        with ff.clock() as events:
+            step([torch.ones(4, 4), torch.ones(4, 4)], torch.ones(6, 4))
+        return {e.action: e for e in events if e.action.kind == "F"}
+
+    one, two = ff.spmd(run, MESH)()
+    assert len(one) == len(two) == 3
+    for a, b in zip(sorted(one), sorted(two), strict=True):
+        assert one[a].end - one[a].start >= slow
+        assert two[b].start >= one[a].start + slow  # it waited, and did not compute
 
 
 def test_rows_of_text_are_verified_and_timed_as_they_are():
