@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
@@ -183,7 +184,7 @@ def timeline(
         schedule: actions for each rank, or rows of text that ``parse`` reads.
         costs: how long actions take; where None, those of a rank's stages together
             take one unit for F, I and W, and two for B; beside a run, what each
-            stage's took there on average. What the run took longer, it waited.
+            stage's took there, the median of its microbatches.
         measured: (rank, action, start, end) of each action of one step that ran, as
             ``ff.clock`` records them, of all ranks; ``costs`` are then in seconds.
         edges: the (producer, consumer) stages; the chain of all stages where None.
@@ -226,36 +227,34 @@ def timeline(
 
 def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
     """Refuses a run that has not each action of the schedule once."""
-    for rank, row in enumerate(schedule):
-        due = [action for action in row if action.is_compute]
-        ran = [event.action for event in events if event.rank == rank]
-        for action in (*due, *ran):
-            times, asked = ran.count(action), due.count(action)
-            if times != asked:
-                raise ValueError(
-                    f"rank {rank} ran {action} {times} times, and the schedule has it "
-                    f"{asked} times: measured= takes all events of one step by this "
-                    "schedule, as one ff.clock() around it records them on each rank"
-                )
+    due = Counter((rank, a) for rank, row in enumerate(schedule) for a in row)
+    ran = Counter((event.rank, event.action) for event in events)
+    for rank, action in (*due, *ran):
+        times, asked = ran[rank, action], due[rank, action]
+        if times != asked and action.is_compute:
+            raise ValueError(
+                f"rank {rank} ran {action} {times} times, and the schedule has it "
+                f"{asked} times: measured= takes all events of one step by this "
+                "schedule, as one ff.clock() around it records them on each rank"
+            )
 
 
 def _costs_of(events: Sequence[TimedAction]) -> Costs:
-    """The mean times of each stage's actions; of B alone, half is that of I."""
+    """The median times of each stage's actions; of B alone, half is that of I."""
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _, action, start, end in events:
         times[action.kind, action.stage].append(end - start)
-    means = {key: sum(each) / len(each) for key, each in times.items()}
+    medians = {key: median(each) for key, each in times.items()}
     stages = range(1 + max(stage for _, stage in times))
 
-    def mean(kind: str) -> list[float]:
-        halves = ((means.get(("B", stage), 0.0)) / 2 for stage in stages)
-        split = kind in "IW"
+    def of_stages(kind: str) -> list[float]:
+        halves = (medians.get(("B", stage), 0.0) / 2 for stage in stages)
         return [
-            means.get((kind, stage), half if split else 0.0)
+            medians.get((kind, stage), half if kind in "IW" else 0.0)
             for stage, half in zip(stages, halves, strict=True)
         ]
 
-    return Costs(mean("F"), mean("I"), mean("W"), u=mean("U"))
+    return Costs(*map(of_stages, "FIW"), u=of_stages("U"))
 
 
 def _beside(planned: Timeline, measured: Timeline) -> Timeline:

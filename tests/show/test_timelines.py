@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_v
-from fsfunc.pipelining.timing import Costs, TimedAction
+from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
@@ -122,6 +122,60 @@ def test_a_recorded_run():
     assert shown.makespan == pytest.approx(1.0)
     assert shown.bubble == pytest.approx((0.7, 0.5))
     assert Timeline.of_events([TimedAction(*event) for event in events]) == shown
+
+
+# A run beside its schedule
+
+RAN = [(0, F0, 5.0, 5.1), (0, B0, 5.5, 5.7)]
+RAN += [(1, Action("F", 1, 0), 5.1, 5.2), (1, Action("B", 1, 0), 5.2, 5.4)]
+
+
+def test_a_run_is_shown_beside_its_schedule_over_one_time():
+    shown = timeline(["F0 B0", "F0 B0"], measured=RAN)
+    assert str(shown) == golden("""
+                0              0.5
+rank 0 planned  │F0│░░░░░░░░│B0   │··│
+rank 0 measured │F0│░░░░░░░░░░░│B0   │
+rank 1 planned  │··│F0│B0   │········│
+rank 1 measured │··│F0│B0   │········│
+
+ F  forward   B  backward
+ ░  waits for another rank   ·  not begun, or done
+
+makespan 600 ms planned, 700 ms measured
+                   busy  bubble        held
+rank 0 planned   300 ms  300 ms  50 %     1
+rank 0 measured  300 ms  400 ms  57 %     1
+rank 1 planned   300 ms  300 ms  50 %     1
+rank 1 measured  300 ms  400 ms  57 %     1""")
+    assert shown.bubble == pytest.approx([0.3, 0.4, 0.3, 0.4])
+    assert [row.name for row in shown.rows] == shown.names
+    quick = timeline(["F0 B0", "F0 B0"], Costs(0.01, 0.01, 0.01), measured=RAN)
+    assert quick.makespan == pytest.approx(0.06) and quick.end == quick.measured
+
+
+def test_the_schedule_beside_a_run_takes_its_stages_medians():
+    schedule = zb_h1(2, 3)
+    slow = Costs(f=[1.0, 3.0], i=[2.0, 1.0], w=[0.5, 2.5])
+    ran = simulate(schedule, slow)
+    late = [e._replace(end=e.end + 9) if e.action.text() == "W2@1" else e for e in ran]
+    shown = timeline(schedule, measured=late)
+    assert shown.makespan == timeline(schedule, slow).makespan
+    assert shown.measured == shown.makespan + 9
+
+
+@pytest.mark.parametrize(
+    ("ran", "said"),
+    [
+        (RAN[1:], "rank 0 ran F0@0 0 times, and the schedule has it 1 times"),
+        ([*RAN, (0, F0, 6.0, 6.1)], "rank 0 ran F0@0 2 times"),
+        ([*RAN, (1, Action("F", 1, 1), 6.0, 6.1)], "rank 1 ran F1@1 1 times, and .* 0"),
+        ([*RAN, (2, Action("F", 2, 0), 6.0, 6.1)], "rank 2 ran F0@2 1 times, and .* 0"),
+    ],
+)
+def test_a_run_of_another_schedule_is_refused(ran, said):
+    with pytest.raises(ValueError, match=said):
+        timeline(["F0 B0", "F0 B0"], measured=ran)
 
 
 # Streams over time
