@@ -91,7 +91,7 @@ def lanes_svg(
     start: float,
     end: float,
     marks: Mapping[str, str],
-    say_time: Callable[[float], str],
+    times: Sequence[Tick],
 ) -> str:
     """Rows of bars over time as SVG, the first row on top; see ``lane_figure``."""
     longest = max(
@@ -115,7 +115,7 @@ def lanes_svg(
         if row.note:
             drawing.text(place(end) + 8, middle, row.note)
         drawing.below += ROW
-    drawing.times(ticks(end, say_time, (int(width / 90),), start), place)
+    drawing.times(times, place)
     drawing.legend(marks)
     return drawing.written()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from fsfunc.printing.tables import Printed
-from fsfunc.show.charts import FAINT, INK, Bar, Row, ticks
+from fsfunc.show.charts import FAINT, INK, Bar, Row, Tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,14 +119,14 @@ def lane_figure(
     start: float,
     end: float,
     marks: Mapping[str, str],
-    say_time: Callable[[float], str],
+    times: Sequence[Tick],
 ) -> Figure:
     """The picture of rows of bars over time, the first row on top.
 
     Args:
         start, end: the time to draw.
         marks: the legend, title -> colour.
-        say_time: how the axis says a time.
+        times: the marks of the axis.
     """
     letters = max(
         sum(len(bar.labels[0]) + 1 for bar in row.bars if bar.labels) for row in rows
@@ -140,8 +140,7 @@ def lane_figure(
         side.set_yticks(range(len(rows)), said)
         side.tick_params(axis="y", length=0, labelsize=8, labelcolor=INK, pad=6)
         side.spines[:].set_visible(False)
-    marked = ticks(end, say_time, (int(width),), start)
-    axes.set_xticks([tick.value for tick in marked], [tick.text for tick in marked])
+    axes.set_xticks([tick.value for tick in times], [tick.text for tick in times])
     beside = LETTER * sum(max(map(len, said)) for said in (names, notes)) + 0.4
     inches = (width - beside) / (end - start)  # of a time unit, nearly
     for place, row in enumerate(rows):

@@ -26,9 +26,11 @@ from fsfunc.show.charts import (
     Bar,
     Look,
     Row,
+    Tick,
     by_sign,
     legend,
     look_of,
+    ticks,
 )
 from fsfunc.show.figures import Drawn, lane_figure
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
+MARKS = 10  # of time under a picture, at most
 NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
 
@@ -151,6 +154,10 @@ class LaneChart(Drawn):
         """A time of the axis in words."""
         return of_seconds(time)
 
+    def times(self) -> list[Tick]:
+        """The marks of time under its pictures."""
+        return ticks(self.end, self.say_time, (MARKS,), self.start)
+
     @property
     def caption(self) -> str:
         """The title of its pictures."""
@@ -162,11 +169,11 @@ class LaneChart(Drawn):
 
     def figure(self) -> Figure:
         what = self.caption, self.rows, self.start, self.end, self.marks()
-        return lane_figure(*what, self.say_time)
+        return lane_figure(*what, self.times())
 
     def svg(self) -> str:
         what = self.caption, self.rows, self.start, self.end, self.marks()
-        return lanes_svg(*what, self.say_time)
+        return lanes_svg(*what, self.times())
 
 
 def named(span: Span) -> str:

@@ -239,7 +239,7 @@ def memory(
         TypeError: no plan.
         IndexError: a rank that the mesh has not.
         ValueError: a plan in which no memory is held, or the estimate of another.
-        ImportError: ``path`` is given and matplotlib is not there.
+        ImportError: a ``path`` to no ``.svg``, and matplotlib is not there.
 
     >>> import torch
     >>> from fsfunc.planning.events import Gave, Op, Ran, Took

@@ -106,7 +106,7 @@ def streams(
     Raises:
         TypeError: no estimate and no spans.
         ValueError: no spans, ranks that have none, or a time in which there is none.
-        ImportError: ``path`` is given and matplotlib is not there.
+        ImportError: a ``path`` to no ``.svg``, and matplotlib is not there.
 
     >>> spans = [
     ...     Span(0, "compute", "f", "f", "forward", 0.0, 0.02),

@@ -196,7 +196,7 @@ def timeline(
     Raises:
         ScheduleError: a schedule that cannot run, or an entry that is no action.
         ValueError: a run of another schedule, or of several steps; says which action.
-        ImportError: ``path`` is given and matplotlib is not there.
+        ImportError: a ``path`` to no ``.svg``, and matplotlib is not there.
 
     Cost: nothing is run; a thousand actions take some milliseconds, a picture of them
     about a second.
@@ -254,7 +254,8 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
             for stage, half in zip(stages, halves, strict=True)
         ]
 
-    return Costs(*map(of_stages, "FIW"), u=of_stages("U"))
+    f, i, w, u = map(of_stages, "FIWU")
+    return Costs(f, i, w, u=u)
 
 
 def _beside(planned: Timeline, measured: Timeline) -> Timeline:

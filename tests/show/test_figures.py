@@ -2,10 +2,11 @@
 
 import io
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
-from fsfunc.pipelining.schedules import gpipe, zb_h1
+from fsfunc.pipelining.schedules import gpipe, zb_h1, zb_v
 from fsfunc.show import memory, plan, streams, timeline
 from fsfunc.show.charts import (
     COMPUTING,
@@ -19,6 +20,8 @@ from fsfunc.show.charts import (
 from tests.show.planned import STEP, small
 
 to_hex = pytest.importorskip("matplotlib.colors").to_hex
+Text = pytest.importorskip("matplotlib.text").Text
+SVG = "{http://www.w3.org/2000/svg}"
 
 CHARTS = {
     "timeline": lambda **given: timeline(zb_h1(2, 2), **given),
@@ -96,15 +99,64 @@ def test_charts_are_saved(chart, tmp_path, monkeypatch):
     shown = make(path=tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "drawn.png").stat().st_size > 5000
-    shown.save(tmp_path / "drawn.svg")
-    assert "<svg" in (tmp_path / "drawn.svg").read_text()
-    before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match="odd"):
         shown.save(tmp_path / "drawn.odd")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    shown.save(tmp_path / "drawn.svg")
+    assert "<svg" in (tmp_path / "drawn.svg").read_text()
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(ImportError, match="pip install matplotlib, or print"):
         make(path=tmp_path / "none.png")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+def test_an_svg_says_what_the_picture_says(chart):
+    """The same model: titles, marks, names, ticks, labels; and bars of one colour."""
+    shown = CHARTS[chart]()
+    page, figure = ElementTree.fromstring(shown.svg()), shown.figure()
+    drawn = {x.get_text() for x in figure.findobj(Text) if x.get_text()}
+    said = {x.text for x in page.iter(f"{SVG}text")}
+    title = "\n".join(figure.axes[0].get_title(loc="left").split())
+    assert set(title.split()) <= set(" ".join(said).split())
+    titles = {line for x in drawn for line in x.splitlines()}
+    assert said - titles <= {
+        words for words in said if " ".join(words.split()) in title
+    }
+    if chart != "memory":
+        bars = [b for row in shown.rows for b in row.bars]
+        boxes = [
+            r for r in page.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None
+        ]
+        assert [r.find(f"{SVG}title").text for r in boxes] == [b.words for b in bars]
+
+
+def test_labels_fit_their_bars_and_no_text_lies_on_another():
+    charts = timeline(zb_v(8, 8)), streams(STEP), memory(small())
+    for figure in (chart.figure() for chart in charts):
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        marked = [axes.title, axes._left_title, *axes.texts, *axes.get_xticklabels()]
+        for legend in figure.legends:
+            marked += [legend.get_title(), *legend.get_texts()]
+        texts = [x for x in marked if x.get_text()]
+        extents = [x.get_window_extent() for x in texts]
+        width, height = figure.bbox.size
+        for i, one in enumerate(extents):
+            assert one.x0 >= -1 and one.x1 <= width + 1, texts[i]
+            assert one.y0 >= -1 and one.y1 <= height + 1, texts[i]
+            for k, other in enumerate(extents[:i]):
+                lap = min(one.x1, other.x1) - max(one.x0, other.x0)
+                high = min(one.y1, other.y1) - max(one.y0, other.y0)
+                assert min(lap, high) < 2, (texts[i], texts[k])
+        bars = [
+            p.get_extents(axes.transData)
+            for c in axes.collections
+            for p in c.get_paths()
+        ]
+        for one, text in zip(extents, texts, strict=True):
+            if text in axes.texts:
+                assert any(b.x0 <= one.x0 and one.x1 <= b.x1 for b in bars), text
 
 
 @pytest.mark.parametrize(
