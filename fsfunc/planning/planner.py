@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -119,9 +120,15 @@ def plan(
         return _here(step, given, here(), observer)
 
     with uncollected():
-        if at is None:
-            return _everywhere(main, _mesh_of(step, mesh))
-        return main()
+        found = _everywhere(main, _mesh_of(step, mesh)) if at is None else main()
+    return replace(found, step=_name_of(step))
+
+
+def _name_of(step: Any) -> str:
+    """What a transformed step prints, or the name of a function that prints none."""
+    if hasattr(step, "interpretations") and not isinstance(step, FunctionType):
+        return repr(step)
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:

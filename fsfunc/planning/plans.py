@@ -209,6 +209,7 @@ class Plan:
     mesh: Mesh
     ranks: tuple[RankPlan, ...]
     asked: tuple[str, ...] = ()  # axes along which programs differ
+    step: str = ""  # its name, with the transforms around it where it prints them
 
     def __repr__(self) -> str:
         """Returns three lines; ``ff.show.plan`` has the tables."""

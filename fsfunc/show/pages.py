@@ -69,7 +69,7 @@ def html(
         estimate: of the plan; without one there are no times, and memory is over
             operators.
         hardware: on which; with it: whether the plan fits.
-        title: of the page, such as the step's name and stack; by default its mesh.
+        title: of the page; by default the step's name, its stack and its mesh.
         path: the file to write.
 
     Raises:
@@ -82,10 +82,13 @@ def html(
     True
     """
     plans.check_plan(plan)
-    title = title or f"a step on {of_axes(plan.mesh.axes) or 'one device'}"
-    page = [f"<h1>{text(title)}</h1>", f'<p class="faint">{text(_facts(plan))}</p>']
+    where = of_axes(plan.mesh.axes) or "one device"
+    title = title or f"{plan.step or 'a step'} on {where}"
+    tables = list[str]()
     if estimate is not None:
-        page += _report(estimates.estimate(estimate, plan, hardware))
+        tables += _report(estimates.estimate(estimate, plan, hardware))
+    facts = f'<p class="faint">{text(_facts(plan, estimate))}</p>'
+    page = [f"<h1>{text(title)}</h1>", facts, *tables]
     chart = None
     if estimate is not None and estimate.spans:
         chart = streams(estimate, ranks=[own.rank for own in plan.ranks])
@@ -101,8 +104,8 @@ def html(
     return written
 
 
-def _facts(plan: Plan) -> str:
-    """The model, and what a rank is given of the batch."""
+def _facts(plan: Plan, estimate: Estimate | None) -> str:
+    """The model, what a rank is given of the batch, and the devices."""
     leaves = {leaf.path: leaf for own in plan.ranks for leaf in own.leaves}
     model = [leaf for leaf in leaves.values() if leaf.kind == "parameters"]
     batch = [x for x in leaves.values() if x.path.partition("/")[0] == "batch"]
@@ -114,7 +117,8 @@ def _facts(plan: Plan) -> str:
         given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_GIVEN])
         more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
         facts.append(f"batch of a rank {given}{more}")
-    facts.append(f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank")
+    ranks = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank"
+    facts.append(ranks + (f" on {estimate.hardware}" if estimate is not None else ""))
     return ", ".join(facts)
 
 

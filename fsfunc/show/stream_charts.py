@@ -82,7 +82,7 @@ class StreamChart(LaneChart):
     def said_late(self) -> str:
         """What of a step's time is in no span."""
         wait = of_seconds(self.late)
-        return f"of which {wait} are a wait for the slowest node, not drawn"
+        return f"{wait} of the step wait for the slowest node, and are not drawn"
 
 
 def streams(

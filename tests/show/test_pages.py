@@ -88,7 +88,12 @@ def test_every_span_is_there_once_with_the_plan_s_figures(pipelined, tmp_path):
         said = [one.text for one in page.iter("title") if one.text]
         assert sum(f": {of_bytes(own.peak_bytes)}: " in words for words in said) >= 1
         assert f"rank {own.rank} ×2, pipe={own.rank}" in text
-    assert "256 parameters in 4 tensors, batch of a rank f32[6, 8], 4 ranks" in text
+    facts = "256 parameters in 4 tensors, batch of a rank f32[6, 8], 4 ranks on H100"
+    assert facts in text
+    assert page.find(".//h1").text == f"{plan.step} on data=2, pipe=2"
+    assert "step" in plan.step
+    other = ElementTree.fromstring(html(plan, title="Llama & co"))
+    assert [x.text for x in other.iter("h1")] == ["Llama & co"]
 
 
 def test_what_a_rank_is_at_is_a_row_and_waits_say_for_what(pipelined):
