@@ -1,15 +1,16 @@
 """The commands of ``python -m fsfunc``.
 
-plan_command.py prove_command.py   plan; prove
+plan_command.py     plan; plan_heading.py: what was planned
+prove_command.py    prove
 commands.py         checkpoint, consolidate, hardware
 names_command.py    names
 build_scripts.py    scripts with build(mesh); what is printed, written
+parsers.py          command lines, or the way out
 hugging_face.py     the step of a model, of its config.json
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ import fsfunc
 from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.commands import add_checkpoints, add_hardware
 from fsfunc.cli.names_command import add_names
+from fsfunc.cli.parsers import CommandParser, refuse_unknown
 from fsfunc.cli.plan_command import add_plan
 from fsfunc.cli.prove_command import add_prove
 from fsfunc.printing.tables import visible_lines
@@ -33,14 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
-    top = argparse.ArgumentParser(prog="python -m fsfunc")
+    own, passed = given[:cut], given[cut + 1 :]
+    top = CommandParser(
+        prog="python -m fsfunc",
+        description="Answers what can be asked of fsfunc without a program of one's "
+        "own.",
+        example=["names gradient clip"],
+    )
     versions = f"fsfunc {fsfunc.__version__}, torch {torch.__version__}"
     top.add_argument("--version", action="version", version=versions)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
-    options = top.parse_args(given[:cut])
-    options.passed = given[cut + 1 :]
+    options, unknown = top.parse_known_args(own)
+    options.passed = passed
+    if unknown or (passed and not options.takes_script):
+        refuse_unknown(options, own, unknown)
     try:
         options.run(options)
     except Refused as error:

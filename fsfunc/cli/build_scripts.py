@@ -118,8 +118,8 @@ def _imported(script: Path) -> ModuleType:
 
 def plan_of(
     build: Callable[[Mesh], Any], mesh: Mesh, script: Path, device: str = "cpu"
-) -> Plan:
-    """The plan of what ``build`` makes for a mesh, on a device.
+) -> tuple[Plan, Callable[..., Any]]:
+    """The plan of what ``build`` makes for a mesh, on a device; and its step.
 
     Raises:
         Refused: it makes something else; fsfunc refuses it on this mesh; the step has
@@ -141,7 +141,7 @@ def plan_of(
                 f"over it, and its {size} ranks would all do the same. Leave it out, "
                 "or name it as the script does"
             )
-    return found
+    return found, step
 
 
 def checked(made: Any, script: Path) -> tuple[Any, ...]:

@@ -26,13 +26,22 @@ def add_checkpoints(commands: Any) -> None:
     """Adds ``checkpoint`` and ``consolidate`` to argparse's subparsers."""
     lists = "the contents of a checkpoint"
     makes = "one safetensors file with every tensor of a checkpoint whole"
-    look = commands.add_parser("checkpoint", help=lists, description=f"Prints {lists}.")
+    look = commands.add_parser(
+        "checkpoint",
+        help=lists,
+        description=f"Prints {lists}.",
+        example=["checkpoint runs/step-200 --at params"],
+    )
     join = commands.add_parser(
-        "consolidate", help=makes, description=f"Writes {makes}."
+        "consolidate",
+        help=makes,
+        description=f"Writes {makes}.",
+        example=["consolidate runs/step-200 model.safetensors --at params"],
     )
     look.set_defaults(run=_look)
     join.set_defaults(run=_consolidate)
     for one in (look, join):
+        one.set_defaults(parser=one, takes_script=False)
         of = "a checkpoint, of any mesh"
         one.add_argument("path", type=Path, metavar="PATH", help=of)
         at = "the path of a subtree, such as params"
@@ -78,8 +87,9 @@ def add_hardware(commands: Any) -> None:
         help=about,
         description=f"Prints {about}. Under torchrun the links between its processes "
         "are measured too: torchrun --nproc-per-node 2 -m fsfunc hardware",
+        example=["hardware --seconds 2 --json this.json"],
     )
-    one.set_defaults(run=_measure)
+    one.set_defaults(run=_measure, parser=one, takes_script=False)
     add = one.add_argument
     add("--name", default="this machine", help="what tables call it")
     add("--seconds", type=float, default=5.0, help="that it may take (default: 5)")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsfunc.cli.build_scripts import Refused
+from fsfunc.cli.parsers import CommandParser
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.interop.modules import from_module
+from fsfunc.interop.split_experts import are_experts
 from fsfunc.optim.adam import sharded_adam
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search
@@ -58,6 +61,20 @@ class HuggingFaceStep:
         """The tokens of a step over all ranks of a mesh."""
         ranks = mesh.size // mesh.axes.get(MODEL, 1)
         return ranks * self.options.sequences * self.length
+
+    @cached_property
+    def idle(self) -> int | None:
+        """The parameters that a token does not pass; None where that is not known.
+
+        They are those of experts that it is not sent to.
+        """
+        used = getattr(self.config, "num_experts_per_tok", None)
+        if used is None:
+            return 0
+        experts = [m for m in self._module().modules() if are_experts(m)]
+        leaves = [p for m in experts for p in m.parameters()]
+        idle = sum(p.numel() // len(p) * (len(p) - used) for p in leaves)
+        return idle if leaves else None
 
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
         """The values that a script's build(mesh) returns."""
@@ -108,17 +125,21 @@ class HuggingFaceStep:
     def _batch(self, sequences: int) -> torch.Tensor:
         return torch.empty(sequences, self.length, dtype=torch.int64)
 
-    def _model(self, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
-        """(loss, optimizer, parameters, layouts) of the model on a mesh."""
+    def _module(self) -> Any:
+        """The model, without data."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             try:
-                model = AutoModelForCausalLM.from_config(
+                return AutoModelForCausalLM.from_config(
                     self.config, dtype=torch.float32
                 )
             except Exception as error:  # of fields that contradict each other
                 raise Refused(f"{self.path} is no model: {error}") from error
+
+    def _model(self, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
+        """(loss, optimizer, parameters, layouts) of the model on a mesh."""
+        model = self._module()
         kinds = set(model._no_split_modules or ())
         split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
         try:
@@ -138,7 +159,11 @@ class HuggingFaceStep:
 
 
 def _options(passed: Sequence[str]) -> argparse.Namespace:
-    one = argparse.ArgumentParser(prog="python -m fsfunc plan --hf CONFIG ... --")
+    one = CommandParser(
+        prog="python -m fsfunc plan --hf CONFIG --mesh AXES --",
+        description="Plans a step of AdamW in bfloat16, on a Hugging Face model.",
+        example=["plan --hf config.json --mesh data=64 -- --length 2048 --zero 2"],
+    )
     add = one.add_argument
     add("--sequences", type=int, default=1, help="of a rank's batch (default: 1)")
     add("--length", type=int, help=f"of each (the model's, {LONGEST} at most)")

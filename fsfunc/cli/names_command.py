@@ -87,9 +87,15 @@ WORDS = {
 def add_names(commands: Any) -> None:
     """Adds ``names`` to argparse's subparsers."""
     about = "every public name, with a sentence on each"
-    one = commands.add_parser("names", help=about, description=f"Prints {about}.")
-    one.set_defaults(run=_list)
-    only = "only those that each of these words is said of: fsdp, gradient clip, eval"
+    one = commands.add_parser(
+        "names",
+        help=about,
+        description=f"Prints {about}. Words are those of torch and of papers too: "
+        "fsdp, all reduce, gradient clip, eval.",
+        example=["names gradient clip"],
+    )
+    one.set_defaults(run=_list, parser=one, takes_script=False)
+    only = "print only the names that every WORD is said of"
     one.add_argument("words", nargs="*", metavar="WORD", help=only)
 
 

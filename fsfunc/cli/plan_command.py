@@ -23,6 +23,7 @@ from fsfunc.cli.build_scripts import (
     writing,
 )
 from fsfunc.cli.hugging_face import HuggingFaceStep
+from fsfunc.cli.plan_heading import heading
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
@@ -51,10 +52,12 @@ def add_plan(commands: Any) -> None:
         description=f"Prints {about}: its units, collectives, FLOPs and memory. The "
         f"script defines build(mesh) -> {RETURNS}; it is imported, not run as a "
         "program. What follows -- are its own options.",
-        epilog="example: python -m fsfunc plan examples/train_gpt.py --mesh data=1024 "
-        "--hardware a100-80 -- --layers 48 --dim 2048 --heads 16",
+        example=[
+            "plan examples/train_gpt.py --mesh data=1024 --hardware a100-80",
+            "-- --layers 48 --dim 2048 --heads 16",
+        ],
     )
-    one.set_defaults(run=_run)
+    one.set_defaults(run=_run, parser=one, takes_script=True)
     add = one.add_argument
     add(
         "script",
@@ -137,15 +140,17 @@ def _run(options: argparse.Namespace) -> None:
                 _search(build, mesh, machine)
                 continue
             device = "cpu" if machine is None else machine.device
-            found, times = plan_of(build, mesh, script, device), None
+            (found, step), times = plan_of(build, mesh, script, device), None
+            tokens, idle = options.tokens, 0
+            if isinstance(build, HuggingFaceStep):
+                tokens = build.tokens(mesh) if tokens is None else tokens
+                idle = build.idle
             if machine is not None:
-                tokens = options.tokens
-                if tokens is None and isinstance(build, HuggingFaceStep):
-                    tokens = build.tokens(mesh)
                 with refusing(script):
                     how = {"tokens": tokens, "attention": options.attention}
                     times = estimate(found, machine, **how)
             seen.append((found, times))
+            print(heading(found, step, tokens, idle), end="\n\n")
             _show(found, times, machine, options)
             if options.search:
                 _search(build, mesh, machine)

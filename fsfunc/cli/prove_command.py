@@ -40,15 +40,23 @@ def add_prove(commands: Any) -> None:
         f"script defines build(mesh) -> {RETURNS}; build(None) returns the plain step "
         "of one device, and the batch of all ranks, whose rows differ. What follows -- "
         "are its own options: small models, as each rank runs here.",
-        epilog="example: python -m fsfunc prove examples/train_gpt.py --mesh "
-        "data=2,pipe=2 -- --remat --layers 2 --dim 16 --heads 2 --seq 8 --batch 8",
+        example=[
+            "prove examples/train_gpt.py --mesh data=2,pipe=2",
+            "-- --remat --layers 2 --dim 16 --heads 2 --seq 8 --batch 8",
+        ],
     )
-    one.set_defaults(run=_run)
+    one.set_defaults(run=_run, parser=one, takes_script=True)
     add = one.add_argument
     add("script", type=Path, metavar="SCRIPT", help="a Python file with build(mesh)")
     add("--mesh", required=True, type=mesh_axes, metavar="AXES", help=MESH)
     add("--calls", type=int, default=2, metavar="N", help="steps to take (default: 2)")
-    add("--draws", type=int, default=2, metavar="N", help="at least (default: 2)")
+    add(
+        "--draws",
+        type=int,
+        default=2,
+        metavar="N",
+        help="of all numbers, at least (default: 2)",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -69,12 +69,18 @@ def kind_of(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Split{cls.__name__}", (SplitExperts, cls), {})
 
 
+def are_experts(m: nn.Module) -> bool:
+    """Returns whether a module is a stack of experts, by what its forward takes."""
+    return list(inspect.signature(type(m).forward).parameters) == _TAKES
+
+
 def check_experts(name: str, m: nn.Module) -> None:
     """Raises unless a module is a stack of experts, as far as it shows."""
-    what, takes = f'plan: {name!r} is "expert"', inspect.signature(type(m).forward)
-    if list(takes.parameters) != _TAKES:
+    what = f'plan: {name!r} is "expert"'
+    if not are_experts(m):
+        takes = [*inspect.signature(type(m).forward).parameters][1:]
         raise TypeError(
-            f"{what}, and its forward takes {', '.join([*takes.parameters][1:])}: it "
+            f"{what}, and its forward takes {', '.join(takes)}: it "
             f"must take {', '.join(_TAKES[1:])}, as experts of transformers do, and "
             "return the sum over a token's experts of weight times what each makes of "
             "it; in other modules call ff.nn.expert_layer"
