@@ -45,9 +45,9 @@ transforms and tests of your own
     full_traceback
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fsfunc.runtime.lazy_imports import later_names as _later_names
 from fsfunc.runtime.scopes import uncollected as _uncollected
 
 with _uncollected():  # it would walk all of torch, for as long as these take
@@ -239,15 +239,4 @@ _LATER = {
     for name in names.split()
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'fsfunc' has no attribute {name!r}")
-    module = import_module(_LATER[name])
-    found = module if _LATER[name].endswith(f".{name}") else getattr(module, name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+__getattr__, __dir__ = _later_names(__name__, _LATER)

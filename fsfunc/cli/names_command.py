@@ -124,7 +124,7 @@ def public() -> dict[str, Any]:
     for name in dir(ff):
         thing = getattr(ff, name)
         if name in ROOMS:
-            own = getattr(thing, "__all__", None) or filter(_is_ours(thing), dir(thing))
+            own = {*getattr(thing, "__all__", ()), *filter(_is_ours(thing), dir(thing))}
             found |= {f"{name}.{n}": getattr(thing, n) for n in own}
         elif name == "is_sharded" or _is_ours(ff)(name):
             found[name] = thing

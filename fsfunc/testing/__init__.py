@@ -41,8 +41,7 @@ drawn_models.py     what hypothesis draws
 strategies.py   what hypothesis draws
 """
 
-from typing import Any
-
+from fsfunc.runtime.lazy_imports import later_names as _later_names
 from fsfunc.testing.comparing import assert_equal, integers
 from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.finite_field import NoExactRule, exact, residues
@@ -60,11 +59,7 @@ from fsfunc.testing.rank_checks import (
 from fsfunc.testing.recordings import PartsFromRecording, recorded, replay
 from fsfunc.testing.transposes import check_collective
 
-
-def __getattr__(name: str) -> Any:
-    """``ff.testing.strategies``, imported when it is used, as it needs hypothesis."""
-    if name != "strategies":
-        raise AttributeError(f"module 'fsfunc.testing' has no attribute {name!r}")
-    import importlib
-
-    return importlib.import_module("fsfunc.testing.strategies")
+# It needs hypothesis.
+__getattr__, __dir__ = _later_names(
+    __name__, {"strategies": "fsfunc.testing.strategies"}
+)

@@ -1,10 +1,15 @@
 """The index has every public name, by its own word and by those of others."""
 
+import inspect
+import pkgutil
+import pydoc
+from importlib import import_module
+
 import pytest
 
 import fsfunc as ff
 from fsfunc.cli import main
-from fsfunc.cli.names_command import WORDS, public, sentence
+from fsfunc.cli.names_command import ROOMS, WORDS, public, sentence
 
 
 def test_the_index_has_every_public_name():
@@ -47,3 +52,31 @@ def test_versions_are_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert not ended.value.code and ff.__version__ in capsys.readouterr().out
+
+
+def helped(module):
+    """What ``help`` prints of a module."""
+    return pydoc.plain(pydoc.render_doc(module))
+
+
+def test_help_lists_what_shows_things_a_line_each():
+    functions = [n for n, f in vars(ff.show).items() if inspect.isfunction(f)]
+    description, _, rest = helped(ff.show).partition("PACKAGE CONTENTS")
+    listed = [line.split(maxsplit=1) for line in description.splitlines()]
+    said = {words[0] for words in listed if len(words) == 2}
+    assert set(functions) == set(ff.show.__all__) <= said
+    for name in functions:
+        assert f"\n    {name}(" in rest  # in full below
+
+
+def test_help_has_no_machinery_of_modules():
+    packages = [ff] + [
+        import_module(m.name)
+        for m in pkgutil.walk_packages(ff.__path__, "fsfunc.")
+        if m.ispkg
+    ]
+    assert ff.testing in packages and ff.nn in packages
+    for module in (*packages, *(getattr(ff, name) for name in ROOMS)):
+        assert "__getattr__" not in (said := helped(module)), module.__name__
+        assert "__dir__" not in said, module.__name__
+    assert ff.testing.strategies.meshes and "plan" in dir(ff)  # and still there
