@@ -69,13 +69,29 @@ def _found(path: Path) -> Stored:
             raise refuse_pickle(path)
         raise CheckpointError(
             f"{path} is no checkpoint: it holds neither {MANIFEST} nor a safetensors "
-            "file"
+            f"file{_instead(path)}"
         )
     if path.exists():
         if is_pickle(path):
             raise refuse_pickle(path)
         return _foreign(path.parent, [path])
-    raise FileNotFoundError(f"there is no checkpoint at {path}")
+    raise FileNotFoundError(f"there is no checkpoint at {path}{_instead(path.parent)}")
+
+
+def _instead(folder: Path) -> str:
+    """What a folder has in place of the checkpoint that was looked for, in words."""
+    paths = entries(folder)
+    if found := [p for p in paths if _is_one(p)]:
+        return (
+            f". {folder} has {len(found)}, the newest {max(found, key=age).name}: "
+            f"ff.load(ff.latest({str(folder)!r}), target)"
+        )
+    if begun := [p for p in paths if is_unfinished(p)]:
+        return (
+            f". {folder} has {begun[-1].name} alone, of a save that is not finished "
+            "or was cut off: begin anew"
+        )
+    return ""
 
 
 def _files_of(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -210,6 +226,7 @@ def latest(
 
     Raises:
         CheckpointError: there are some, and none can be loaded.
+        ValueError: the folder is a checkpoint itself.
 
     The newest is the one with the highest last number in its name (``step-00000200``);
     of names without numbers, the last by name.
@@ -223,6 +240,11 @@ def latest(
     ...     ff.latest(folder).name
     'step-10'
     """
+    if _is_one(Path(folder)):
+        raise ValueError(
+            f"{folder} is a checkpoint itself, and ff.latest looks for those within a "
+            f"folder: give ff.load this path, or ff.latest {Path(folder).parent}"
+        )
     found = [p for p in entries(Path(folder)) if p.match(pattern) and _is_one(p)]
     faults: list[CheckpointError] = []
     for path in sorted(found, key=age, reverse=True):

@@ -157,6 +157,33 @@ def test_what_is_no_complete_checkpoint_is_not_the_newest(tmp_path):
     assert ff.latest(tmp_path) == tmp_path / "step-1"
 
 
+def test_what_is_no_checkpoint_says_what_there_is_instead(tmp_path):
+    w, runs = {"w": torch.ones(1)}, tmp_path / "runs"
+    runs.mkdir()
+    for nothing in (None, ff.latest(runs), ff.latest(tmp_path / "none")):
+        with pytest.raises(FileNotFoundError, match=r"None, .* Begin anew then"):
+            ff.load(nothing, w)
+    with pytest.raises(CheckpointError, match="safetensors file$"):
+        ff.load(runs, w)
+    (runs / ".step-3.saving-0").mkdir()  # a rank was killed while it saved
+    assert ff.latest(runs) is None
+    for path, kind in ((runs, CheckpointError), (runs / "step-3", FileNotFoundError)):
+        with pytest.raises(kind, match=r"step-3\.saving-0 alone, .* begin anew"):
+            ff.load(path, w)
+    for step in (9, 10):
+        ff.save(runs / f"step-{step}", w)
+    for path, kind in ((runs, CheckpointError), (runs / "step-8", FileNotFoundError)):
+        with pytest.raises(kind, match=r"2, the newest step-10: ff\.load\(ff\.latest"):
+            ff.load(path, w)
+
+
+def test_the_newest_within_a_checkpoint_is_refused(tmp_path):
+    """Taken for none, it would have a run begin anew."""
+    ff.save(tmp_path / "step-10", {"w": torch.ones(1)})
+    with pytest.raises(ValueError, match="step-10 is a checkpoint itself"):
+        ff.latest(tmp_path / "step-10")
+
+
 def test_only_checkpoints_of_its_name_are_deleted(tmp_path):
     others = ["best", "step-best", "step-1-best", "run-1-step-1", "Step-1", "step-"]
     for name in others:
