@@ -54,7 +54,7 @@ with ff.ledger() as log:  # whatever ranks send each other is written down
     by_hand = ff.spmd(main, mesh)(lambda found: ff.pmean(found, "data"))  # psum / n
 forgotten = ff.spmd(main, mesh)(lambda found: found)  # no sum: four fits of 8 rows each
 
-print("how far each rank ends from the plain weights")
+print("distance from the plain weights at which ranks 0 to 3 end")
 for name, ranks in (("with psum", by_hand), ("without", forgotten)):
     print(f"  {name:10}", *(f"{(w - plain).norm():9.1e}" for w in ranks))
 for w in by_hand:
@@ -63,7 +63,7 @@ for w in by_hand:
 # 3. The cost. A ring all-reduce of b bytes sends 2 (n-1)/n b from each of n ranks: n-1
 #    hops to add up, n-1 to hand the sums round. Here b is w and the loss, in float32.
 formula = STEPS * 2 * (RANKS - 1) / RANKS * 4 * (DIM + 1)
-print(f"a rank sent {log.bytes('data')} bytes; 2 (n-1)/n b a step is {formula:.0f}")
+print(f"a rank sent {log.bytes('data')} bytes, by the formula {formula:.0f}")
 assert log.bytes("data") == formula
 
 

@@ -37,7 +37,7 @@ for name, collective in {
 }.items():
     ranks = ff.spmd(forward_and_backward, mesh)(collective)
     a, transposed = (torch.stack(rows) for rows in zip(*ranks, strict=True))
-    print(f"{name}, and what its derivative applies")
+    print(f"{name} as a matrix (row r: what rank r receives), and its derivative")
     for rows in zip(a.tolist(), transposed.tolist(), strict=True):
         print("   ", "     ".join(" ".join(".1"[int(v)] for v in row) for row in rows))
     assert torch.equal(transposed, a.T)
@@ -66,9 +66,7 @@ ways = {
     # Under shard one writes a rank's own loss, and L is the mean, by definition.
     "shard(own(w))": ff.shard(lambda w: ff.value_and_grad(own)(w)[1], mesh, "data"),
 }
-print(
-    f"dL/dw is {plain:g} on one device; on four ranks, and what each sent to know it,"
-)
+print(f"dL/dw is {plain:g} on one device. What four ranks find, and what each sends")
 begun = ff.spmd(lambda: ff.place(ways["shard(own(w))"], w), mesh)()  # one value
 for name, gradient in ways.items():
     with ff.ledger() as log:

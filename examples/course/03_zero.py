@@ -56,7 +56,7 @@ with ff.ledger() as log:
 whole = ff.value_and_grad(loss)(params, batch)[1]
 assert_close(torch.cat(ranks, dim=1), torch.stack(whole))
 share = (RANKS - 1) / RANKS * PSI
-print(f"by hand {log.table()}, each (n-1)/n of {PSI} bytes: {share:.0f}")
+print(f"by hand a rank sends {share:.0f} bytes by all_gather, and by psum_scatter")
 assert log.bytes("data", "all_gather") == log.bytes("data", "psum_scatter") == share
 
 
@@ -72,7 +72,7 @@ def main(step):
 
 
 KINDS = "parameters", "gathered", "gradients", "moments"
-print("zero   sent ", *KINDS, f"at the fullest, in units of {PSI} bytes")
+print("in units of Psi = 16384 bytes, sent; held at most\nzero   sent ", *KINDS)
 for zero, shares in enumerate((2, 2, 2, 3 - 2 / LAYERS)):
     plan = ff.spmd(main, mesh)(ff.donate(ff.shard(step, mesh, "data", zero=zero)))[0]
     held = [f"{plan[0].peak[kind] / PSI:>{len(kind)}.2f}" for kind in KINDS]

@@ -62,10 +62,10 @@ def show(name, run, formula):
 
 
 # 1. The plain program; 2. by hand; 3. by a transform, whose segments are the units, all
-#    to the same bits. What each holds from start to end, and at its peak, in tensors
-#    like x, of which an operator has 5 in hand; and its products with W for each layer.
+#    to the same bits. Of what is held, an operator has 5 tensors like x in hand.
 exact = (plain := ff.value_and_grad(loss))(params, x)[1]
-print(f"{'memory over time':63} peak formula products")
+print("in tensors like x, 16 KiB each: held over time (▁ to 6, ▂ to 13, … █ to 55),")
+print(f"{'at its peak; and products of x with W a layer':63} peak formula products")
 show("plain", plain, R * L + 1 + 5)
 for k in (2, 4, 8, 16):
     show(f"k = {k}", lambda p, x, k=k: by_hand(p, x, k), R * L // k + k + 5)

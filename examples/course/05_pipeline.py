@@ -61,14 +61,14 @@ assert_close((list(values), list(grads)), ([plain[0]] * S, plain[1]))
 assert log.bytes("pipe", "ppermute", rank=0) == (M + S - 1) * BYTES
 
 
-# 3. By the library. A schedule is data, that can be drawn, proven to end, and run. B is
-#    two ticks; or one of I, by the input, which others wait for, and one of W, by w.
+# 3. By the library. A schedule is data, that can be drawn, proven to end, and run.
 def main(schedule):
     fn = ff.pipeline(grad_fn, mesh, "pipe", n_microbatches=M, schedule=schedule)
     parts = ff.place(fn, params, batch)  # each rank its own stage's
     assert_close(ff.unshard(fn(parts, batch)), plain)
 
 
+print("F forward; B backward, 2 ticks, or I by the input and W by w, 1 each; ░ waits")
 for name, idle in ("gpipe", 3 * S - 3), ("one_f_one_b", 3 * S - 3), ("zb_h1", S - 1):
     schedule = getattr(ff.schedules, name)(S, M)
     ff.verify(schedule)

@@ -67,7 +67,7 @@ def by_layers(x):
 # 4. The cost: two psums a block, of x and of its gradient. Data parallelism sums the
 #    gradients of both matrices, 8 DIM^2 numbers, however many rows there are: cutting
 #    weights sends less below 4 DIM rows, and cutting rows above.
-print(" rows   by hand    layers   2 psums of x   data parallel")
+print("bytes a rank sends\n rows   by hand    layers   2 psums of x   data parallel")
 for rows in (DIM, 2 * DIM, 4 * DIM, 8 * DIM):
     plain, sent = grad_fn(params, x := torch.randn(rows, DIM)), []
     for way in by_hand, by_layers:

@@ -48,11 +48,11 @@ def private(params, x, clipped, total):
 
 # 1. The plain program, and what its clip is for.
 plain = private(params, x, clipped, lambda sums: sums)
-print("sizes of the rows' gradients:", *of_rows(params, x)[1].sort()[0].int().tolist())
+print("norms |g_i|, sorted:", *of_rows(params, x)[1].sort()[0].int().tolist())
 for limit in torch.inf, CLIP:
     a, b = (clipped(params, rows, limit) for rows in (x, x[torch.arange(N) != 7]))
     moved = sum((a - b).square().sum() for a, b in zip(a, b, strict=True)) ** 0.5
-    print(f"clipped at {limit}, row 7 moves their sum by {moved:.2f}")
+    print(f"clipped at {limit}: row 7 moves the sum of all by {moved:.2f}")
 
 
 # 2. By hand: a rank's rows, then the sum.
@@ -75,5 +75,6 @@ rows = ff.spmd(lambda: ff.local_batch(x, mesh, "data"), mesh)()
 for way, op, sent in (by_hand, "psum", 2 * share), (by_parts, "psum_scatter", share):
     with ff.ledger() as log:
         assert_close(list(ff.spmd(way, mesh)(rows)), [plain] * RANKS)
-    print(way.__name__, log.table())
+    for name, _, calls, size in log.table():
+        print(f"{way.__name__:9}{calls:2} x {name:13} {size} bytes sent by a rank")
     assert log.bytes("data", op) == sent

@@ -45,7 +45,8 @@ def programs(loss, params, batch):
 
 plain = programs(loss, params, batch)
 H = hessian(lambda w: loss(w, batch))(torch.stack(params)).view(2 * DIM**2, 2 * DIM**2)
-print(f"|H| {torch.linalg.matrix_norm(H, 2):.4f}, by {TURNS} products {plain[1]:.4f}")
+print(f"largest eigenvalue {torch.linalg.matrix_norm(H, 2):.4f} of H as a matrix")
+print(f"                   {plain[1]:.4f} by {TURNS} products Hv, of the plain program")
 
 
 # 2. By hand.
@@ -73,5 +74,7 @@ rows = ff.spmd(lambda: ff.local_batch(batch, mesh, "data"), mesh)()
 for way, (op, sent) in sums.items():
     with ff.ledger() as log:
         assert_close(list(ff.spmd(way, mesh)(rows)), [plain] * RANKS)
-    print(way.__name__, log.table())
+    print(f"{way.__name__}: the same; {count} sums of gradients, and a rank sends")
+    for name, _, calls, size in log.table():
+        print(f"  {calls:3} x {name:13} {size:5} bytes")
     assert log.bytes("data", op) == sent

@@ -67,10 +67,13 @@ def psum_norms(trees):  # all of them in one psum; as ff.leaf_norms does, in any
 
 
 plain, mesh = train(own_norms), ff.make_mesh({"data": RANKS})
+print(
+    f"weights after {STEPS} steps, against those of one device, and what a rank sends"
+)
 for way, norms in (by_hand, own_norms), (by_hand, psum_norms), (train, ff.leaf_norms):
     with ff.ledger() as log:
         found = ff.spmd(way, mesh)(norms, mesh)[0]
     off, sent = (found[0] - plain[0]).abs().max(), log.bytes("data", "psum")
-    print(f"{way.__name__:7} {norms.__name__:10} off by {off:.0e}, psum {sent} bytes")
+    print(f"{way.__name__:7} {norms.__name__:10} {off:.0e} off, {sent:3} bytes by psum")
 assert sent == 2 * (RANKS - 1) / RANKS * STEPS * (2 * len(params) * 4 + 8)  # 8: a loss
 # own_norms under shard is refused, with the leaf: no number is better than a wrong one.

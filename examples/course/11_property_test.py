@@ -55,6 +55,7 @@ def law(transform):
 
 
 law(lambda g: clip(ff.pmean(g, "data")))()
+print("clipped after the mean: no example breaks the law")
 for name, wrong in planted.items():
     try:
         law(wrong)()

@@ -61,14 +61,18 @@ for planned, ran in ff.spmd(both, four)(four):
         assert (a.op, a.bytes, a.unit, a.phase) == (b.op, b.bytes, b.unit, b.phase)
 
 # 3. On 1,024. The last line is a hybrid: parts within nodes of 8, and 128 such nodes.
-print("ranks zero   GB held   GB sent   s in all s waiting")
+print(
+    "of a step on n H100, parameters cut over c of them: a rank's GB, and its seconds"
+)
+print("    n zero     c      held      sent    in all   waiting")
 rows = torch.empty(TOKENS, DIM), torch.empty(TOKENS, DIM)
 for n, zero, nodes in (8, 3, 1), (1024, 1, 1), (1024, 3, 1), (1024, 3, 128):
     mesh = ff.make_mesh({"node": nodes, "data": n // nodes}, "abstract")
     plan = ff.plan(on(mesh, zero, replicate="node"), init, optimizer, rows)
     took = ff.estimate(plan, ff.hardware.H100)
     known = plan.peak_bytes / 1e9, plan.bytes() / 1e9, took.seconds, took.exposed
-    print(f"{n:5} {zero:4}", *(f"{value:9.3f}" for value in known))
+    over = n // nodes if zero == 3 else 1
+    print(f"{n:5} {zero:4} {over:5}", *(f"{value:9.3f}" for value in known))
     if zero == 3 and nodes == 1:
         kept = sum(leaf.bytes for leaf in plan[0].leaves if leaf.kind != "buffers")
         assert kept == 3 * PSI / n
