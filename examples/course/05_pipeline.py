@@ -69,9 +69,9 @@ def main(schedule):
 
 
 print("F forward; B backward, 2 ticks, or I by the input and W by w, 1 each; ░ waits")
+print("busy, bubble: ticks at work, and waiting; held: microbatches at once, at most\n")
 for name, idle in ("gpipe", 3 * S - 3), ("one_f_one_b", 3 * S - 3), ("zb_h1", S - 1):
-    schedule = getattr(ff.schedules, name)(S, M)
-    ff.verify(schedule)
+    ff.verify(schedule := getattr(ff.schedules, name)(S, M))
     drawn = str(ff.show.timeline(schedule)).splitlines()
     print(name, *drawn[: S + 1], *drawn[-S - 1 :], "", sep="\n")
     assert ff.bubble(schedule) == idle
