@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
@@ -112,8 +113,18 @@ def _list(options: argparse.Namespace) -> None:
     if not named and not mentioned:
         raise Refused(
             f"no public name, and no sentence on one, has {' '.join(words)!r}"
+            f"{_nearest(words)}; fewer words find more, and none find all"
         )
     print("\n".join([*named, *mentioned]))
+
+
+def _nearest(words: list[str]) -> str:
+    """The words of names that come close to some that nothing has."""
+    said = " ".join([*public(), *WORDS.values()]).lower().replace(".", " ")
+    known = {*said.split(), *said.replace("_", " ").split()}
+    near = [get_close_matches(word, known, 1) for word in words if word not in known]
+    found = [match[0] for match in near if match]
+    return f" (there is: {', '.join(found)})" if found else ""
 
 
 def public() -> dict[str, Any]:

@@ -23,6 +23,9 @@ def test_the_command_prints_names_and_finds_words(capsys):
     assert main(["names"]) == 0
     assert capsys.readouterr().out.count("\n") == len(public())
     assert main(["names", "zero stage 9"]) == 2
+    assert main(["names", "gradint", "acumulation"]) == 2
+    said = capsys.readouterr().err
+    assert "(there is: gradient, accumulation); fewer words find more" in said
     assert main(["names", "one_f_one"]) == 0
     assert capsys.readouterr().out.startswith("ff.schedules.one_f_one_b: Return the")
 
