@@ -3,18 +3,28 @@
 import contextlib
 import io
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.programs import ROOT, forked
+from tests import forking
+from tests.forking import descendants
+from tests.programs import ROOT, environment, forked
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 2".split()
+
+
+TIME_LIMIT = 60  # seconds, of a program that was launched
 
 
 class Run(NamedTuple):
@@ -99,3 +109,83 @@ def check_losses(found: dict, expected: dict, tolerance: float) -> None:
     ):
         assert step == at
         assert loss == pytest.approx(other, abs=tolerance)
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path,
+    *args: str | Path,
+    nproc: int = 0,
+    restarts: int = 3,
+    script: Path = SCRIPT,
+    limit: float = TIME_LIMIT,
+) -> Iterator["Launch"]:
+    """The example under torchrun, which restarts it; or by itself (nproc=0)."""
+    logs = Path(tempfile.mkdtemp(dir=folder))
+    torchrun = [
+        *("-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"),
+        *(f"--log-dir={logs}", "--redirects=3"),
+    ]
+    given = [*(torchrun if nproc else []), script, *args]
+    printed = str(logs / "printed")
+    running = forking.Running(
+        [forking.Program(list(map(str, given)), environment(), printed, printed)]
+    )
+    try:
+        yield Launch(running, logs, limit)
+    finally:
+        running.end()
+
+
+class Launch:
+    def __init__(self, running: forking.Running, logs: Path, limit: float):
+        self.running, self.logs = running, logs
+        (self.pid,) = running.pids
+        self.limit = time.monotonic() + limit
+
+    def printed(self) -> str:
+        """What it and its ranks wrote, to stdout and stderr."""
+        files = [path for path in sorted(self.logs.rglob("*")) if path.is_file()]
+        return "".join(f"--- {path}\n{path.read_text()}" for path in files)
+
+    def until(self, holds: Callable[[], object]) -> None:
+        """Waits; AssertionError where the program ends first, or it takes too long."""
+        while not holds():
+            assert self.running.wait(0) is None, self.printed()
+            assert time.monotonic() < self.limit, self.printed()
+            time.sleep(0.002)
+
+    def ended(self) -> int:
+        """The exit status, once there is one."""
+        ended = self.running.wait(self.limit - time.monotonic())
+        assert ended, self.printed()
+        return ended[0]
+
+    def attempts(self) -> int:
+        """How often torchrun has started the ranks."""
+        return len(list(self.logs.glob("*/attempt_*")))
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank that torchrun started, as they are now."""
+        found = {}
+        for pid in descendants(self.pid):
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            here = dict(entry.split(b"=", 1) for entry in environ if b"=" in entry)
+            if b"RANK" in here:
+                found[int(here[b"RANK"])] = pid
+        return found
+
+    def terminate(self) -> None:
+        """SIGTERM, as a cluster sends it: to every process, the ranks first.
+
+        torchrun would pass it on in its own time, in which a short run ends.
+        """
+        for pid in (*self.ranks().values(), self.pid):
+            os.kill(pid, signal.SIGTERM)
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.ranks()[rank], signal.SIGKILL)
