@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
+from fsfunc.core.frames import frame
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.split_layers import SplitFlow
 from fsfunc.sharded.leaf import is_sharded
@@ -153,7 +154,7 @@ class CallTensors:
             RuntimeError: one was written. What a first call wrote is put back.
         """
         for name, x, version, before in self._watched.values():
-            kept = before is None or _equal(x.detach(), before)
+            kept = before is None or _unanswered(_equal, x.detach(), before)
             if x._version != version or not kept:
                 if before is not None:
                     x.data.copy_(before)
@@ -224,7 +225,7 @@ class CallTensors:
                 doubtful[name] = x, before
         # Some operators write what they say they read, and .data counts nothing. Any
         # call may do so for the first time, so each one is asked for values.
-        unlike = _unlike(doubtful)
+        unlike = _unanswered(_unlike, doubtful) if doubtful else set()
         self.part.hidden |= unlike
         return changed | unlike
 
@@ -237,6 +238,21 @@ def _is_virtual(tensors: tuple[Tensor, ...]) -> bool:
     return _torch.fake_active() or any(
         x.is_meta or isinstance(_torch.unwrapped(x), _torch.FakeTensor) for x in tensors
     )
+
+
+def _unanswered(ask: Callable[..., Any], *args: Any) -> Any:
+    """``ask(*args)``, of the values themselves.
+
+    What a step asks of a value is answered both ways where it is checked: this question
+    is not the step's.
+    """
+    if frame().tracer is None:
+        return ask(*args)
+    with _torch.outside_function_modes(), _torch.beneath_modes(_REAL):
+        return ask(*args)
+
+
+_REAL = torch.empty(0)
 
 
 def _equal(x: Tensor, before: Tensor) -> bool:

@@ -33,6 +33,7 @@ from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import state_in
 from fsfunc.tracing.steadiness import Outside
+from fsfunc.tree.structure import hides
 
 
 def place_without_data() -> Here | None:
@@ -104,6 +105,8 @@ def shadows(
 ) -> Any:
     """The arguments as fake tensors, which share memory as these do.
 
+    Objects that tensors may be put into are copies: what a run puts there is its own.
+
     ``mode``: that of the fake tensors; None makes copies, with data.
     ``coordinates``: those of another rank whose parts they are to be.
     ``apart``: whether views of larger tensors may get memory of their own.
@@ -140,7 +143,9 @@ def shadows(
                 shards[id(shard)] = shard.shadow(fake, coordinates).leaves()
             at = [id(m) for m in shard.members].index(id(x.layout))
             leaves[i] = shards[id(shard)][at]
-        elif mode is None and not tree.are_shown([x]):
+        elif not tree.are_shown([x]) and (mode is None or not hides(x)):
+            # A run may fill it, as an empty cache. One that holds tensors is refused
+            # without data.
             leaves[i] = copy.deepcopy(x)
     return tree.unflatten(treedef, leaves)
 

@@ -5,6 +5,7 @@ each is recorded on fake tensors and compared with the module itself.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -205,6 +206,32 @@ def test_a_cache_is_filled_where_no_gradients_are_on():
     for found, gathers in ff.spmd(main, MESH)():
         assert torch.equal(found, expected)
         assert gathers == 3 * sum("drop" not in unit for unit in apply.units)
+
+
+@pytest.mark.parametrize("how", ["closed over", "given"])
+def test_generate_runs_by_the_sharded_forward(how):
+    """It makes an empty cache, which no check fills; buffers are as good as any."""
+    module, *_ = made("llama")
+    module.eval()
+    start, plainly = IDS["input_ids"], {"do_sample": False, "pad_token_id": 0}
+    apply, params, buffers = ff.from_module(module, "model.layers.*")
+
+    def main():
+        call = lambda p, b, **k: apply(p, b if b else buffers, **k)  # noqa: E731
+        sharded = ff.shard(call, MESH, "data")
+        logits = lambda p, x: apply(p, buffers, input_ids=x).logits  # noqa: E731
+        placed = ff.place(ff.shard(logits, MESH, "data"), params, start)
+        shell = copy.copy(module)
+        given = {} if how == "closed over" else buffers
+        shell.forward = functools.partial(sharded, placed, given)
+        with ff.ledger() as log:
+            found = shell.generate(start, max_new_tokens=3, **plainly)
+        return found, log.count("all_gather")
+
+    whole = module.generate(start, max_new_tokens=3, **plainly)
+    for found, gathers in ff.spmd(main, MESH)():
+        assert torch.equal(found, whole)
+        assert gathers == 3 * len(apply.units)
 
 
 @pytest.mark.parametrize("units", ["model.layers.*", ""])
