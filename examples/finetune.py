@@ -2,7 +2,7 @@
 
     python examples/finetune.py                             a tiny model, one process
     python examples/finetune.py --ranks 4                   the same, 4 simulated ranks
-    torchrun --nproc-per-node 8 --max-restarts 3 examples/finetune.py \
+    torchrun --nproc-per-node 8 --max-restarts 3 examples/finetune.py \\
         --model FOLDER --data FILE --lora 16 --out DIR      a real one, a card a process
 
 All three find the same losses (with --fp32 to the rounding of float32). FOLDER is a
