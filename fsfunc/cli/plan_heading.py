@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fsfunc.core.frames import title
 from fsfunc.planning.plans import Plan, PlannedLeaf
 from fsfunc.printing.tables import of_count
 from fsfunc.sharded.placements import describe
-from fsfunc.testing.step_runs import batch_axes, title
+from fsfunc.testing.step_runs import batch_axes
 
 
 def heading(

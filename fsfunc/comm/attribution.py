@@ -20,7 +20,7 @@ from fsfunc.runtime.scopes import Scoped
 _OURS = str(Path(__file__).parent.parent) + os.sep
 # With torch's, those of trees, and of functions that torch has generated.
 _TORCHS = (
-    *(str(Path(m.__file__).parent) + os.sep for m in (torch, optree)),
+    *(str(Path(str(m.__file__)).parent) + os.sep for m in (torch, optree)),
     *("<frozen ", "<eval_with_key>"),
 )
 # Of fsfunc, those that call what a user gives them.
