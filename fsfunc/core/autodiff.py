@@ -160,10 +160,7 @@ def _first_order(call: GradientCall) -> Outcome:
 
     Where nothing is differentiated, none are kept in the first place.
     """
-    f, graph = (
-        frame(),
-        bool(call.argnums),
-    )
+    f, graph = frame(), bool(call.argnums)
     observers = [h for h in f.handlers if h.observes and graph and not f.in_loss]
     for observer in observers:
         observer.begins(call)
