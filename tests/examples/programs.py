@@ -24,7 +24,7 @@ SCRIPT = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 2".split()
 
 
-TIME_LIMIT = 60  # seconds, of a program that was launched
+TIME_LIMIT = 120  # seconds, of a program that was launched
 
 
 class Run(NamedTuple):

@@ -215,7 +215,7 @@ def test_killed_under_torchrun_it_goes_on(
     expected = run(example, tmp_path / "whole", *how, "--ranks", 2)
     out = tmp_path / "killed"
     how += ["--out", str(out)]
-    with launched(tmp_path, *how, nproc=2, script=SCRIPT, limit=180) as launch:
+    with launched(tmp_path, *how, nproc=2, script=SCRIPT, limit=300) as launch:
         launch.until(lambda: ff.latest(out, "step-*") if out.exists() else None)
         launch.kill(1)
         assert launch.ended() == 0, launch.printed()

@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 from tests.programs import ROOT, environment
 
 TOUR = ROOT / "examples" / "tour.ipynb"
-TIME_LIMIT = 60  # seconds of a cell
+TIME_LIMIT = 120  # seconds of a cell
 
 
 @contextmanager
