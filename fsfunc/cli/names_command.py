@@ -29,30 +29,35 @@ WORDS = {
     "Own": "hidden state rank local",
     "Split": "tensor parallel layout shard placement dtensor",
     "Weighted": "token mean padding uneven batches ignore_index",
-    "Summed": "aux metric count",
-    "Max": "aux metric largest maximum",
+    "Summed": "aux metrics count log",
+    "Max": "aux metrics largest maximum",
     "abstract_state": "meta device template resume",
     "accumulate": "gradient accumulation no_sync microbatches grad_accum",
     "all_gather": "all gather allgather",
     "all_to_all": "all to all alltoall",
     "axis_index": "rank get_rank",
     "axis_size": "world size get_world_size",
-    "batches": "dataloader data loader distributed sampler",
+    "batches": "dataloader data loader distributed sampler epoch position resume",
     "clip_by_global_norm": "gradient clipping clip_grad_norm_",
     "clip_by_value": "gradient clipping clip_grad_value_",
     "consolidate": "full state dict merge checkpoint",
     "donate": "in place memory donate_argnums",
     "ema": "exponential moving average evaluation",
     "eval_params": "evaluation ema average",
-    "from_module": "nn.Module model wrap auto_wrap functional_call hugging face",
+    "from_module": "nn.Module model wrap auto_wrap functional_call hugging face "
+    "transformers eval mode train mode frozen freeze requires_grad lora adapter peft",
     "from_torch": "torch.optim optimizer",
-    "init_state": "initialize train state meta device",
+    "global_norm": "grad norm gradient clip_grad_norm_ log",
+    "init_state": "initialize train state meta device extra frozen buffers",
     "jit": "torch.compile inductor compiled",
+    "latest": "resume newest last",
     "ledger": "bytes sent communication profile",
-    "load": "resume restore load_state_dict checkpoint",
+    "load": "resume restore load_state_dict checkpoint warm start",
     "local_batch": "scatter rows split batch distributed sampler",
     "loss_scale": "grad scaler gradscaler float16 amp",
-    "make_mesh": "device mesh init_process_group init_device_mesh",
+    "make_mesh": "device mesh init_process_group init_device_mesh cuda gpu nccl gloo "
+    "timeout deadlock hang",
+    "masked": "frozen freeze parameters trained",
     "nn.column_linear": "tensor parallel megatron colwise",
     "nn.row_linear": "tensor parallel megatron rowwise",
     "nn.expert_layer": "mixture of experts moe expert parallel",
@@ -62,10 +67,11 @@ WORDS = {
     "offload": "cpu offload nvme zero-offload",
     "pbroadcast": "broadcast",
     "pipeline": "pipe gpipe 1f1b pp stages microbatches",
-    "plan": "dry run memory estimate",
+    "plan": "dry run memory estimate oom",
     "pmax": "all reduce max",
     "pmean": "all reduce mean average",
     "ppermute": "send recv p2p",
+    "master_weights": "bf16 mixed precision",
     "precision": "mixed precision bf16 float16 autocast amp",
     "prove": "verify proof equal correct",
     "psum": "all reduce allreduce sum",
@@ -74,7 +80,9 @@ WORDS = {
     "save": "state dict state_dict checkpoint",
     "save_async": "checkpoint asynchronous",
     "search": "autotune auto parallel",
-    "shard": "fsdp fsdp2 fully_shard ddp zero zero-3 hsdp oss deepspeed data parallel",
+    "shard": "fsdp fsdp2 fully_shard ddp zero zero-3 hsdp oss deepspeed data parallel "
+    "inference predict generate",
+    "stochastic_rounding": "bf16",
     "sharded_adam": "adamw optimizer distributed fused",
     "spmd": "launch mp.spawn run ranks simulate",
     "to_module": "nn.Module export model",
@@ -82,6 +90,24 @@ WORDS = {
     "unshard": "full parameters summon_full_params full_tensor generate export gather",
     "value": "evaluate evaluation validation loss no_grad eval",
     "value_and_grad": "backward loss gradient grad",
+    "warmup_cosine": "lr scheduler learning rate schedule",
+}
+
+# What no name stands for, in a checkout's examples: (what one is, and its words).
+EXAMPLES = {
+    "finetune.py": (
+        "a Hugging Face model, whole or by adapters (LoRA)",
+        "lora adapter peft frozen freeze transformers generate tqdm sft instructions",
+    ),
+    "loop.py": (
+        "a training loop to copy: data, evaluation, a log, samples, resuming",
+        "logging tensorboard wandb metrics accuracy eval evaluate validation generate "
+        "predict resume checkpoint cuda bf16 grad norm",
+    ),
+    "restart.py": (
+        "a run that goes on after ranks were killed",
+        "resume checkpoint elastic fault tolerance crash max-restarts",
+    ),
 }
 
 
@@ -110,6 +136,9 @@ def _list(options: argparse.Namespace) -> None:
             named.append(line)
         elif all(word in f"{names} {line}".lower() for word in words):
             mentioned.append(line)
+    for file, (about, more) in EXAMPLES.items() if words else ():
+        if all(word in f"{file} {about} {more}".lower() for word in words):
+            mentioned.append(f"examples/{file}: {about}")
     if not named and not mentioned:
         raise Refused(
             f"no public name, and no sentence on one, has {' '.join(words)!r}"

@@ -9,7 +9,8 @@ import pytest
 
 import fsfunc as ff
 from fsfunc.cli import main
-from fsfunc.cli.names_command import ROOMS, WORDS, public, sentence
+from fsfunc.cli.names_command import EXAMPLES, ROOMS, WORDS, public, sentence
+from tests.programs import ROOT
 
 
 def test_the_index_has_every_public_name():
@@ -37,6 +38,10 @@ USERS = {
     "torch.compile": "jit",
     "reduce scatter": "psum_scatter", "gradient accumulation": "accumulate",
     "state dict": "consolidate", "dataloader": "batches", "moe": "nn.expert_layer",
+    "lora": "from_module", "frozen": "masked", "eval mode": "from_module",
+    "grad norm": "global_norm", "resume": "latest", "bf16": "master_weights",
+    "generate": "shard", "cuda": "make_mesh", "learning rate": "warmup_cosine",
+    "metrics": "Summed",
 }  # fmt: skip
 
 
@@ -47,8 +52,18 @@ def test_a_name_is_found_by_what_others_call_it(words, capsys):
     assert any(line.startswith(f"ff.{USERS[words]}: ") for line in lines[:6])
 
 
+@pytest.mark.parametrize(
+    "words, file",
+    [("tensorboard", "loop.py"), ("log", "loop.py"), ("lora", "finetune.py")],
+)
+def test_an_example_is_found_where_no_name_says_it_all(words, file, capsys):
+    assert main(["names", *words.split()]) == 0
+    assert f"examples/{file}: {EXAMPLES[file][0]}\n" in capsys.readouterr().out
+
+
 def test_words_are_said_of_names_that_are_there():
     assert WORDS.keys() <= public().keys()
+    assert all((ROOT / "examples" / file).exists() for file in EXAMPLES)
 
 
 def test_versions_are_printed(capsys):
