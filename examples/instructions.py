@@ -97,8 +97,8 @@ class Instructions(Dataset):
     There is no mask: padding is at the end, where no token before it looks.
 
     Args:
-        length: of every row, padded at its end. One shape for all batches: a sharded
-            step is checked, and a compiled one compiled, once for each shape.
+        length: of every row, padded at its end. One shape for all batches: the first
+            call with another one takes longer, above all that of a compiled step.
         multiple: rows without a label are added until their number is a multiple of it,
             so that each row of an evaluation is counted and its batches are full.
     """
