@@ -95,6 +95,7 @@ def from_torch(
         what a first step does otherwise (as ``SGD``, which does not dampen it).
 
     Raises:
+        TypeError: an optimizer, and not its class.
         ValueError: a class of torch's that is not elementwise, or another one without
             ``elementwise``, or one that keeps something else than you say (before
             anything is written); ``capturable`` and ``differentiable``; a state of
@@ -112,6 +113,12 @@ def from_torch(
     >>> w, state.moments["square_avg"], state.numbers
     (tensor([0.8000, 0.8000]), tensor([0.2500, 0.2500]), {'step': 1.0})
     """
+    if not isinstance(kind, type):
+        raise TypeError(
+            "from_torch takes a class and its options, as in from_torch(torch.optim."
+            f"AdamW, lr=1e-3), and is given an object of {type(kind).__name__}; it "
+            "needs no parameters: those come with the state"
+        )
     name = kind.__name__
     if kind in _NOT_ELEMENTWISE:
         why, instead = _NOT_ELEMENTWISE[kind]

@@ -198,6 +198,10 @@ DTYPES = [
     ("dtype", torch.bool, lambda **how: ff.swa(ff.sgd(0.1), **how)),
 ]
 TYPES = [
+    (
+        r"from_torch\(torch.optim.AdamW, lr=.*an object of SGD; it needs no parameters",
+        lambda: ff.from_torch(torch.optim.SGD([torch.ones(1)], 0.1)),
+    ),
     *[
         (
             f"^{name} is {dtype}: give one of torch.float64, .*torch.float16",
