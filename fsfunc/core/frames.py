@@ -284,7 +284,8 @@ def recording() -> bool:
     """True while a step is run only to be recorded, checked or planned.
 
     A step is run a few times before its first real call, mostly on tensors without
-    data, by ``place``, ``init_state``, ``plan`` and the first call with new shapes.
+    data, by ``place``, ``init_state`` and ``plan``, and again before some later calls:
+    ``help(ff.shard)`` says which.
     Each run prints, and changes Python's own state, as a real one does.
 
     >>> import torch, fsfunc as ff

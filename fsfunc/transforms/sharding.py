@@ -83,17 +83,17 @@ def shard(
     gathers of 16 bytes, in no ledger.
 
     What is checked: the first call of each structure of arguments and each set of True
-    and False among them, and of each shapes if the step computes with leaves or
-    gradients outside units, is run without data before it, and refused where it has no
-    meaning. A comparison that the step makes of a number or a word among its arguments
-    (``if state.step % 10 == 0``) is answered both ways there. A branch that first runs
-    in a later call, as an attribute or a clock chooses it, is not seen at once: that
-    would cost a Python function for every operator of every call. Calls 17, 65, 257 and
-    so on of a state that was laid out are checked too, with the branches that run by
-    then, which takes as long as Python in about fifteen steps; so are calls 3, 5 and 9
-    of a step that itself combines numbers with leaves or gradients (``w - rate * g``),
-    which ranks compare; and a branch shows where it makes replicated leaves differ.
-    Give the step what chooses it as an argument.
+    and False among them, and with each set of shapes if the step itself combines leaves
+    or gradients outside units (``w - rate * g``), is run without data before it, and
+    refused where it has no meaning. A comparison that the step makes of a number or a
+    word among its arguments (``if state.step % 10 == 0``) is answered both ways there.
+    A branch that first runs in a later call, as an attribute or a clock chooses it, is
+    not seen at once: that would cost a Python function for every operator of every
+    call. Calls 17, 65, 257 and so on of a state that was laid out are checked too, with
+    the branches that run by then, which takes as long as Python in about fifteen steps;
+    so are calls 3, 5 and 9 of a step that itself combines numbers with leaves or
+    gradients (``w - rate * g``), which ranks compare; and a branch shows where it makes
+    replicated leaves differ. Give the step what chooses it as an argument.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
