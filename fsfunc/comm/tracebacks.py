@@ -76,13 +76,19 @@ def leave_out(error: BaseException) -> None:
         if one is error and found[-1:] != kept[-1:]:
             last = f", the last at {_place(found[-1])}"
         count += len(found) - len(kept)
-        one.with_traceback(joined(kept))
-    notes = getattr(error, "__notes__", ())
-    if count and not any(isinstance(x, LeftOut) for x in notes):
+        BaseException.with_traceback(one, joined(kept))  # its class may have another
+    if count and not notes_left(error):
         note = LeftOut(_NOTE.format(count, "s" * (count != 1), last))
         note.traceback = whole
         with suppress(Exception):  # notes that are no list, errors that are frozen
             error.add_note(note)
+
+
+def notes_left(error: BaseException) -> list[LeftOut]:
+    """The notes of an error on frames that are left out, one at most."""
+    with suppress(Exception):  # `__notes__` may be anything
+        return [x for x in error.__notes__ if isinstance(x, LeftOut)]
+    return []
 
 
 _NOTE = (

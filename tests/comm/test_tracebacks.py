@@ -270,11 +270,29 @@ class Frozen(ValueError):
             raise AttributeError(name)
 
 
-def test_an_error_that_takes_no_note_comes_out_all_the_same():
-    def fails(w):
-        raise Frozen
+class WithoutNotes(ValueError):
+    __notes__ = None
 
-    assert names(raised(lambda: ff.value_and_grad(fails)(X), Frozen))[-1] == "fails"
+
+class Unreadable(ValueError):
+    @property
+    def __notes__(self):
+        raise RuntimeError("no notes")
+
+
+class Overridden(ValueError):
+    def with_traceback(self, tb):
+        raise RuntimeError("no traceback")
+
+
+@pytest.mark.parametrize("kind", [Frozen, WithoutNotes, Unreadable, Overridden])
+def test_an_error_that_takes_no_note_comes_out_all_the_same(kind):
+    def fails(w):
+        raise kind
+
+    error = raised(lambda: ff.value_and_grad(fails)(X), kind)
+    assert names(error) == ["<lambda>", "fails"]
+    assert ff.full_traceback(error) is not None
 
 
 def test_the_error_is_copied_and_pickled_as_before():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from fsfunc.comm.tracebacks import LeftOut, entries, joined
+from fsfunc.comm.tracebacks import entries, joined, notes_left
 
 
 def full_traceback(error: BaseException | None = None) -> TracebackType | None:
@@ -32,8 +32,7 @@ def full_traceback(error: BaseException | None = None) -> TracebackType | None:
     error = error or sys.exception() or getattr(sys, "last_value", None)
     if error is None:
         return None
-    notes = [x for x in getattr(error, "__notes__", ()) if isinstance(x, LeftOut)]
-    if not notes:
+    if not (notes := notes_left(error)):
         return error.__traceback__
     inner = list(entries(notes[0].traceback))
     ours = {id(x.tb_frame) for x in inner}
