@@ -356,9 +356,11 @@ class Transformed:
     accumulate(remat(value_and_grad(loss_fn)), n=4)
     """
 
-    __qualname__: str  # and what else `f` has
+    __name__: str  # and what else `f` has
+    __qualname__: str
     interpretations: tuple[Interpretation, ...]
-    __slots__ = ("f", "called", "shown", "run", "__dict__", "__weakref__")
+    # A function may have attributes of any name, and users may set them.
+    __slots__ = ("_f", "_called", "_shown", "_run", "__dict__", "__weakref__")
 
     def __init__(
         self,
@@ -368,26 +370,27 @@ class Transformed:
         run: Callable[..., Any],
         stands_for: Callable[..., Any] | None = None,
     ):
+        self.__name__, self.__qualname__ = run.__name__, run.__qualname__
         functools.update_wrapper(self, stands_for or f)
-        self.f, self.called, self.shown, self.run = f, called, shown, run
+        self._f, self._called, self._shown, self._run = f, called, shown, run
 
     def __call__(self, /, *args: Any, **keywords: Any) -> Any:
         try:
-            return self.run(*args, **keywords)
+            return self._run(*args, **keywords)
         except BaseException as error:
             leave_out(error)
             raise
 
     @property
     def __code__(self) -> CodeType:  # one object where the function is made anew
-        return self.run.__code__
+        return self._run.__code__
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
-        arguments = [f"{name}={_value(x)}" for name, x in self.shown()]
-        return f"{self.called}({', '.join([title(self.f), *arguments])})"
+        arguments = [f"{name}={_value(x)}" for name, x in self._shown()]
+        return f"{self._called}({', '.join([title(self._f), *arguments])})"
 
     def __reduce__(self) -> str:  # copied and pickled by name, as functions are
         return self.__qualname__
@@ -400,8 +403,8 @@ def title(f: Any) -> str:
 
 def _value(x: Any) -> str:
     """An argument as text: names of axes and functions without quotes."""
-    if isinstance(x, tuple) and len(x) == 1:
-        return _value(x[0])
+    if isinstance(x, tuple) and len(x) == 1 and isinstance(x[0], str):
+        return x[0]
     return x if isinstance(x, str) else getattr(x, "__name__", repr(x))
 
 

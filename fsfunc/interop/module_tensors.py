@@ -200,7 +200,7 @@ def _held(
     if within and id(x) in names:
         yield names[id(x)]
     elif not isinstance(x, type | types.ModuleType | nn.Module | Tensor):
-        x = x.run if isinstance(x, Transformed) else x
+        x = x._run if isinstance(x, Transformed) else x
         function = isinstance(x, types.FunctionType)
         for y in _captured(x) if function else _inside(x, within):
             yield from _held(y, names, seen, depth - 1, within=within or function)

@@ -70,6 +70,7 @@ PRINTED = {
     "value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)": lambda: ff.value_and_grad(
         loss_fn, (0, 1), has_aux=True
     ),
+    "value_and_grad(loss_fn, argnums=(0,))": lambda: ff.value_and_grad(loss_fn, (0,)),
     "shard(value(loss_fn), data=4, zero=3)": lambda: ff.shard(
         ff.value(loss_fn), DATA, "data"
     ),
@@ -97,6 +98,28 @@ def test_it_stands_for_the_function_within():
     assert inspect.getsource(step) == inspect.getsource(loss_fn)
     assert functools.wraps(step)(lambda: 0).interpretations == step.interpretations
     assert copy.deepcopy({"step": step})["step"] is step is copy.copy(step)
+
+
+def test_it_has_the_attributes_of_the_function_whatever_their_names():
+    def counted(w):
+        return w.sum()
+
+    counted.called, counted.run, counted.f = 0, "mine", None
+    call = ff.remat(counted)
+    call.called += 1
+    assert (call.called, call.run, call.f) == (1, "mine", None)
+    assert repr(call) == "remat(counted)" and call(torch.ones(2)) == 2
+
+
+@pytest.mark.parametrize(
+    "within", [functools.partial(loss_fn, torch.ones(2)), torch.nn.Linear(2, 1)]
+)
+def test_it_is_copied_whatever_is_within(within):
+    step = ff.remat(within)
+    assert copy.deepcopy({"step": step})["step"] is step is copy.copy(step)
+    assert step.__name__ == "run"
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(step)
 
 
 @ff.value_and_grad
