@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.core.frames import Transformed
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -139,10 +140,16 @@ def _casts() -> tuple[Any, ...]:
 
 
 def _code(fn: Any) -> Any:
-    """The code of a function, which stays when it is made anew for every step."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__code__", fn)
+    """The code of a function, which stays when it is made anew for every step.
+
+    Those around it too: all that one transform returns have one code.
+    """
+    codes = []
+    while isinstance(fn, functools.partial | Transformed):
+        if isinstance(fn, Transformed):
+            codes.append(fn.__code__)
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
+    return *codes, getattr(fn, "__code__", fn)
 
 
 def _first(

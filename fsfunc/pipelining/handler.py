@@ -47,6 +47,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.programs import Program
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.runs import Noted
+from fsfunc.transforms.microbatches import Microbatches
 
 
 @dataclass(eq=False, repr=False)
@@ -197,7 +198,7 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        cut = _by_parameters(call.replace(args=args))
+        cut = self._by_parameters(call.replace(args=args))
         batches, count = folded(self._batches(cut, number))
         where = self._where()
         samples, evaluates = None, not call.argnums
@@ -229,6 +230,20 @@ class Pipelining(Interpretation):
         if samples is not None:
             samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
+
+    def _by_parameters(self, call: GradientCall) -> GradientCall:
+        """Returns a call that evaluates a loss as one by its parameters.
+
+        What is differentiated is what a pipeline takes for parameters; of a loss that
+        is only evaluated, the first argument that is not cut.
+        """
+        if call.argnums:
+            return call
+        cut = Microbatches(call, self.n, self.batch_argnums, self.called)
+        whole = [i for i in range(len(call.args)) if not cut.is_cut(i)]
+        if not whole:
+            raise TypeError(_NO_PARAMETERS)
+        return call.replace(argnums=tuple(whole[:1]))
 
     def _cut(self, call: GradientCall) -> list[Microbatch]:
         return cut_batch(call, self.n, self.batch_argnums)
@@ -316,9 +331,9 @@ class RecordedPipelining(Noted, Pipelining):
         return forwarded(returned, [b.share for b in parts])
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        parts = self._cut(call)
+        parts = self._cut(self._by_parameters(call))
         part = parts[0].call
-        found = self.cuts.of(_by_parameters(part), number)
+        found = self.cuts.of(part, number)
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):
@@ -334,9 +349,7 @@ class RecordedPipelining(Noted, Pipelining):
         return [
             first
             if b.share == parts[0].share
-            else blank(
-                self.cuts.of(_by_parameters(b.call), number).program.loss.outputs
-            )
+            else blank(self.cuts.of(b.call, number).program.loss.outputs)
             for b in parts
         ]
 
@@ -345,14 +358,6 @@ class RecordedPipelining(Noted, Pipelining):
         f, mine = frame(), RecordedPipelining(self.handler, self.recorder, cut)
         handlers = tuple(mine if h is self else h for h in f.handlers)
         return f.replace(handlers=handlers, **changes)
-
-
-def _by_parameters(call: GradientCall) -> GradientCall:
-    """Returns a call that evaluates a loss as one by its first argument.
-
-    What is differentiated is what a pipeline takes for parameters.
-    """
-    return call if call.argnums else call.replace(argnums=(0,))
 
 
 def _own(out: Any) -> Any:
@@ -387,6 +392,11 @@ _NO_BACKWARD = (
     "the schedule has forward actions alone, and this is a gradient call, which needs "
     "B, or I and W, of every stage and microbatch; for evaluation give pipeline the "
     "loss alone"
+)
+_NO_PARAMETERS = (
+    "ff.value(loss) in a pipeline is given no parameters by position: the first "
+    "positional argument that is not the batch is what its units read, as in "
+    'value(loss, batch_argnums="x")(params, x=x)'
 )
 _BOTH = (
     "this function calls units both inside and outside a gradient call, and pipeline "

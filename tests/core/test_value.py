@@ -167,6 +167,50 @@ def test_a_step_of_a_pipeline_evaluates_too():
         close(found, step(PS, X))
 
 
+def piped(step):
+    return on_ranks(STACKS["pipeline"][1](step), PS, X, mesh=PIPE, over=())
+
+
+def test_parameters_of_a_pipeline_are_the_first_argument_that_is_not_cut():
+    def turned(x, ps):
+        return model(ps, x)
+
+    def named(*, ps, x):
+        return model(ps, x)
+
+    expected = model(PS, X)
+    for found in piped(lambda ps, x: ff.value(turned, batch_argnums=0)(x, ps)):
+        close(found, expected)
+    with pytest.raises(TypeError, match="no parameters by position"):
+        piped(lambda ps, x: ff.value(named, batch_argnums="x")(ps=ps, x=x))
+
+
+def test_a_pipeline_tells_losses_under_one_transform_apart():
+    layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def straight(ps, x):
+        for p in ps:
+            x = layer(p, x)
+        return x.square().mean(), {"mean": x.mean()}
+
+    def skipping(ps, x):
+        first = layer(ps[0], x)
+        return straight(ps[1:], first)[0] + first.sum(1).mean(), {"of": first.mean()}
+
+    def step(ps, x, skips):
+        chosen = ff.remat(skipping if skips else straight)
+        return ff.value(chosen, has_aux=True, batch_argnums=1)(ps, x)
+
+    evaluate = STACKS["pipeline"][1](step)
+
+    def main():
+        ps = ff.place(evaluate, PS, X, False)
+        return evaluate(ps, X, False), evaluate(ps, X, True)
+
+    for found in ff.spmd(main, PIPE)():
+        close(found, (straight(PS, X), skipping(PS, X)))
+
+
 def test_what_differentiates_around_it_goes_through():
     gradient = torch.func.grad(ff.value(model))(PS, X)
     close(gradient, ff.value_and_grad(model)(PS, X)[1])
