@@ -358,6 +358,7 @@ class Transformed:
 
     __name__: str  # and what else `f` has
     __qualname__: str
+    __wrapped__: Callable[..., Any]
     interpretations: tuple[Interpretation, ...]
     # A function may have attributes of any name, and users may set them.
     __slots__ = ("_f", "_called", "_shown", "_run", "__dict__", "__weakref__")

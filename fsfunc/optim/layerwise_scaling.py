@@ -37,7 +37,8 @@ class UnitScaling(Interpretation):
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(call: GradientCall) -> Outcome:
             f, outcome = frame(), run(call)
-            if f.in_loss:  # a derivative that the loss itself takes
+            # A derivative that the loss itself takes, or an evaluation of it.
+            if f.in_loss or not call.argnums:
                 return outcome
             unmet = set(self.by_name) - self.met
             if unmet and not any(h.same_batch for h in f.handlers):

@@ -148,3 +148,18 @@ test_what_cannot_be_is_refused = all_refused([
     (by(TWO, **HALF), V, "must be float32 or wider"),
     (by(TWO, "shard", **HALF), V, "torch.autocast"),
 ], sent=True)  # fmt: skip
+
+
+def test_an_evaluation_may_call_fewer_units():
+    ws, x = [torch.eye(WIDTH) for _ in range(3)], steps.X
+
+    def few(ws, x):
+        return layer(ws[0], x).mean()
+
+    def grad_fn(ws, x):
+        ff.value(few)(ws, x)
+        return ff.value_and_grad(loss)(ws, (x, torch.ones(8, 1)))
+
+    state = ff.TrainState(ws, SCALED.init(ws))
+    value = SCALED(grad_fn)(state, x)[1]["loss"]
+    assert torch.equal(value, loss(ws, (x, torch.ones(8, 1))))
