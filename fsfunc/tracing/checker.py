@@ -23,6 +23,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, LawError
 from fsfunc.core.frames import frame, inside
+from fsfunc.core.losses import averaged, counts_as_leaf, is_reduced
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
@@ -328,6 +329,9 @@ class Checker(Tracer, Watcher, Operators):
         for x in self.known.tensors(of[0]):  # not what is returned beside the loss
             if (apart := self.split.of(x)) and not frame().path:
                 raise LawError(_APART.format(source_line(), min(apart)))
+        names = _combined_names(value[1])
+        if not self._alike("a loss", names, source_line()):
+            raise LawError(_OTHERS.format(source_line(), ", ".join(names) or "none"))
         self._laid(by, grads)
         # Where a loss is only evaluated, its mean is of all parameters it is given.
         inputs, found = zip(*pairs(by, grads), strict=True) if by else (of[1:], ())
@@ -440,6 +444,25 @@ _APART = (
     "the ranks have parts of a sum, or ff.pmean; or average over it, ff.shard(step, "
     "mesh, (..., {1!r}))"
 )
+_OTHERS = (
+    "what a loss returns beside its value to be combined over the ranks has other "
+    "names, or is combined in another way, on other ranks: at {0} it is {1} here. Of "
+    "averages, ff.Summed and ff.Max each rank must return the same; what is a rank's "
+    "own, as rows are, may differ"
+)
+
+
+def _combined_names(aux: Any) -> tuple[str, ...]:
+    """The paths of the auxiliary outputs that ranks combine, and in which way."""
+    paths, leaves, _ = tree.flatten_with_paths(aux, is_leaf=counts_as_leaf)
+    found = []
+    for path, x in zip(paths, leaves, strict=True):
+        if averaged(x):
+            found.append(f"the average {path!r}")
+        elif is_reduced(x):
+            name = type(x).__name__
+            found += [f"{name} {f'{path}/{p}'.strip('/')!r}" for p in tree.paths(x)]
+    return tuple(found)
 
 
 def _held(leaf: Sharded) -> Any:

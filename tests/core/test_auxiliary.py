@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.losses import Summed
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import all_refused, on_ranks, same, simulated, with_ledger
@@ -149,3 +150,39 @@ def test_integers_that_differ_are_refused_under_shard(inner) -> None:
     step = sharded(A(grad, 2), 3) if inner else A(sharded(grad, 0), 2)
     with pytest.raises(Exception, match=r"neither a mean.*ff\.Summed"):
         on_ranks(step, W, X, mesh=MESH)
+
+
+COMBINED = {  # what rank 0 returns beside the loss, and what the others do
+    "averages": lambda x: ({"a": x.mean()}, {"b": x.mean()}),
+    "maxima": lambda x: ({"a": ff.Max(x), "b": ff.Max(-x)}, {"b": ff.Max(-x)}),
+    "within": lambda x: (Summed({"a": x}), Summed({"b": x})),
+    "kinds": lambda x: (Summed(x), ff.Max(x)),
+}
+
+
+@pytest.mark.parametrize("call", [ff.value, ff.value_and_grad])
+@pytest.mark.parametrize("combined", COMBINED)
+def test_ranks_that_return_other_names_are_refused(combined, call) -> None:
+    """Ranks combine them one by one: names would get values of others."""
+
+    def loss(w, x):
+        return (w * x).mean(), COMBINED[combined](x)[MESH.rank > 0]
+
+    def main():
+        step, x = ff.shard(call(loss, has_aux=True), MESH, "data"), torch.ones(4)
+        return step(ff.place(step, torch.ones(4), x), x)
+
+    with pytest.raises(LawError, match="other names, or is combined in another way"):
+        ff.spmd(main, MESH)()
+
+
+def test_what_is_a_ranks_own_may_differ() -> None:
+    def loss(w, x):
+        own = {"a": x} if MESH.rank else {"b": x[:1], "c": 3}
+        return (w * x).mean(), {"mean": x.mean(), "own": own}
+
+    def main():
+        step, x = ff.shard(ff.value(loss, has_aux=True), MESH, "data"), torch.ones(4, 1)
+        return sorted(step(ff.place(step, torch.ones(1), x), x)[1]["own"])
+
+    assert ff.spmd(main, MESH)() == [["b", "c"], ["a"], ["a"], ["a"]]
