@@ -356,9 +356,7 @@ class Transformed:
     accumulate(remat(value_and_grad(loss_fn)), n=4)
     """
 
-    __name__: str  # and what else `f` has
-    __qualname__: str
-    __wrapped__: Callable[..., Any]
+    __qualname__: str  # and what else `f` has
     interpretations: tuple[Interpretation, ...]
     # A function may have attributes of any name, and users may set them.
     __slots__ = ("_f", "_called", "_shown", "_run", "__dict__", "__weakref__")
@@ -399,7 +397,9 @@ class Transformed:
 
 def title(f: Any) -> str:
     """The name of a function, with the transforms around it and their arguments."""
-    return repr(f) if isinstance(f, Transformed) else getattr(f, "__name__", repr(f))
+    # Not what a partial or a module holds, such as parameters.
+    name = getattr(f, "__name__", type(f).__name__)
+    return repr(f) if isinstance(f, Transformed) else name
 
 
 def _value(x: Any) -> str:

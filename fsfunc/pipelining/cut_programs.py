@@ -148,7 +148,7 @@ def _code(fn: Any) -> Any:
     while isinstance(fn, functools.partial | Transformed):
         if isinstance(fn, Transformed):
             codes.append(fn.__code__)
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
+        fn = fn.func if isinstance(fn, functools.partial) else fn._f
     return *codes, getattr(fn, "__code__", fn)
 
 

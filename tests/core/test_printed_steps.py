@@ -71,6 +71,10 @@ PRINTED = {
         loss_fn, (0, 1), has_aux=True
     ),
     "value_and_grad(loss_fn, argnums=(0,))": lambda: ff.value_and_grad(loss_fn, (0,)),
+    "shard(partial, data=4, zero=3)": lambda: ff.shard(
+        functools.partial(ff.remat(loss_fn), torch.ones(2)), DATA, "data"
+    ),
+    "value_and_grad(Linear)": lambda: ff.value_and_grad(torch.nn.Linear(2, 1)),
     "shard(value(loss_fn), data=4, zero=3)": lambda: ff.shard(
         ff.value(loss_fn), DATA, "data"
     ),
