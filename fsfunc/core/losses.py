@@ -53,9 +53,11 @@ def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
     weight = None
     if isinstance(out, Weighted):
         out, weight = out
+        # At least fp32: a count may be one that a half dtype cannot represent.
+        wide = torch.promote_types(out.dtype, torch.float32)
         if not isinstance(weight, Tensor):
-            weight = torch.as_tensor(weight, dtype=out.dtype, device=out.device)
-        weight = weight.detach().to(out.dtype)
+            weight = torch.as_tensor(weight, dtype=wide, device=out.device)
+        weight = weight.detach().to(wide)
     if not isinstance(out, Tensor):
         raise TypeError(f"the loss must be a scalar tensor, got {type(out).__name__}")
     if out.shape != () or not out.is_floating_point():

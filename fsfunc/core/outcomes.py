@@ -164,7 +164,7 @@ class Outcome(Replaced):
             by = count if outcome.weight is None else outcome.weight
             grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
             aux = divided(outcome.aux, count)
-            outcome = Outcome(outcome.total / by, None, grads, aux)
+            outcome = Outcome(_over(outcome.total, by, False), None, grads, aux)
         if shown is not None:
             outcome = outcome.replace(grads=shown(outcome.grads), shown=None)
         return outcome

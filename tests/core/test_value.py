@@ -91,6 +91,27 @@ def test_weights_count_over_ranks_and_microbatches(stack):
         close(found, expected)
 
 
+@pytest.mark.parametrize("stack", ["alone", "zero=3", "accumulate(shard)"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_count_of_weights_may_be_one_that_the_loss_cannot_hold(dtype, stack):
+    """Past 65504 in float16, where it was infinite and all was zero."""
+
+    scaled = ff.unit(lambda w, x: w * x)
+
+    def counted(w, x):
+        return ff.Weighted(scaled(w, x).sum(), 70001 * len(x))
+
+    w, x = torch.ones(1, dtype=dtype), torch.full((4, 1), 2.0**13, dtype=dtype)
+    step, expected = ff.value_and_grad(counted), torch.tensor(2.0**13 / 70001)
+    if stack == "alone":
+        found = [step(w, x), (ff.value(counted)(w, x), w * expected.to(dtype))]
+    else:
+        found = on_ranks(STACKS[stack][1](step), w, x, mesh=DATA)
+    for value, grads in found:
+        assert torch.equal(value, expected.to(dtype))
+        assert torch.equal(grads[0], expected.to(dtype))
+
+
 def sent(step, mesh):
     log = with_ledger(lambda _: step, PS, X, mesh=mesh, planned=True)[0][1]
     return [(r.op, r.unit, r.phase) for r in log.records]
