@@ -146,7 +146,9 @@ class Outcome(Replaced):
             )
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
-            grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
+            # A weight is float32 at least: a scalar in half precision stays what it is.
+            of = lambda g: (g * by).to(g.dtype) if isinstance(g, Tensor) else g  # noqa: E731
+            grads = tree.map(of, grads)
         return self.replace(grads=grads, due=(), own=None, shown=None)
 
     def settled(self, again: bool = True) -> Outcome:

@@ -390,8 +390,7 @@ _TRACKED = (
 )
 _NO_BACKWARD = (
     "the schedule has forward actions alone, and this is a gradient call, which needs "
-    "B, or I and W, of every stage and microbatch; for evaluation give pipeline the "
-    "loss alone"
+    "B, or I and W, of every stage and microbatch; evaluation is ff.value(loss)"
 )
 _NO_PARAMETERS = (
     "ff.value(loss) in a pipeline is given no parameters by position: the first "
@@ -400,6 +399,6 @@ _NO_PARAMETERS = (
 )
 _BOTH = (
     "this function calls units both inside and outside a gradient call, and pipeline "
-    "runs either a train step or a forward pass: evaluate by a pipeline(loss) of its "
-    "own"
+    "runs either a train step or a forward pass: evaluate by ff.value(loss) in the "
+    "step, or by a pipeline(loss) of its own"
 )
