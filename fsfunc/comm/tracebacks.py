@@ -4,9 +4,9 @@ Of the traceback of an error that leaves the outermost public function, the fram
 the user's code stay, those that the library called too, and a note tells how many of
 fsfunc's, torch's and optree's are left out. They are taken out of the error itself,
 once, as it leaves: then Python, logging, notebooks, pytest and torchrun print the same,
-and no hook is set in any of them. All of them stay in the note, for a debugger, and so
-they live as long as the error, as before. ``FSFUNC_TRACEBACK=full``, read as an error
-leaves, turns this off.
+and no hook is set in any of them. Those of the error itself stay in the note, for a
+debugger, and so they live as long as the error, as before; those of errors that it was
+raised from go. ``FSFUNC_TRACEBACK=full``, read as an error leaves, turns this off.
 
 Source: ``jax._src.traceback_util``, whose mode "remove_frames" it is.
 """

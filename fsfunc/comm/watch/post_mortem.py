@@ -15,7 +15,8 @@ def full_traceback(error: BaseException | None = None) -> TracebackType | None:
     reads; the environment variable ``FSFUNC_TRACEBACK=full`` leaves all in. A debugger
     enters them by ``pdb.post_mortem(ff.full_traceback())``. They are kept in the last
     of ``error.__notes__``, and live as long as the error: who keeps an error, and frees
-    its tensors by ``error.with_traceback(None)``, takes its notes away too.
+    its tensors by ``error.with_traceback(None)``, takes its notes away too. Of an error
+    that it was raised from, they are to be had by ``FSFUNC_TRACEBACK=full`` alone.
 
     Args:
         error: by default the one that is being handled, or else the last that nobody
