@@ -389,20 +389,28 @@ def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
     Raises:
         LawError: they are not the same operators.
     """
-    for a, b in zip(events, others, strict=False):
-        if a.name != b.name:
+    names, others_names = [a.name for a in events], [b.name for b in others]
+    if names != others_names:
+        alike = zip(names, others_names, strict=False)
+        first = next((i for i, (a, b) in enumerate(alike) if a != b), None)
+        first = min(len(names), len(others_names)) if first is None else first
+        more, fewer, who = events, others, rank
+        if len(events) < len(others):
+            more, fewer, who = others, events, other
+        # One rank has further operators, and what comes after them is the same.
+        rest = [x.name for x in fewer[first:]]
+        if [x.name for x in more[len(more) - len(rest) :]] == rest:
+            extra = more[first]
             raise LawError(
-                f"ranks {rank} and {other} compute what should be one value in other "
-                f"ways: {a.name} at {a.where}, and {b.name} at {b.where}. What depends "
-                "on the rank may only go into own values: data, or a unit's inputs"
+                f"only rank {who} computes {extra.name} at {extra.where}, of what "
+                "should be one value on all ranks. What depends on the rank may only "
+                "go into own values: data, or a unit's inputs"
             )
-    if len(events) != len(others):
-        more, who = (events, rank) if len(events) > len(others) else (others, other)
-        extra = more[min(len(events), len(others))]
+        a, b = events[first], others[first]
         raise LawError(
-            f"only rank {who} computes {extra.name} at {extra.where}, of what should "
-            "be one value on all ranks. What depends on the rank may only go into own "
-            "values: data, or a unit's inputs"
+            f"ranks {rank} and {other} compute what should be one value in other "
+            f"ways: {a.name} at {a.where}, and {b.name} at {b.where}. What depends "
+            "on the rank may only go into own values: data, or a unit's inputs"
         )
     pairs = enumerate(zip(events, others, strict=True))
     return {i for i, (a, b) in pairs if a.constants != b.constants}
