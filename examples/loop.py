@@ -163,7 +163,8 @@ def run(mesh, options):
     on_gpu = mesh.backend == "processes" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")  # make_mesh has chosen which one
     warmup = max(1, options.steps // 10)
-    rate = ff.warmup_cosine(options.lr, warmup, options.steps + 1, start=1e-3)
+    lowest = options.lr / 10
+    rate = ff.warmup_cosine(options.lr, warmup, options.steps + 1, start=lowest)
     optimizer = ff.sharded_adam(rate)
 
     def train_step(state, batch):
@@ -231,7 +232,9 @@ def run(mesh, options):
                 tree = {"state": state, "data": train.position}
                 ff.save(options.folder / f"step-{done}", tree, keep=2)
     log.write()
-    return torch.stack(losses).tolist() if losses else [], ff.unshard(state.params)
+    # Leaf by leaf to the host of one rank, which alone has the whole model.
+    params = ff.unshard(state.params, to="cpu", only=0)
+    return torch.stack(losses).tolist() if losses else [], params
 
 
 def sample(predict, params, tokens, device, length=6):

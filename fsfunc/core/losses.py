@@ -115,7 +115,8 @@ class Reduced:
         return f"{type(self).__name__}({self.tree!r})"
 
     def _check(self, values: Any) -> None:
-        paths, leaves, _ = tree.flatten_with_paths(values)
+        # One within another would be combined in the way of the outer one.
+        paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=is_reduced)
         for path, x in zip(paths, leaves, strict=True):
             if isinstance(x, Tensor) and self.takes(x):
                 continue

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import frame, inside, title
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.device_kernels import kernels_of
 from fsfunc.planning.events import Started, Waited
@@ -121,14 +120,7 @@ def plan(
 
     with uncollected():
         found = _everywhere(main, _mesh_of(step, mesh)) if at is None else main()
-    return replace(found, step=_name_of(step))
-
-
-def _name_of(step: Any) -> str:
-    """What a transformed step prints, or the name of a function that prints none."""
-    if hasattr(step, "interpretations") and not isinstance(step, FunctionType):
-        return repr(step)
-    return getattr(step, "__name__", type(step).__name__)
+    return replace(found, step=title(step))
 
 
 def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:

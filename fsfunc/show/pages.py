@@ -211,7 +211,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
 def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[str]:
     """Equal leaves: who owns which of them, and who holds the cells of the first."""
     first = leaves[0].layout
-    assert first is not None  # by the caller
+    assert first is not None, "the caller leaves out leaves without a layout"
     keyed = [
         (name, in_words(leaf.layout), name)
         for name, leaf in zip(names, leaves, strict=True)

@@ -191,6 +191,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
         aux[i] = value.to(aux[i].dtype)
+    # By order of appearance, which is one on all ranks: they return the same names.
     for kind in dict.fromkeys(type(x) for x in aux if is_reduced(x)):
         positions = [i for i, x in enumerate(aux) if type(x) is kind]
         values, treedef = tree.flatten([aux[i] for i in positions])

@@ -105,6 +105,7 @@ def test_one_psum_more_for_each_dtype_and_none_without() -> None:
 T = TypeError
 test_what_cannot_be_summed_is_refused = all_refused([
     (lambda: Summed(3), T, r"Summed holds 3: only tensors"),
+    (lambda: ff.Max({"a": Summed(W)}), T, r"Max holds Summed\(.*at 'a'"),
     (lambda: Summed({"a": W, "b": [1.5]}), T, r"Summed holds 1.5 at 'b/0'"),
     (lambda: Summed({"a": X > 0}), T, r"a tensor of torch.bool at 'a'.*mask.sum\(\)"),
     (lambda: ff.Max({"a": X > 0}), T, r"Max holds a tensor of torch.bool at 'a'"),

@@ -42,6 +42,7 @@ class CallFile(NamedTuple):
 
 
 def path_of(folder: Path, rank: int, call: int) -> Path:
+    """Returns the file of one call of a rank, by names that sort in order of calls."""
     return folder / f"rank-{rank:05}-call-{call:08}.safetensors"
 
 

@@ -80,10 +80,12 @@ def told(said: Any, kind: type) -> Any:
 
 
 def placement_as_json(part: Any) -> Any:
+    """Returns a part of a layout, a dataclass, as its class's name and its fields."""
     fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     return [type(part).__name__, {name: as_json(x) for name, x in fields.items()}]
 
 
 def placement_of(said: Sequence[Any]) -> Any:
+    """Returns the part of a layout that `placement_as_json` made this of."""
     kind, fields = said
     return _PLACEMENTS[kind](**{name: from_json(x) for name, x in fields.items()})
