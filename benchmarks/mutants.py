@@ -50,8 +50,7 @@ IDEAS = {
         "tests/transforms/test_split_leaves.py",
     ),
     "gathered": (
-        "transforms/gathers.py transforms/boundary.py "
-        "transforms/unit_calls.py transforms/gradient_sums.py",
+        "transforms/gathers.py transforms/unit_calls.py transforms/gradient_sums.py",
         "tests/transforms/test_gathers.py "
         "tests/transforms/test_shard_laws.py tests/transforms/test_hierarchy.py "
         "tests/transforms/test_shard_ledger.py tests/transforms/test_shard_units.py "

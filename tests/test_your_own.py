@@ -323,6 +323,60 @@ def test_a_place_to_offload_to(kind):
         ff.offload(beside, **{kind: "host"})
 
 
+class Elsewhere(Counted):
+    """Memory to and from which a driver of its own copies, always on time."""
+
+    kind, copies_ahead = "elsewhere", False
+
+    def __init__(self):
+        super().__init__()
+        self.addresses, self.elements = set(), {"in": 0, "out": 0}
+
+    def allocate(self, count, dtype, device):
+        x = super().allocate(count, dtype, device)
+        self.addresses.add(x.untyped_storage().data_ptr())
+        return x
+
+    def copy(self, out, x, *, private=False):
+        assert self.has(out) or self.has(x)
+        if self.has(out) is not self.has(x):
+            self.elements["in" if self.has(out) else "out"] += out.numel()
+        return out.copy_(x)
+
+    def copy_all(self, outs, xs, whole):
+        for out, x in zip(outs, xs, strict=True):
+            self.copy(out, x)
+
+    def has(self, x):
+        return x.untyped_storage().data_ptr() in self.addresses
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_place_with_copies_of_its_own(ranks, zero):
+    """One class in one file: what ``offload`` copies, its ``copy`` copies."""
+    mesh = ff.make_mesh({"data": ranks}, "simulated")
+    optimizer, x = ff.sharded_adam(0.1), integers(4, 4, seed=2)
+    params = [integers(4, 4, seed=i) for i in range(3)]
+    plain = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
+
+    def trained(step, rows, elements):
+        state = ff.init_state(step, params, optimizer, rows)
+        before = dict(elements)
+        state, _ = step(state, rows)
+        copied = {way: elements[way] - before[way] for way in elements}
+        return ff.unshard(state.params), copied
+
+    def both():
+        rows, store = ff.local_batch(x, mesh, "data"), Elsewhere()
+        beside = ff.offload(plain, params=store)
+        return trained(plain, rows, {}), trained(beside, rows, store.elements)
+
+    for (expected, _), (found, copied) in ff.spmd(both, mesh)():
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert copied["in"] and copied["out"]
+
+
 STRANGE = {
     "another dtype": lambda count, dtype: torch.empty(count, dtype=torch.float16),
     "another shape": lambda count, dtype: torch.empty(count + 1, dtype=dtype),

@@ -14,7 +14,7 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Replaced
 from fsfunc.core.losses import divided
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Parts, PendingGradient, is_sharded
 from fsfunc.sharded.packing import split_buffers
 
 Argnums = int | str | Sequence[int | str]
@@ -276,10 +276,10 @@ class Leaves:
         return [leaves[i].local for i in self.kept]
 
     def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The trees of gradients; ``kept`` leaves get placeholders, which raise."""
+        """The trees of gradients; of ``packed`` leaves they are pending."""
         found: list[Any] = [None] * len(self.leaves)
         for i in self.kept:
-            found[i] = Sharded(None, self.leaves[i].layout, spent=KEPT)
+            found[i] = PendingGradient(self.leaves[i].layout)
         for k, (i, g) in enumerate(zip(self.picked, values, strict=True)):
             old = self.leaves[i]
             g = torch.zeros_like(self.tensors[k]) if g is None else g

@@ -410,7 +410,7 @@ def said(leaf: Any) -> str:
     """A leaf as error messages name it."""
     if is_sharded(leaf):
         said = str(leaf.layout)
-        held = None if leaf.is_kept or leaf.spent else held_dtype(leaf)
+        held = None if leaf.spent else held_dtype(leaf)
         if held is None or held.is_complex is leaf.dtype.is_complex:
             return said
         return f"{said}, held in {held}"

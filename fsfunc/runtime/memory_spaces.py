@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.host_copies import crosses, send, wait_for
+from fsfunc.runtime import host_copies
+from fsfunc.runtime.host_copies import crosses, send, send_all, wait_for
 from fsfunc.runtime.memory import OFFLOADED, StorageTable, count_as
 from fsfunc.runtime.scopes import Scoped
 
@@ -30,8 +31,13 @@ class Store:
     """Memory outside the device that computes: an argument of ``offload``.
 
     To define one, derive from this class and implement ``allocate``, which must keep no
-    reference to what it returns, or that is never freed. Tensors are copied from and
-    to it as between any two tensors. ``kind`` names it, equally on all ranks.
+    reference to what it returns, or that is never freed. An optimizer may compute in
+    that memory, so it holds plain tensors. ``kind`` names it, equally on all ranks.
+
+    All copies between the store and the device are made by ``copy`` and ``copy_all``:
+    by default as between any two tensors, and between the host's memory and a GPU while
+    Python goes on (`host_copies`). A store whose memory is reached in another way
+    overrides both, and sets ``copies_ahead`` to False.
 
     >>> import torch, fsfunc as ff
     >>> class Shared(ff.Store):
@@ -42,6 +48,8 @@ class Store:
     """
 
     kind = ""
+    copies_ahead = True
+    """Whether `host_copies.send_ahead` may copy from it beside what a GPU computes."""
 
     # (device, bytes, storage), the one that was used last at the end.
     _spare: list[tuple[torch.device, int, torch.UntypedStorage]]
@@ -80,6 +88,27 @@ class Store:
 
     def read_ahead(self, x: Tensor) -> None:
         """Called some time before ``x``, a tensor of this store, is read."""
+
+    def copy(self, out: Tensor, x: Tensor, *, private: bool = False) -> Tensor:
+        """Copies ``x`` into ``out``; returns that. One of them, or both, lie here.
+
+        Dtypes may differ. An override returns when the copy is over.
+
+        Args:
+            private: Python never reads the one in the store, and writes it only when
+                this copy is over: see `host_copies.send`.
+        """
+        if crosses(out, x):
+            return send(out, x, private=private)
+        return wait_for(out).copy_(wait_for(x))
+
+    def copy_all(self, outs: list[Tensor], xs: list[Tensor], whole: Tensor) -> None:
+        """Copies tensors of the device into parts of ``whole``, which lies here."""
+        if crosses(whole, xs[0]):
+            send_all(outs, xs, whole)
+        else:
+            wait_for(whole)
+            torch._foreach_copy_(outs, xs)
 
     def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
         """A new tensor ``[count]`` in this store, computed with on ``device``."""
@@ -213,6 +242,21 @@ class MemorySpace:
         """A copy of ``x`` here."""
         return x.clone()
 
+    def copy_all(self, outs: list[Tensor], xs: list[Tensor], whole: Tensor) -> None:
+        """Copies tensors of the device into parts of ``whole``, which lies here."""
+        torch._foreach_copy_(outs, xs)
+
+    def write(self, x: Tensor, source: Tensor) -> None:
+        """Writes the values of ``source`` into ``x``, which lies here.
+
+        The copy may go on: `host_copies.settle` waits for it.
+        """
+        x.copy_(source)
+
+    def comes_beside(self, x: Tensor) -> bool:
+        """True if a fetch of ``x`` can run beside what the device computes."""
+        return False
+
     def read_ahead(self, x: Tensor) -> None:
         """Announces that ``x`` will be read soon, so that files can be read ahead."""
 
@@ -251,9 +295,7 @@ class Offloaded(MemorySpace):
     ) -> Tensor:
         if out is None:
             out = x.new_empty(x.shape, dtype=dtype or x.dtype, device=self.device)
-        if not crosses(out, x):
-            return out.copy_(wait_for(x))
-        send(out, x, private=waits)
+        self.store.copy(out, x, private=waits)
         if waits:
             wait_for(x)
         return out
@@ -265,9 +307,7 @@ class Offloaded(MemorySpace):
         if x.dtype == dtype and space_of(x).offloaded:
             return wait_for(x) if waits else x
         room = self.store.scratch(x.numel(), dtype, self.device).view(x.shape)
-        if not crosses(room, x):
-            return wait_for(room).copy_(wait_for(x))
-        send(room, x, private=waits)
+        self.store.copy(room, x, private=waits)
         return wait_for(room) if waits else room
 
     def new_empty(
@@ -286,7 +326,18 @@ class Offloaded(MemorySpace):
         return self.store.empty(count, x.dtype, self.device).view(shape).zero_()
 
     def copied(self, x: Tensor) -> Tensor:
-        return self.empty_like(x).copy_(x.detach())
+        out = self.empty_like(x)
+        return wait_for(self.store.copy(out, x.detach(), private=True))
+
+    def copy_all(self, outs: list[Tensor], xs: list[Tensor], whole: Tensor) -> None:
+        self.store.copy_all(outs, xs, whole)
+
+    def write(self, x: Tensor, source: Tensor) -> None:
+        self.store.copy(x, source)
+
+    def comes_beside(self, x: Tensor) -> bool:
+        there = self.on_device(x)
+        return self.store.copies_ahead and host_copies.beside(x, there)
 
     def read_ahead(self, x: Tensor) -> None:
         if not _torch.fake_active():

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.runtime.memory_spaces import MemorySpace, space_of
 from fsfunc.sharded.layout import Flat, Layout
 
-KEPT = (
+PENDING = (
     "this gradient is not available inside of the shard that reduces it in backward: "
     "read or modify gradients outside, as in mine(shard(step))"
 )
@@ -108,11 +109,6 @@ class Sharded:
         """Raises if the leaf is ``spent``."""
         if self.spent:
             raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
-
-    @property
-    def is_kept(self) -> bool:
-        """True of the placeholder for a gradient that the enclosing ``shard`` sums."""
-        return self.spent is KEPT
 
     name = property(attrgetter("layout.name"))
     ndim = property(attrgetter("layout.ndim"))
@@ -236,11 +232,28 @@ for _name in OPERATORS:
 is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
-tree.register_node(
-    Sharded,
-    lambda leaf: ((leaf.local,), leaf.layout),
-    lambda layout, children: Sharded(children[0], layout),
-)
+class PendingGradient(Sharded):
+    """The gradient of a leaf that the enclosing ``shard`` has still to reduce.
+
+    It stands in the tree of gradients that transforms within ``shard`` see, until the
+    sums of the gradient call take its place. It has a layout and no part: to read it
+    raises.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, layout: Layout):
+        # Each in place: one is made for each leaf of each gradient call.
+        self._part = self._range = self.packed = self.parts = None
+        self.layout, self.spent = layout, PENDING
+
+
+for _kind in (Sharded, PendingGradient):
+    tree.register_node(
+        _kind,
+        lambda leaf: ((leaf.local,), leaf.layout),
+        lambda layout, children: Sharded(children[0], layout),
+    )
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -266,6 +279,7 @@ class FlatShard:
     whole: Tensor | None = None
     _version: int | None = None
     _spans: dict[int, tuple[int, int]] | None = None
+    _space: MemorySpace | None = field(default=None, init=False)
     place: Flat = field(init=False)
     buffer: str = field(init=False)
     is_shared: bool = field(init=False)
@@ -297,6 +311,13 @@ class FlatShard:
             at = self.coordinates
             self._spans = {id(m): m.buffer_range(at) for m in self.members}
         return self._spans
+
+    @property
+    def space(self) -> MemorySpace:
+        """The memory that ``flat`` lies in: the device's own, or a store's."""
+        if self._space is None:
+            self._space = space_of(self.flat)
+        return self._space
 
     @property
     def version(self) -> int:
@@ -336,8 +357,10 @@ class FlatShard:
         A new object, so that all ranks gather again, also those that could not update
         in place.
         """
-        kept = self.whole, self._version, self._spans
-        return FlatShard(self.members, self.flat, self.coordinates, *kept)
+        cached = self.whole, self._version, self._spans
+        new = FlatShard(self.members, self.flat, self.coordinates, *cached)
+        new._space = self._space
+        return new
 
     def shadow(
         self,

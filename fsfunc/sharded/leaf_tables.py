@@ -16,7 +16,7 @@ from fsfunc import tree
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Report, Table, of_bytes
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import PendingGradient, Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, describe
 from fsfunc.sharded.spent import why_spent
 
@@ -71,7 +71,7 @@ def part_of(leaf: Any) -> LeafRow:
         said = describe(whole.shape, whole.dtype), layout
         source = leaf._part if leaf._range is None else leaf._range[0]
         if leaf.spent or not isinstance(source, Tensor):
-            given_away = leaf.spent and not leaf.is_kept
+            given_away = leaf.spent and not isinstance(leaf, PendingGradient)
             return LeafRow(*said, "given away" if given_away else "not yet", None)
         n = math.prod(shape := leaf.part_shape)
         held = "all" if n == whole.numel else f"[{', '.join(map(str, shape))}]"

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import FlatShard, PendingGradient, Sharded, is_sharded
 from fsfunc.sharded.placements import room
 
 
@@ -211,7 +211,7 @@ class PackedTree:
                 old = leaves[positions[0]]
                 if not is_sharded(old):
                     leaves[positions[0]] = x
-                elif not old.is_kept:
+                elif not isinstance(old, PendingGradient):
                     leaves[positions[0]] = old.with_local(x)
             else:
                 packed = packed if x is packed.flat else packed.like(x)  # or in place
@@ -221,10 +221,10 @@ class PackedTree:
 
 
 def _part(leaf: Any) -> Any:
-    """The tensor of a leaf; None for the placeholder of a gradient."""
+    """The tensor of a leaf; None for a gradient that is still to be reduced."""
     if not isinstance(leaf, Sharded):
         return leaf
-    return None if leaf.is_kept else leaf.local
+    return None if isinstance(leaf, PendingGradient) else leaf.local
 
 
 def complete_shards(leaves: Sequence[Any]) -> list[tuple[list[int], FlatShard]]:

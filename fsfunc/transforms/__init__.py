@@ -6,17 +6,17 @@ function, and its ``unit`` and ``gradient`` reinterpret the calls inside. ``prec
 
 How a unit call runs under ``shard``: `unit_calls` finds the buffers that it reads.
 `shard_runtime` gathers them, through `gathers` and a message of `messages.wire`, and
-prefetches the next ones. `boundary` passes the parameters to the unit, and frees them
-behind its outputs. In the backward pass, `boundary` first has `gathers` gather them
-again; then `gradient_sums` packs the gradients of a buffer and reduces them, through
-another message. A gradient call has a runtime of its own, and `gradients` puts its
-sums, as means, into the tree of gradients.
+prefetches the next ones. `unit_calls` passes the parameters to the unit; their memory
+is free when the next unit takes its own. In the backward pass `gathers` first gathers
+them again; then `gradient_sums` packs the gradients of a buffer and reduces them,
+through another message. A gradient call has a runtime of its own, and `gradients` puts
+its sums, as means, into the tree of gradients.
 
 shard_options.py    options of shard; process groups of a packed buffer
 sharding.py         shard, with the type check it is handed
 sharded_calls.py    its interpretation: of unit calls and of gradient calls
-unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
-boundary.py         the autograd.Functions around a unit: gather, free, gather, reduce
+unit_calls.py       a unit call, and the autograd.Functions around it: gather, free,
+                    gather, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
 gathers.py          gathered buffers: in flight, arrived, held by a unit call, dropped
 gradient_sums.py    gradients of buffers: packed, reduced, summed
@@ -26,7 +26,7 @@ rematerialization.py policies.py   remat and remat_calls; their policies
 repeated_calls.py   a unit call that is run a second time
 microbatches.py     the arguments that are a batch, and cutting them
 accumulation.py     accumulate: microbatches one by one, and their sums
-offloading.py offloaded_residuals.py   offload; residuals of units
+offloading.py       offload: places of a state, residuals of units
 casting.py donation.py compilation.py   precision; donate; jit
 step_graphs.py step_traces.py graph_arguments.py graph_collectives.py   jit of a step
 """

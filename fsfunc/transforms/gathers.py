@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,6 +26,28 @@ from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 Micro = tuple[tuple[int, int], ...]
 
 
+class Lifetime(Enum):
+    """Who frees the gathered buffer of a unit call, and when."""
+
+    CALL = "the next unit call, as its own buffer takes the memory"
+    BACKWARD = "the backward of the call: the buffer is kept from its forward"
+    STATE = "nobody: the buffer belongs to the state, and is not reused either"
+
+
+class BufferDtypes(NamedTuple):
+    """The dtypes of a packed buffer on its way through a unit call.
+
+    Args:
+        gathered: that of the gathered parameters.
+        reduced: that in which the gradient is sent and summed.
+        gradient: that of the summed gradient; None: that of the parameters.
+    """
+
+    gathered: torch.dtype
+    reduced: torch.dtype
+    gradient: torch.dtype | None = None
+
+
 class GatheredCall:
     """The gathered buffer of one unit call, and how its gradient is reduced.
 
@@ -35,22 +58,21 @@ class GatheredCall:
     Args:
         name, key, micro: the unit call's name, numbers and microbatches.
         shard: the buffer; ``views``: where the leaves that the call reads are in it.
-        dtype: that of the gathered buffer; ``reduce``: that of the reduction;
-            ``given``: that of the reduced gradient.
-        keeps: whether the runtime sums the gradient, and not autograd.
+        dtypes: those of the gather and of the reduction.
+        summed_here: the runtime sums the gradient, and not autograd.
 
     Attributes:
         full: the gathered buffer, until it is dropped.
-        lasts: whether ``full`` belongs to the state: it is neither freed nor reused.
-        shared: whether it is that of the call before, a small unit beside this one.
-        held: whether ``full`` is kept from forward to backward.
-        forgets: whether saved views of ``full`` were dropped: backward gathers again.
-        grad: what was collected of later calls that share the buffer.
+        lifetime: who drops it.
+        shares_previous: ``full`` is that of the call before, a small unit beside this.
+        gathers_again: saved views of ``full`` were dropped: the backward gathers.
+        later_gradient: that of later calls that share the buffer, packed.
     """
 
     full: Tensor | None = None
-    lasts = shared = held = forgets = False
-    grad: Any = None
+    lifetime = Lifetime.CALL
+    shares_previous = gathers_again = False
+    later_gradient: Any = None
 
     def __init__(
         self,
@@ -59,14 +81,11 @@ class GatheredCall:
         micro: Micro,
         shard: FlatShard,
         views: list[View],
-        dtype: torch.dtype,
-        reduce: torch.dtype | None = None,
-        keeps: bool = False,
-        given: torch.dtype | None = None,
+        dtypes: BufferDtypes,
+        summed_here: bool = False,
     ):
         self.name, self.key, self.micro, self.views = name, key, micro, views
-        self.dtype, self.reduce, self.keeps = dtype, reduce or dtype, keeps
-        self.given = given
+        self.dtype, self.dtypes, self.summed_here = dtypes[0], dtypes, summed_here
         self._shard, self._version = weakref.ref(shard), shard.version
 
     @property
@@ -83,7 +102,7 @@ class GatheredCall:
         """Takes the gathered buffer of ``other``, if it is that of this call too."""
         same = self._shard() is other._shard() and self.dtype == other.dtype
         if self.full is None and same and self._version == other._version:
-            self.full, self.lasts, self.held = other.full, other.lasts, other.held
+            self.full, self.lifetime = other.full, other.lifetime
 
     def check(self, shard: FlatShard) -> None:
         """Raises if the parameters were overwritten since they were gathered."""
@@ -100,10 +119,10 @@ class GatheredCall:
             raise RuntimeError(
                 f"unit {self.name!r} reads a buffer that is not gathered"
             )
-        start, found = full.storage_offset(), []
+        start, leaves = full.storage_offset(), []
         for shape, steps, offset in self.views:
-            found.append(full.as_strided(shape, steps, start + offset))
-        return found
+            leaves.append(full.as_strided(shape, steps, start + offset))
+        return leaves
 
 
 # One for each buffer that a unit call reads: nearly always one.
@@ -177,11 +196,8 @@ class Gathers:
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
         self.copy = 0  # the position of the one that is in use
-        # Whether a buffer is offloaded.
         every = [x for alike in self.named.values() for x in alike]
-        self.offloads = any_offloaded() and any(
-            space_of(x.flat).offloaded for x in every
-        )
+        self.offloads = any_offloaded() and any(x.space.offloaded for x in every)
         self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         # By the id of a buffer: its gather, if it kept a partial result.
         self.near: dict[int, _Near] = {}
@@ -202,14 +218,15 @@ class Gathers:
         """Drops the gathered buffers of ``calls``, except for those of ``but``."""
         for call in calls:
             full, call.full = call.full, None
-            if full is not None and not call.lasts and self.pool.poison:
-                if not any(full is c.full for c in (*self.recent, *(but or ()))):
+            if self.pool.poison and call.lifetime is not Lifetime.STATE:
+                beside = (*self.recent, *(but or ()))
+                if full is not None and not any(full is c.full for c in beside):
                     self.pool.spoil(full)
 
     def whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer, if this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            if not (self.offloads and space_of(shard.flat).offloaded):
+            if not (self.offloads and shard.space.offloaded):
                 return shard.flat.detach()
         return None if shard.whole is None or not shard.shows(dtype) else shard.whole
 
@@ -268,7 +285,7 @@ class Gathers:
     ) -> Tensor:
         """This rank's range on the device; from a store it goes into ``full``."""
         flat = shard.flat.detach()
-        if not self.offloads or not (home := space_of(flat)).offloaded:
+        if not self.offloads or not (home := shard.space).offloaded:
             return flat if flat.dtype == dtype else flat.to(dtype)
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
@@ -284,16 +301,9 @@ class Gathers:
         """The whole buffer on a GPU, whose copy runs beside the unit before."""
         flat, full = shard.flat.detach(), shard.whole
         if full is None or full.dtype != dtype:
-            full = self.pool.get(len(flat), dtype, space_of(flat).on_device(flat))
+            full = self.pool.get(len(flat), dtype, shard.space.on_device(flat))
             count_as("gathered", [full], shard.buffer)
         return full, _Coming(full, host_copies.send_ahead(full, flat))
-
-    def _comes_beside(self, shard: FlatShard) -> bool:
-        """True if a fetch can run beside computation: from pinned memory to a GPU."""
-        home = space_of(shard.flat)
-        if not home.offloaded or shard.place.size > 1:
-            return False
-        return host_copies.beside(shard.flat, home.on_device(shard.flat))
 
     def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """This rank's range, encoded by the message."""
@@ -327,13 +337,16 @@ class Gathers:
         Args:
             old: calls whose buffers are dropped before that, and taken off the list.
         """
-        call.full = self.whole(shard, call.dtype)
-        call.lasts = call.full is not None
+        call.full, in_state = self.whole(shard, call.dtype), True
         if call.full is None:
             while old:
                 self.drop([old.pop()])
             call.full = self.gather(shard, call.dtype)
-            call.lasts = shard.whole is call.full
+            in_state = shard.whole is call.full
+        if in_state:
+            call.lifetime = Lifetime.STATE
+        elif call.lifetime is Lifetime.STATE:  # a recompute, after it was written
+            call.lifetime = Lifetime.CALL
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """The result of the gather in flight, or of a new one."""
@@ -365,12 +378,14 @@ class Gathers:
         name = shard.buffer
         if name in self.flights or self.whole(shard, dtype) is not None:
             return
-        beside = self.size == 1 and not back and self._comes_beside(shard)
+        alone = self.size == 1 and shard.place.size == 1  # it gathers from nobody
+        beside = alone and not back and shard.space.comes_beside(shard.flat)
         if not beside and (self.size == 1 or back and self.offloads):
-            space_of(shard.flat).read_ahead(shard.flat)
+            shard.space.read_ahead(shard.flat)
             return
         if not (shard.is_shared and any(c.shows(shard, c.dtype) for c in now)):
-            call = GatheredCall("", (), (), shard, [], dtype)
+            dtypes = BufferDtypes(dtype, dtype)
+            call = GatheredCall("", (), (), shard, [], dtypes)
             call.full, work = self.start(shard, dtype, beside)
             # Its range is kept alive, so that no donated step writes into it meanwhile.
             self.flights[name] = call, work, shard.flat.detach()

@@ -81,10 +81,10 @@ class GradientSums:
         self.open: dict[int, set[Any]] = {}
         # Gradients that wait for those of other microbatches; that are deferred; whose
         # reduction is in flight; whose sum over replicas is.
-        self.partial: dict[Any, _Flow] = {}
-        self.waiting: list[_Flow] = []
-        self.reducing: list[_Flow] = []
-        self.summing: list[_Flow] = []
+        self.partial: dict[Any, _BufferGradient] = {}
+        self.waiting: list[_BufferGradient] = []
+        self.reducing: list[_BufferGradient] = []
+        self.summing: list[_BufferGradient] = []
 
     def add_to(self, sums: dict[int, Tensor]) -> None:
         """Begins with sums of earlier microbatches' means, which grow in place."""
@@ -93,7 +93,10 @@ class GradientSums:
     def reads(self, calls: Calls, graph: bool) -> None:
         """Notes that a unit call reads buffers; ``graph``: whether grad is enabled."""
         for call in calls:
-            if not (graph and call.shared) and (shard := call.shard) is not None:
+            if (
+                not (graph and call.shares_previous)
+                and (shard := call.shard) is not None
+            ):
                 self.open.setdefault(id(shard), set()).add(call.key)
 
     def collect(
@@ -108,7 +111,7 @@ class GradientSums:
             the buffer; in a graph the parts of it, which `as_buffer` makes one.
         """
         if self.joins:
-            return by_offset(call.views, grads, call.reduce, later)
+            return by_offset(call.views, grads, call.dtypes.reduced, later)
         buffer = self._room(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
         targets, sources, again, at = [], [], [], 0
@@ -125,17 +128,15 @@ class GradientSums:
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
             sources.append(g)
-        # Of the host's memory, which is some store's: no call where there is none.
-        comes = bool(sources and OFFLOADED_STORAGES)
-        comes = comes and host_copies.crosses(buffer, sources[0])
+        stored = bool(sources and OFFLOADED_STORAGES) and space_of(buffer).offloaded
         if targets and later is not None:
             kind, where = buffer.dtype, _torch.device_of(buffer)
-            wait_for(buffer)  # it is the host that adds
+            wait_for(buffer)  # where it is stored, the host adds
             sources = [g if g.dtype == kind else g.to(kind) for g in sources]
-            sources = [g.to(where) for g in sources] if comes else sources
+            sources = [g.to(where) for g in sources] if stored else sources
             torch._foreach_add_(targets, sources)
-        elif targets and comes:  # who reads the buffer on the host waits for it
-            host_copies.send_all(targets, sources, buffer)
+        elif targets and stored:  # who reads the buffer waits for it
+            space_of(buffer).copy_all(targets, sources, buffer)
         elif targets:
             torch._foreach_copy_(targets, sources)
         if at < len(buffer) and later is None:
@@ -149,12 +150,12 @@ class GradientSums:
         """A buffer for the gradient of a whole packed buffer."""
         while self.reducing:  # its buffer may be used for this one
             self._receive()
-        home, count = space_of(shard.flat), shard.place.size * shard.place.chunk
+        home, count = shard.space, shard.place.size * shard.place.chunk
         where = self.groups[shard.split_axes].where
         if where is not None and where.size > 1:
-            return self.pool.get(count, call.reduce, home.on_device(shard.flat))
+            return self.pool.get(count, call.dtypes.reduced, home.on_device(shard.flat))
         # It becomes the gradient: no larger memory than that.
-        return home.new_empty(shard.flat, [count], call.reduce)
+        return home.new_empty(shard.flat, [count], call.dtypes.reduced)
 
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
@@ -164,7 +165,9 @@ class GradientSums:
         for _, n in call.micro[self.depth :]:
             due *= n
         key = id(shard), call.key
-        one = _Flow(shard, buffer, buffer.dtype, call.name, key, due, call.given)
+        one = _BufferGradient(
+            shard, buffer, buffer.dtype, call.name, key, due, call.dtypes.gradient
+        )
         del buffer
         if not self.reduce_each and (due > 1 or self.zero == 1):
             if self._awaits_others(one):
@@ -172,7 +175,7 @@ class GradientSums:
             one.count = one.due = 1
         self._reduce(one)
 
-    def _awaits_others(self, one: _Flow) -> bool:
+    def _awaits_others(self, one: _BufferGradient) -> bool:
         """Adds a gradient to that of other microbatches; True if more are due."""
         before = self.partial.pop(one.key, None)
         if before is not None:
@@ -186,11 +189,11 @@ class GradientSums:
         if one.count >= one.due and self.zero != 1:
             return False
         # Till it is added to the next one's, or fetched.
-        one.grad = space_of(one.shard.flat).put(one.grad, waits=False)
+        one.grad = one.shard.space.put(one.grad, waits=False)
         self.partial[one.key] = one
         return True
 
-    def _reduce(self, one: _Flow, now: bool = False) -> None:
+    def _reduce(self, one: _BufferGradient, now: bool = False) -> None:
         """Starts a reduction, and waits for the one before; or defers it.
 
         With ``now``, waits for this one too.
@@ -240,7 +243,7 @@ class GradientSums:
             return
         self._sum_over_replicas(one)
 
-    def _sum_over_replicas(self, one: _Flow) -> None:
+    def _sum_over_replicas(self, one: _BufferGradient) -> None:
         """Starts the sum over replicas, if any, and waits for the one before."""
         replicas = self.groups[one.shard.split_axes].replicas
         if replicas is None or replicas.size == 1:
@@ -259,46 +262,62 @@ class GradientSums:
             one.grad, one.work = one.work.wait(), None
         self._keep(one)
 
-    def _keep(self, one: _Flow) -> None:
-        """Adds a buffer's summed gradient to ``grads``, or updates the buffer by it."""
-        shard, grad, before = one.shard, one.grad, self.grads.get(id(one.shard))
+    def _keep(self, one: _BufferGradient) -> None:
+        """Adds a buffer's summed gradient to ``grads``, or updates the buffer by it.
+
+        What is kept is a mean over the n ranks (of this gradient, which was summed), or
+        the sum, which `Gradients.take_sums` divides at the end, all at once:
+
+        ====================================  ===========  =========================
+        the gradient                          is kept as   because
+        ====================================  ===========  =========================
+        is added to earlier microbatches'     the mean     these are means
+        has another dtype than its parameter  the mean     it is rounded once
+        is of float16 parameters              the mean     float16 cannot hold a sum
+        is reduced in float16, of others      the sum      the result's dtype can
+        is any other                          the sum      one division for them all
+        ====================================  ===========  =========================
+
+        What was reduced in float16 was divided by ``self.before`` when it was sent.
+        """
+        shard, grad, earlier = one.shard, one.grad, self.grads.get(id(one.shard))
         one.grad = None
         count_as("gradients", [grad])
-        own, home, by = shard.flat.dtype, space_of(shard.flat), self.groups.mean_size
-        given = own if before is None else before.dtype
-        if one.given not in (None, own):
-            given = one.given
-        halved = self.before if one.dtype == torch.float16 else 1
-        # Divided at once, where that dtype might not hold the sum.
-        added = id(shard) in self.earlier
-        if mean := given != own or own == torch.float16 or added:
+        own, home, n = shard.flat.dtype, shard.space, self.groups.mean_size
+        dtype = own if earlier is None else earlier.dtype
+        if one.result not in (None, own):
+            dtype = one.result
+        divided = self.before if one.dtype == torch.float16 else 1
+        continues = id(shard) in self.earlier
+        is_mean = dtype != own or own == torch.float16 or continues
+        if is_mean:
             wait_for(grad)
-            if given != own:  # rounded once
+            if dtype != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad = grad.div_(by / halved) if by != halved else grad
-        if home.offloaded or grad.dtype != given:  # to where its parameters are
+            grad = grad.div_(n / divided) if n != divided else grad
+        if home.offloaded or grad.dtype != dtype:  # to where its parameters are
             # Read on the host below, by steps, or after the gradient call: `close`
             # waits for it.
-            grad = home.put(grad, given, waits=False)
+            grad = home.put(grad, dtype, waits=False)
             count_as("gradients", [] if home.offloaded else [grad])
-        if halved > 1 and not mean:
-            wait_for(grad).mul_(halved)
-        if before is not None:
+        if divided > 1 and not is_mean:
+            wait_for(grad).mul_(divided)
+        if earlier is not None:
             wait_for(grad)
-            wait_for(before)
-            if before.dtype != given:  # of calls that asked for another dtype
-                summed = before.dtype == own != torch.float16 and not added
-                before = before.div_(by) if summed and by > 1 else before
-                before = home.put(before, given)
-            grad = before.add_(grad)
+            wait_for(earlier)
+            if earlier.dtype != dtype:  # of calls that asked for another dtype
+                is_sum = earlier.dtype == own != torch.float16 and not continues
+                earlier = earlier.div_(n) if is_sum and n > 1 else earlier
+                earlier = home.put(earlier, dtype)
+            grad = earlier.add_(grad)
         self.grads[id(shard)] = grad
         if self.steps is not None:
-            still = self.open.setdefault(id(shard), set())
-            still.discard(one.key[1])
-            if not still and self.steps.takes(shard):
+            calls_to_come = self.open.setdefault(id(shard), set())
+            calls_to_come.discard(one.key[1])
+            if not calls_to_come and self.steps.takes(shard):
                 del self.grads[id(shard)]
                 host_copies.settle()  # it writes parameters too, which were fetched
-                self.steps.step(shard, grad, 1 if mean else by)
+                self.steps.step(shard, grad, 1 if is_mean else n)
 
     def counts(self) -> dict[Any, int]:
         """The number of microbatches in each incomplete sum."""
@@ -337,13 +356,13 @@ class GradientSums:
 
 
 @dataclass(slots=True, eq=False)
-class _Flow:
+class _BufferGradient:
     """The gradient of one buffer, from accumulation through reduction.
 
     Args:
         dtype: that of the packed gradient; ``name``, ``key``: those of the unit call.
         due: the number of microbatches to accumulate; ``count``: those so far.
-        given: the dtype of the result, if not that of the parameters.
+        result: the dtype of the result, if not that of the parameters.
     """
 
     shard: FlatShard
@@ -352,7 +371,7 @@ class _Flow:
     name: str
     key: Any
     due: int
-    given: torch.dtype | None
+    result: torch.dtype | None
     count: int = 1
     reduced: bool = False
     work: Handle | None = None

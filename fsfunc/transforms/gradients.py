@@ -30,26 +30,25 @@ from fsfunc.core.losses import is_reduced
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call, inside_unit
-from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import PENDING, FlatShard, PendingGradient, Sharded, is_sharded
 from fsfunc.sharded.packing import complete_shards
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 
-def kept_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
+def summed_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
     """By id, the buffers of this shard of which all leaves are differentiated.
 
     And the number of differentiated leaves that are plain tensors.
     """
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    found: dict[int, FlatShard] = {}
+    summed: dict[int, FlatShard] = {}
     for _, shard in complete_shards(leaves):
         real = differentiable(shard.flat) and not shard.flat.requires_grad
         if real and options.gathers(shard.members[0]):
-            found[id(shard)] = shard
+            summed[id(shard)] = shard
     plain = [x for x in filterfalse(is_sharded, leaves) if isinstance(x, Tensor)]
-    return found, len(plain)
+    return summed, len(plain)
 
 
 class Gradients:
@@ -66,28 +65,29 @@ class Gradients:
         self.runtime = runtime
         self.leaves, self.treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
         # By the leaves of the arguments: a gradient may be None, which is no leaf.
-        self.found: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
-        kept = [g for g in filter(is_sharded, self.found) if g.spent is KEPT]
-        if len(kept) < sum([len(shard.members) for shard in runtime.keeps.values()]):
-            raise RuntimeError(f"a transform within shard changes gradients: {KEPT}")
+        self.grads: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
+        pending = [g for g in self.grads if isinstance(g, PendingGradient)]
+        due = [len(shard.members) for shard in runtime.summed.values()]
+        if len(pending) < sum(due):
+            raise RuntimeError(f"a transform within shard changes gradients: {PENDING}")
 
     def trees(self) -> Any:
         """The trees of gradients."""
-        return tree.unflatten(self.treedef, self.found)
+        return tree.unflatten(self.treedef, self.grads)
 
-    def _kept(self) -> list[int]:
+    def _pending(self) -> list[int]:
         """The positions of leaves whose gradients the runtime sums."""
-        keeps = self.runtime.keeps
+        summed = self.runtime.summed
         every = enumerate(self.leaves)
-        return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
+        return [i for i, x in every if is_sharded(x) and id(x.packed) in summed]
 
     def take_parts(self) -> None:
         """Adds gradients of parts that were read outside units to the tree."""
-        for i in self._kept() if self.runtime.parts else ():
+        for i in self._pending() if self.runtime.parts else ():
             x = self.leaves[i]
             part = self.runtime.parts.get((id(x.packed), id(x.layout)))
             if part is not None and part.grad is not None:
-                self.found[i] = x.with_local(part.grad)
+                self.grads[i] = x.with_local(part.grad)
 
     def check_observed(self) -> None:
         """Raises if some of this rank's gradient was shown to no observer.
@@ -96,12 +96,12 @@ class Gradients:
             LawError: gradients of parts that the loss read outside units, or of leaves
                 that ranks of the mean have other blocks of.
         """
-        for shard in self.runtime.keeps.values():
+        for shard in self.runtime.summed.values():
             if set(shard.split_axes) & set(self.runtime.options.axes):
                 why = f"{shard.name} is owned by ranks of the data"
                 raise LawError(UNSEEN.format(why))
-        for i in self._kept():
-            if (g := self.found[i]) is not None and g._local is not None:
+        for i in self._pending():
+            if (g := self.grads[i]) is not None and g._local is not None:
                 raise LawError(UNSEEN.format(f"{g.name!r} is read outside units"))
 
     def take_sums(self) -> None:
@@ -109,16 +109,16 @@ class Gradients:
         shards, runtime = {}, self.runtime
         steps = runtime.sums.steps
         done = {} if steps is None else steps.done
-        for key, shard in runtime.keeps.items():
+        for key, shard in runtime.summed.items():
             if key in done:
                 continue
             grad = runtime.sums.grads.get(key)
-            shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
+            shards[key] = shard.like(_zeros(shard) if grad is None else grad)
         sums, half = [], torch.float16  # GradientSums._keep divided float16 and casts
         for key, s in shards.items():
             if key in runtime.sums.earlier:
                 continue  # divided as it came
-            if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
+            if half != s.flat.dtype == runtime.summed[key].flat.dtype:
                 sums.append(s.flat)
         if sums and runtime.groups.mean_size > 1:
             torch._foreach_div_(sums, runtime.groups.mean_size)
@@ -126,12 +126,12 @@ class Gradients:
         for key, shard in shards.items():
             made = shard.leaves()
             leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
-        for i in self._kept():
-            x, direct = self.leaves[i], self.found[i]
+        for i in self._pending():
+            x, direct = self.leaves[i], self.grads[i]
             if id(x.packed) in done:
-                self.found[i] = None
+                self.grads[i] = None
                 continue
-            new = self.found[i] = leaves[id(x.packed)][id(x.layout)]
+            new = self.grads[i] = leaves[id(x.packed)][id(x.layout)]
             if direct is not None and direct._local is not None:  # outside units
                 new.local.add_(direct.local)
 
@@ -139,15 +139,15 @@ class Gradients:
         """Averages the gradients of replicated leaves over ranks."""
         whole = [
             i
-            for i, (x, g) in enumerate(zip(self.leaves, self.found, strict=True))
+            for i, (x, g) in enumerate(zip(self.leaves, self.grads, strict=True))
             if isinstance(x, Tensor)
             and isinstance(g, Tensor)
             and self.runtime.ownership.is_replicated(x)
         ]
-        given = [self.found[i] for i in whole]
+        given = [self.grads[i] for i in whole]
         means = _packed(given, MEAN, where, "plain gradients")
         for i, x in zip(whole, means, strict=True):
-            self.found[i] = x
+            self.grads[i] = x
 
 
 def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
@@ -160,9 +160,9 @@ def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
     return tree.unflatten(treedef, out)
 
 
-def _zeros(flat: Tensor) -> Tensor:
+def _zeros(shard: FlatShard) -> Tensor:
     """The gradient of a buffer that no unit read here, as those of other ranks are."""
-    casts, home = frame().casts, space_of(flat)
+    casts, home, flat = frame().casts, shard.space, shard.flat
     zeros = home.empty_like(flat, scratch=True).zero_()
     given = None if casts is None or flat.is_complex() else casts.gradients
     return zeros if given in (None, flat.dtype) else home.put(zeros, given)

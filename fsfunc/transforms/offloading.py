@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.casts import differentiable
+from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
+from fsfunc.runtime.host_copies import crosses, follow
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
-from fsfunc.transforms.offloaded_residuals import offloaded
 
 Where = str | os.PathLike | Store | None
 
@@ -189,7 +192,7 @@ class _Offload(Interpretation):
             if compiler.replays and compiler.means(call):
                 raise ValueError(_REPLAYED.format(call.name))
         store = self.stores.activations
-        return run if store is None else offloaded(run, call, store)
+        return run if store is None else _with_residuals_in(store, run, call)
 
     def _check(self, given: Any) -> None:
         real = any(
@@ -288,3 +291,143 @@ def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
                 lay_leaf(part, laid_as(x))
             leaves[i] = leaf.with_local(part) if isinstance(leaf, Sharded) else part
     return changed
+
+
+# Activations: after a unit has run, the part of the graph that it made is walked once,
+# as `unit_calls` does for parameters: what its operators saved gets hooks that keep a
+# copy elsewhere.
+
+_SMALL = 256  # bytes that are not worth a copy
+_UNIT = 16  # bytes: every dtype's size divides it
+
+
+def _with_residuals_in(
+    store: Store, run: Callable[..., Any], call: Call
+) -> Callable[..., Any]:
+    """``run``, whose residuals go to ``store`` when it is over."""
+
+    def run_and_store(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        tracer, now = call.frame.tracer, running()
+        tried = tracer is not None and (tracer.forward_only or not tracer.complete)
+        plain = tried or call.frame.composable or now.recompute
+        if plain or not torch.is_grad_enabled():
+            return run(params, *inputs, **keywords)
+        leaves = tree.leaves(params, is_leaf=is_sharded)
+        given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
+        stays = {key for x in leaves for key in _memory(x)}
+        stays |= {_torch.storage_key(x) for x in given if not x.requires_grad}
+        thread = now.thread
+        stop = {x.grad_fn for x in given}
+        stop |= {x.grad_fn for x in leaves if isinstance(x, Tensor)}
+        if thread is not None:  # units before this one hang on it
+            stop.add(thread.token.grad_fn)
+        del leaves, given
+        out = run(params, *inputs, **keywords)
+        outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
+        roots = [x.grad_fn for x in outs if x.requires_grad]
+        residuals = _Residuals(store, _LAST.get(thread) if thread else None)
+        nodes = [*_torch.graph_nodes(roots, stop), *(x.grad_fn for x in call.savers)]
+        _torch.hook_residuals(
+            nodes, lambda x: _goes(x, stays), residuals.pack, residuals.unpack
+        )
+        residuals.alive.clear()
+        if thread is not None:
+            _LAST[thread] = residuals
+        return out
+
+    return run_and_store
+
+
+# The unit call before, of a gradient call.
+_LAST: weakref.WeakKeyDictionary[UnitToken, _Residuals] = weakref.WeakKeyDictionary()
+
+
+def _memory(x: Any) -> list[int]:
+    """The storages of a parameter, which stay where they are."""
+    if isinstance(x, Sharded) and x.packed is not None:
+        both = (x.packed.flat, x.packed.whole)
+        return [_torch.storage_key(t) for t in both if t is not None]
+    x = x.local if isinstance(x, Sharded) else x
+    return [_torch.storage_key(x)] if isinstance(x, Tensor) else []
+
+
+def _goes(x: Tensor, stays: set[int]) -> bool:
+    """True if a saved tensor is worth a copy, and can be made again of one."""
+    plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
+    if not plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
+        return False
+    if x.untyped_storage().nbytes() < _SMALL or _torch.is_wrapped(x):
+        return False
+    return _torch.storage_key(x) not in stays
+
+
+class _Held:
+    """The memory of one storage, elsewhere; on the device while it is used."""
+
+    def __init__(self, x: Tensor, store: Store):
+        memory = x.untyped_storage()
+        self.size = memory.nbytes()
+        room = -(-self.size // _UNIT) * _UNIT
+        self.device, self.store = x.device, store
+        self.there = store.scratch(room, torch.uint8, x.device)
+        if isinstance(x, _torch.FakeTensor):  # to copy into memory counts, to view not
+            count = self.size // x.element_size()
+            there = self.there[: count * x.element_size()].view(x.dtype)
+            there.copy_(x.detach().as_strided((count,), (1,), 0))
+        else:
+            bare = torch.empty(0, dtype=torch.uint8, device=x.device)
+            bytes_ = bare.set_(memory, 0, (self.size,))  # type: ignore[call-overload]
+            store.copy(self.there[: self.size], bytes_, private=True)
+        self._here: weakref.ref | None = None
+
+    def here(self) -> Tensor:
+        found = None if self._here is None else self._here()
+        if found is None:
+            found = self.there.new_empty(self.there.shape, device=self.device)
+            # It waits for the copy there, also in another stream.
+            self.store.copy(found, self.there, private=True)
+            self._here = weakref.ref(found)
+        elif crosses(found, self.there):  # a node of another stream may have fetched it
+            follow(found, self.there)
+        return found
+
+
+class _Packed(NamedTuple):
+    held: _Held
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Residuals:
+    """The saved tensors of one unit call.
+
+    Args:
+        before: those of the call before it, which the backward reads next.
+    """
+
+    def __init__(self, store: Store, before: _Residuals | None):
+        self.store = store
+        self.before = None if before is None else weakref.ref(before)
+        # By storage, which is held until all is packed: its address stays its own.
+        self.alive: dict[int, tuple[Any, _Held]] = {}
+        self.held: list[weakref.ref[_Held]] = []
+
+    def pack(self, x: Tensor) -> _Packed:
+        key = _torch.storage_key(x)
+        if key not in self.alive:
+            one = _Held(x, self.store)
+            self.alive[key] = x.untyped_storage(), one
+            self.held.append(weakref.ref(one))
+        held = self.alive[key][1]
+        return _Packed(held, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        before, self.before = self.before, None
+        if before is not None and (other := before()) is not None:
+            for each in other.held:
+                if (held := each()) is not None:
+                    space_of(held.there).read_ahead(held.there)
+        held, dtype, size, stride, offset = packed
+        return held.here().view(dtype).as_strided(size, stride, offset)

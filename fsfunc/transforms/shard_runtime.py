@@ -5,7 +5,7 @@ A :class:`~fsfunc.sharded.leaf.Sharded` leaf lies in a packed buffer, a
 :class:`GatheredCall` for that buffer. The :class:`ShardRuntime` of the enclosing call
 gathers the buffer, and reduces its gradient.
 
-`boundary` calls four methods for each unit call: ``take`` before its forward, then
+`unit_calls` calls four methods for each unit call: ``take`` before its forward, then
 ``after_forward``, ``before_backward`` and ``after_backward``, followed by
 ``gradient_of`` for each buffer. ``gathers`` has gathered and prefetched buffers,
 ``sums`` the reduced gradients.
@@ -27,7 +27,13 @@ from fsfunc.core.frames import frame
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import complete_shards
-from fsfunc.transforms.gathers import Calls, GatheredCall, Gathers, Micro
+from fsfunc.transforms.gathers import (
+    Calls,
+    GatheredCall,
+    Gathers,
+    Lifetime,
+    Micro,
+)
 from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.messages.wire import as_buffer
 from fsfunc.transforms.ownership import Ownership
@@ -46,7 +52,7 @@ class ShardRuntime:
         first: the number of unit calls of the program before this call; ``later``:
             also of the gradient call that ran last.
         differentiated: the arguments that a gradient call differentiates.
-        keeps: by id, the buffers whose gradients are summed here, not by autograd;
+        summed: by id, the buffers whose gradients are summed here, not by autograd;
             ``parts`` has the parts of their leaves that are read outside units.
         how_summed: ``observers``, ``feedback``, ``steps``: see ``GradientSums``.
     """
@@ -62,7 +68,7 @@ class ShardRuntime:
         ownership: Ownership,
         first: int = 0,
         differentiated: Sequence[Any] = (),
-        keeps: dict[int, FlatShard] | None = None,
+        summed: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
         **how_summed: Any,
     ):
@@ -78,7 +84,7 @@ class ShardRuntime:
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.passes: set[Any] = set()  # microbatches whose forward pass has begun
         self.calls: dict[Micro, list[Calls]] = {}  # unit calls, as they returned
-        self.keeps = {} if keeps is None else keeps
+        self.summed = {} if summed is None else summed
         self.parts: Parts = {} if parts is None else parts
         self.sums = GradientSums(groups, options, pool, defers, **how_summed)
 
@@ -91,7 +97,7 @@ class ShardRuntime:
         """True if all gradients of the call are summed here, in memory of its own."""
         leaves = tree.leaves(self.differentiated, is_leaf=is_sharded)
         sharded = list(filter(is_sharded, leaves))
-        if not {x.packed for x in sharded} <= set(self.keeps.values()):
+        if not {x.packed for x in sharded} <= set(self.summed.values()):
             return False
         return not any(isinstance(x, Tensor) for x in filterfalse(is_sharded, leaves))
 
@@ -105,7 +111,7 @@ class ShardRuntime:
         found: list[Any] = treedef.flatten_up_to(into)  # type: ignore[arg-type]
         groups = complete_shards(found)
         sums = {id(leaves[at[0]].packed): shard.flat for at, shard in groups}
-        if sums.keys() == self.keeps.keys():
+        if sums.keys() == self.summed.keys():
             self.sums.add_to(sums)
 
     @property
@@ -125,7 +131,7 @@ class ShardRuntime:
             RuntimeError: the same microbatch runs twice, whose gradients are summed.
         """
         micro = frame().micro
-        if self.keeps and micro in self.passes:
+        if self.summed and micro in self.passes:
             raise RuntimeError(_AGAIN)
         self.passes.add(micro)
         self.gathers.drop(self.gathers.recent)
@@ -147,14 +153,15 @@ class ShardRuntime:
         if recompute:
             return self._take_again(calls, shards)
         old, self.gathers.recent = self.gathers.recent, calls
-        goes = [c for c in old if not c.held]
+        goes = [c for c in old if c.lifetime is not Lifetime.BACKWARD]
         for call, shard in zip(calls, shards, strict=True):
-            call.held = torch.is_grad_enabled() and self.options.holds(call.name, shard)
+            if torch.is_grad_enabled() and self.options.holds(call.name, shard):
+                call.lifetime = Lifetime.BACKWARD
             if shard.is_shared:
                 for c in old:
                     call.take_over(c)
-                call.shared = call.full is not None
-            if call.shared:
+                call.shares_previous = call.full is not None
+            if call.shares_previous:
                 continue
             self.gathers.bring(call, shard, goes)
         if goes:
@@ -214,7 +221,7 @@ class ShardRuntime:
         del every[at + 1 :]
         if at > 0 and self.looks:
             before = every[at - 1]
-            if before[0].forgets or running().recompute:
+            if before[0].gathers_again or running().recompute:
                 for c in before:
                     if c.full is None and (shard := c.shard) is not None:
                         self.gathers.send_for(shard, c.dtype, every[at], back=True)
@@ -223,7 +230,7 @@ class ShardRuntime:
         """Gathers the buffers of a call again, as its backward begins."""
         if self.sums.waiting:
             self.sums.settle()
-        if calls[0].forgets:
+        if calls[0].gathers_again:
             for call, shard in zip(calls, shards, strict=True):
                 if call.full is None:
                     call.full = self.gathers.gather_again(shard, call)
@@ -237,7 +244,7 @@ class ShardRuntime:
         every, at = self.find(calls[0])
         before = every[at - 1] if at > 0 else []
         for call in calls:
-            if call.shared:
+            if call.shares_previous:
                 for c in before:
                     c.take_over(call)
         self.gathers.drop(calls, before)
@@ -252,21 +259,21 @@ class ShardRuntime:
     ) -> Tensor | None:
         """Packs the gradient of one buffer, and adds it to ``sums``.
 
-        Where autograd takes it, that is not ``call.keeps``, returns the packed
+        Where autograd takes it, that is not ``call.summed_here``, returns the packed
         gradient, which is still to be reduced.
         """
-        later, call.grad = call.grad, None
+        later, call.later_gradient = call.later_gradient, None
         buffer = self.sums.collect(call, shard, grads, later)
-        if call.shared:
+        if call.shares_previous:
             for c in before:
-                if c.shard is shard and c.keeps == call.keeps:
-                    c.grad = buffer  # the call before reduces it
-                    if call.keeps and self.sums.observed is not None:
+                if c.shard is shard and c.summed_here == call.summed_here:
+                    c.later_gradient = buffer  # the call before reduces it
+                    if call.summed_here and self.sums.observed is not None:
                         self.sums.observed.joined(call, shard)
                     return None
         if self.sums.joins:
-            buffer = as_buffer(buffer, shard, call.reduce)
-        if not call.keeps:
+            buffer = as_buffer(buffer, shard, call.dtypes.reduced)
+        if not call.summed_here:
             return buffer
         self.sums.add(call, shard, buffer)
         return None

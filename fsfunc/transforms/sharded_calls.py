@@ -32,7 +32,7 @@ from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repacked
 from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
 from fsfunc.sharded.spent import refuse_spent
-from fsfunc.transforms.gradients import Gradients, averaged, kept_here, shown
+from fsfunc.transforms.gradients import Gradients, averaged, shown, summed_here
 from fsfunc.transforms.ownership import Ownership, enter_tracked
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -255,10 +255,10 @@ class Sharding(Interpretation):
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
         runtime.add_to(call.into)
         # In place of the runtime of the call around.
-        others = [(h, kept) for h, kept in f.runtimes if h is not self]
+        others = [(h, theirs) for h, theirs in f.runtimes if h is not self]
         with inside(f.replace(runtimes=(*others, (self, runtime)))):
-            kept = {**call.packed, **runtime.keeps}
-            outcome = run(call.replace(packed=kept, parts=runtime.parts, into=None))
+            packed = {**call.packed, **runtime.summed}
+            outcome = run(call.replace(packed=packed, parts=runtime.parts, into=None))
         runtime.sums.finish()
         runtime.gathers.close()
         outer.later = runtime.passed
@@ -270,9 +270,9 @@ class Sharding(Interpretation):
     ) -> ShardRuntime:
         """The runtime of a gradient call."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
-        keeps, plain = {}, 0
+        summed, plain = {}, 0
         if not (call.composable or f.create_graph):
-            keeps, plain = kept_here(chosen, self.cut)
+            summed, plain = summed_here(chosen, self.cut)
         observers = [h for h in f.handlers if isinstance(h, GradientObserver)]
         feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
@@ -285,12 +285,12 @@ class Sharding(Interpretation):
             leaves,
             at.rank,
             outer.ownership,
-            steps=self._steps(keeps, parts),
+            steps=self._steps(summed, parts),
             observers=observers,
             feedback=feedback[-1] if feedback else None,
             first=outer.passed,
             differentiated=chosen,
-            keeps=keeps,
+            summed=summed,
             parts=parts,
         )
         key = at.rank, plain, call.argnums
@@ -329,7 +329,9 @@ class Sharding(Interpretation):
             f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
         return outcome
 
-    def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> GradientSteps | None:
+    def _steps(
+        self, summed: dict[int, FlatShard], parts: Parts
+    ) -> GradientSteps | None:
         """The updates to make during the backward, if ``step_in_backward`` asks for it.
 
         Raises:
@@ -345,7 +347,7 @@ class Sharding(Interpretation):
         within = [h for h in f.handlers if isinstance(h, Sharding)]
         if f.micro or len(within) > 1:
             raise ValueError(_AROUND)
-        return found[-1].for_call(keeps, parts)
+        return found[-1].for_call(summed, parts)
 
 
 def _plain(x: Any) -> Any:

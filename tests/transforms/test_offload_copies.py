@@ -20,7 +20,7 @@ from fsfunc.optim import in_place
 from fsfunc.runtime import host_copies, memory_spaces, stores
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
-from fsfunc.transforms import gathers, offloaded_residuals
+from fsfunc.transforms import gathers, offloading
 from tests.checks import same, simulated
 from tests.covering import by_turns, pairs
 from tests.models import chain, floats, layers
@@ -351,7 +351,7 @@ def test_residuals_are_read_in_other_streams_when_they_are_there(late):
     """A node in a stream of its own may be given what another one has fetched."""
     store = HostMemory()
     store.scratch(64, torch.uint8, "cpu")
-    held = offloaded_residuals._Held(torch.arange(64.0), store)
+    held = offloading._Held(torch.arange(64.0), store)
     first = held.here()
     assert late.said == []
     with late.inside(late.other):
@@ -367,7 +367,8 @@ def test_a_copy_that_fails_midway_is_waited_for(late, monkeypatch, how):
     """
     monkeypatch.setattr(host_copies, "_PIECE", 3)
     home, copy = Offloaded(HostMemory(), torch.device("cpu")), late.copy
-    there, x = home.copied(torch.arange(8.0)), torch.arange(8.0)
+    x = torch.arange(8.0)
+    there = home.empty_like(x).copy_(x)  # not by a stream
 
     def fails(out, x):
         if late.copies:
@@ -413,7 +414,7 @@ def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
 def test_what_was_sent_ahead_and_is_not_read(late):
     """Its memory is free when the copy is over, for the stream that it was made in."""
     home, room = Offloaded(HostMemory(), torch.device("cpu")), torch.empty(4)
-    there = home.copied(torch.arange(4.0))
+    there = home.zeros(torch.arange(4.0), (4,))  # not copied by a stream
     coming = gathers._Coming(room, host_copies.send_ahead(room, there))
     with late.inside(late.other):
         assert late.said == ["side waits for main"]

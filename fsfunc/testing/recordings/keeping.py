@@ -280,7 +280,7 @@ def sums_of(value: Any) -> list[list[Any]]:
     tensors: dict[int, Tensor] = {}
     for path, x in zip(paths, leaves, strict=True):
         if is_sharded(x):
-            if x.spent or x.is_kept:
+            if x.spent:
                 continue
             x = x.local if x.packed is None else x.packed.flat
             if id(x) in tensors:
