@@ -6,7 +6,7 @@ tiled_cross_entropy.py   the last layer and its loss, tile by tile
 routing.py          capacity, dropped choices, padding; the all-to-alls to experts
 gating.py           top-1, top-2, top-k gates
 experts.py   experts spread over ranks, and the all-to-alls to them
-context_parallel.py attention_checks.py   attention over a split sequence
+context_parallel.py attention over a split sequence, in two forms
 ring.py             the ring
 attention_blocks.py attention_masks.py   a block of keys; what is seen of it
 sequence_order.py   zig-zag order; what goes where, and which blocks are computed

@@ -12,14 +12,20 @@ can replace the other.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import axis_index, group
+from fsfunc.comm.groups import RankGroup, axis_index, group
 from fsfunc.comm.mesh import Axis
 from fsfunc.nn.attention_blocks import Heads
-from fsfunc.nn.attention_checks import Reach, Window, check_heads, checked
 from fsfunc.nn.attention_masks import Masks
+from fsfunc.nn.numerics import autocast
 from fsfunc.nn.ring import Ring, attention
 from fsfunc.nn.sequence_order import (
     SequenceCut,
@@ -28,6 +34,9 @@ from fsfunc.nn.sequence_order import (
     zigzag,
     zigzag_parts,
 )
+
+Window = int | tuple[int | None, int | None] | None
+Reach = tuple[int | None, int | None]
 
 
 def ring_attention(
@@ -131,20 +140,20 @@ def ring_attention(
     >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, dim=2), whole)
     True
     """
-    name, masks = "ring_attention", Masks(documents, attn_mask)
-    x, scale, masks, (left, right) = checked(
-        name, q, k, v, axis, causal, order, scale, masks, window
-    )
+    x, masks = Heads(q, k, v), Masks(documents, attn_mask)
+    given = _Arguments(
+        "ring_attention", x, axis, causal, order, masks, window, scale
+    ).checked()
     if axis is None or group(axis).size == 1:
-        return _alone(x, masks, (left, right), scale, recompute)
+        return given.alone(recompute)
     where, n = group(axis), q.shape[2]
-    limited = left is not None or right is not None
+    x, (ids, mask), left, right, scale = given
+    limited = given.limited
     zigzagged = limited and order == "zigzag"
     turns = causal and left is None and attn_mask is None and order == "contiguous"
     turns &= n % 2 == 0
     if turns:
         x = Heads(*(zigzag_parts(y, axis, 2) for y in x))
-    ids, mask = masks
     if ids is not None:
         ids = all_gather(ids, axis, dim=1)
         ids = zigzag(ids, where.size, 1) if turns else ids
@@ -206,15 +215,13 @@ def all_to_all_attention(
     >>> torch.allclose(torch.cat(ff.spmd(main, mesh)(), 2), whole, atol=1e-6)
     True
     """
-    name, masks = "all_to_all_attention", Masks(documents, attn_mask)
-    x, scale, masks, reach = checked(
-        name, q, k, v, axis, causal, order, scale, masks, window
-    )
+    name, x, masks = "all_to_all_attention", Heads(q, k, v), Masks(documents, attn_mask)
+    given = _Arguments(name, x, axis, causal, order, masks, window, scale).checked()
     if axis is None or group(axis).size == 1:
-        return _alone(x, masks, reach, scale, recompute)
-    where, (ids, mask), n = group(axis), masks, q.shape[2]
-    check_heads(name, q.shape[1], k.shape[1], where)
-    limited = reach != (None, None) or mask is not None
+        return given.alone(recompute)
+    where, (ids, mask), n = group(axis), given.masks, q.shape[2]
+    _check_heads(name, q.shape[1], k.shape[1], where)
+    limited, x = given.limited or mask is not None, given.x
     x = Heads(*(all_to_all(y, axis, split_dim=1, concat_dim=2) for y in x))
     ids = ids if ids is None else all_gather(ids, axis, dim=1)
     if mask is not None and mask.shape[1] > 1:
@@ -228,15 +235,194 @@ def all_to_all_attention(
         x = Heads(*(unzigzag(y, where.size, 2) for y in x))
         ids = ids if ids is None else unzigzag(ids, where.size, 1)
         mask = mask if mask is None else unzigzag(mask, where.size, 2)
-    out = _alone(x, Masks(ids, mask), reach, scale, recompute)
+    out = given._replace(x=x, masks=Masks(ids, mask)).alone(recompute)
     if turns:
         out = zigzag(out, where.size, 2)
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
 
-def _alone(
-    x: Heads, masks: Masks, reach: Reach, scale: float, recompute: bool
-) -> Tensor:
-    """Attention to what this rank has."""
-    ring = Ring(None, 0, SequenceCut(1, False, x.q.shape[2], *reach), scale)
-    return attention(x, masks, ring, recompute)
+class Attention(NamedTuple):
+    """What either form computes, checked before anything is sent.
+
+    Args:
+        x: q, k and v as autocast has them.
+        masks: in full form, [batch or 1, n] and [batch or 1, heads or 1, n or 1, S].
+        left, right: the distances that a query sees before and after itself; None:
+            without an end.
+        scale: that of the scores, above 0.
+    """
+
+    x: Heads
+    masks: Masks
+    left: int | None
+    right: int | None
+    scale: float
+
+    @property
+    def limited(self) -> bool:
+        """True if a query does not see every position."""
+        return self.left is not None or self.right is not None
+
+    def alone(self, recompute: bool) -> Tensor:
+        """Attention to what this rank has."""
+        cut = SequenceCut(1, False, self.x.q.shape[2], self.left, self.right)
+        return attention(self.x, self.masks, Ring(None, 0, cut, self.scale), recompute)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of either form, as it is called."""
+
+    name: str
+    x: Heads
+    axis: Axis | None
+    causal: bool
+    order: str | None
+    masks: Masks
+    window: Window
+    scale: float | None
+
+    def checked(self) -> Attention:
+        """The same in full form.
+
+        Raises:
+            ValueError, TypeError: as the public functions say.
+        """
+        name, (q, k, v), axis, order = self.name, self.x, self.axis, self.order
+        if order not in ("zigzag", "contiguous", None):
+            raise ValueError(f"{name}: order={order!r} is not 'zigzag' or 'contiguous'")
+        reach = _reach(name, self.causal, self.window)
+        ordered = {
+            "causal=True": self.causal,
+            f"window={self.window}": self.window is not None,
+            "attn_mask": self.masks.mask is not None,
+        }
+        if any(ordered.values()) and axis is not None and order is None:
+            what = next(key for key, given in ordered.items() if given)
+            raise TypeError(
+                f"{name}: {what} over {axis!r} needs order=, which positions a rank "
+                'has: "zigzag", of sequences cut by ff.nn.zigzag (equal work for all '
+                'ranks), or "contiguous", of sequences cut in a row'
+            )
+        if isinstance(self.scale, Tensor):
+            raise TypeError(
+                f"{name}: scale is a tensor, and a number has no gradient: multiply q "
+                "by it, and give scale=1"
+            )
+        square = reach != (None, None) or self.masks.documents is not None
+        _check_shapes(name, self.x, square)
+        for y in self.x:
+            claim_own(y, axis, name)
+        where = None if axis is None else group(axis)
+        size = 1 if where is None else where.size
+        documents = _documents(name, self.masks.documents, q)
+        masks = Masks(documents, _mask(name, self.masks.mask, q, k, size))
+        cut_in_halves = order == "zigzag" and any(ordered.values())
+        if where is not None and size > 1 and cut_in_halves:
+            _check_halves(name, q.shape[2], where)
+        x = Heads(*autocast(q, k, v))  # what is sent and saved is of the low dtype, too
+        scale = self.scale
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+        # By a scale of 0 or less kernels turn the -inf of what is not seen into NaN or
+        # inf: q takes its sign.
+        if scale <= 0:
+            x = x._replace(q=x.q * (-1 if scale else 0))
+        return Attention(x, masks, *reach, abs(scale) or 1.0)
+
+
+def _check_shapes(name: str, x: Heads, square: bool) -> None:
+    """Raises ValueError unless q, k and v fit each other.
+
+    Args:
+        square: whether there are to be as many queries as keys.
+    """
+    q, k, v = x
+    given = {"q": q, "k": k, "v": v}.items()
+    said = ", ".join(f"{key} {y.dtype} {tuple(y.shape)}" for key, y in given)
+    if any(y.ndim != 4 for y in x):
+        raise ValueError(f"{name} takes [batch, heads, n, head_dim], got {said}")
+    fits = {
+        "q, k and v are of one floating dtype": q.is_floating_point()
+        and q.dtype == k.dtype == v.dtype,
+        "k and v are alike in batch, heads and length": k.shape[:3] == v.shape[:3],
+        "q and k are alike in batch": q.shape[0] == k.shape[0],
+        "q and k are alike in head_dim": q.shape[3] == k.shape[3],
+        "there are keys": 0 not in k.shape[1:],
+        "causal=True, window= and documents= take as many queries as keys": not square
+        or q.shape[2] == k.shape[2],
+        "query heads are a multiple of key heads": not q.shape[1] % (k.shape[1] or 1),
+    }
+    for condition, fit in fits.items():
+        if not fit:
+            raise ValueError(f"{name}: {condition}; got {said}")
+
+
+def _reach(name: str, causal: bool, window: Window) -> Reach:
+    """The distances that a query sees before and after itself; None: without an end."""
+    both = window if isinstance(window, tuple) else (window, window)
+    fit = [x is None or x.__class__ is int and x >= 0 for x in both]
+    if len(both) != 2 or not all(fit):
+        raise ValueError(
+            f"{name}: window={window!r} is no number of positions, from 0 on, before "
+            "and after a query that it sees, nor a pair of such"
+        )
+    return (both[0], 0) if causal else both
+
+
+def _documents(name: str, documents: Tensor | None, q: Tensor) -> Tensor | None:
+    if documents is None:
+        return None
+    kind, shape = documents.dtype, tuple(documents.shape)
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise TypeError(f"{name}: documents are numbered by integers, got {kind}")
+    batch, _, n, _ = q.shape
+    if shape not in ((batch, n), (1, n)):
+        raise ValueError(
+            f"{name}: documents are [batch, n], ({batch}, {n}) or (1, {n}), of the "
+            f"positions that this rank has, got {shape}"
+        )
+    return documents
+
+
+def _mask(
+    name: str, mask: Tensor | None, q: Tensor, k: Tensor, size: int
+) -> Tensor | None:
+    """[batch or 1, heads or 1, n or 1, S]."""
+    if mask is None:
+        return None
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        raise TypeError(
+            f"{name}: attn_mask has truth values (False: not seen) or numbers that are "
+            f"added to scores, got {mask.dtype}"
+        )
+    full = q.shape[0], q.shape[1], q.shape[2], k.shape[2] * size
+    lead = (1,) * (4 - mask.ndim)
+    sizes = (*lead, *mask.shape)
+    fits = mask.ndim >= 2 and len(sizes) == 4 and sizes[3] == full[3]
+    if not fits or any(x not in (1, y) for x, y in zip(sizes, full, strict=True)):
+        raise ValueError(
+            f"{name}: attn_mask is [batch, heads, n, S], {full}, of this rank's "
+            "queries and the keys of all, or 1 in place of any but the last; got "
+            f"{tuple(mask.shape)}"
+        )
+    return mask.view(sizes)
+
+
+def _check_halves(name: str, n: int, where: RankGroup) -> None:
+    """Raises ValueError unless ``n`` positions a rank are two half-blocks."""
+    if n % 2:
+        raise ValueError(
+            f"{name}: {n} positions a rank are not two half-blocks: in zig-zag order "
+            f"over {where.name} the length of a sequence is a multiple of "
+            f"{2 * where.size}, not {n * where.size}"
+        )
+
+
+def _check_heads(name: str, heads: int, read: int, where: RankGroup) -> None:
+    """Raises ValueError unless ``where`` cuts query heads and key heads evenly."""
+    if heads % where.size or read % where.size:
+        raise ValueError(
+            f"{name}: {heads} query heads and {read} key heads are not cut into "
+            f"{where.size} by {where.name}: take a size that divides "
+            f"{math.gcd(heads, read)}, or ring_attention, which cuts no heads"
+        )

@@ -18,7 +18,7 @@ sum's transpose is a sum, so that every derivative is composed of these.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,26 @@ from fsfunc.nn.numerics import not_negative, wide
 from fsfunc.nn.tensor_parallel import Leaf, part_of
 
 
-def shifted_sums(
-    x: Tensor, dims: list[int], keep: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x - c, c, sum x, sum x^2) over ``dims``, kept at size 1: sums in fp64.
+class ShiftedSums(NamedTuple):
+    """Sums of x over some dims, which are kept at size 1.
 
-    ``x - c`` is in fp32 at least; without ``keep`` its memory is that of the squares.
-    Of no values the sums are 0, and so is c.
+    Args:
+        off: x - c, in fp32 at least.
+        c: about the mean, which no derivative is taken of; in fp64.
+        total: sum x; ``squares``: sum x^2; both in fp64.
+    """
+
+    off: Tensor
+    c: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def shifted_sums(x: Tensor, dims: list[int], keep: bool = True) -> ShiftedSums:
+    """Sums of ``x`` over ``dims``, computed from its distance to about its mean.
+
+    Without ``keep`` the memory of ``off`` is that of the squares. Of no values the sums
+    are 0, and so is c.
     """
     x = x.to(wide(x))
     n = math.prod(x.shape[d] for d in dims)
@@ -46,7 +59,8 @@ def shifted_sums(
     first = off.sum(dims, keepdim=True).double()
     second = (off.square() if keep else off.square_()).sum(dims, keepdim=True).double()
     c = c.double()
-    return off, c, n * c + first, second + 2 * c * first + n * c * c
+    squares = second + 2 * c * first + n * c * c
+    return ShiftedSums(off, c, n * c + first, squares)
 
 
 def normalizer(
@@ -140,10 +154,16 @@ def rms_norm(
     return (y if w is None else y * w).to(x.dtype)
 
 
-def _parts(
-    what: str, x: Tensor, weight: Any, bias: Any, axis: str | None
-) -> tuple[Any, Any, str | None]:
+class _Parts(NamedTuple):
     """This rank's parts of weight and bias; the axis, None where one rank has all."""
+
+    weight: Any
+    bias: Any
+    axis: str | None
+
+
+def _parts(what: str, x: Tensor, weight: Any, bias: Any, axis: str | None) -> _Parts:
+    """The parts of weight and bias, checked against the features of ``x``."""
     parts, features = [], x.shape[-1]
     for name, leaf in (("weight", weight), ("bias", bias)):
         if leaf is None:
@@ -160,4 +180,4 @@ def _parts(
     if axis is not None and axis_size(axis) == 1:
         axis = None
     claim_own(x, axis, what)
-    return *parts, axis
+    return _Parts(parts[0], parts[1], axis)

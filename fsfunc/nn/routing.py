@@ -217,7 +217,7 @@ def dropless(
     Returns:
         [T, d'].
     """
-    sent, got, room = _loads(routing, axis, here)
+    sent, received, room = _traffic(routing, axis, here)
 
     def starts(loads: Loads) -> Loads:
         """First rows, by the rank at the other end and its expert, or ours."""
@@ -232,8 +232,10 @@ def dropless(
         check_rows(y, len(rows))
         return weighed(y, slots, routing)
     rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
-    by_expert = list(zip(*got, strict=True))
-    runs = zip(chain(*zip(*starts(got), strict=True)), chain(*by_expert), strict=True)
+    by_expert = list(zip(*received, strict=True))
+    runs = zip(
+        chain(*zip(*starts(received), strict=True)), chain(*by_expert), strict=True
+    )
     order = torch.cat([torch.arange(i, i + m, device="cpu") for i, m in runs]).to(
         x.device
     )
@@ -241,14 +243,27 @@ def dropless(
     check_rows(y, len(order))
     if not len(order):  # as a function of what came: so all meet in the backward
         y = y + 0 * rows.sum()
-    y = y.new_zeros(len(got) * room, y.shape[1]).index_copy(0, order, y)
+    y = y.new_zeros(len(received) * room, y.shape[1]).index_copy(0, order, y)
     y = all_to_all(y, axis, split_dim=0, concat_dim=0)
     return weighed(y, slots, routing)
 
 
-def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads, int]:
-    """Rows this rank sends to each rank's experts, those each sends to its own, and the
-    largest load of one rank on another: plain numbers, for which the host waits."""
+class _Traffic(NamedTuple):
+    """Rows between ranks and experts: plain numbers, for which the host waits.
+
+    Args:
+        sent: by rank, those that this rank sends to each expert there.
+        received: by rank, those that it sends to each expert here.
+        room: the largest load of one rank on another.
+    """
+
+    sent: Loads
+    received: Loads
+    room: int
+
+
+def _traffic(routing: Routing, axis: str | None, here: int) -> _Traffic:
+    """What ranks exchange; ``here``: the number of experts of each rank."""
     n = 1 if axis is None else axis_size(axis)
     mine = counts = routing.counts[None]
     if axis is not None:
@@ -264,13 +279,13 @@ def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads,
         # Nobody knows before it runs: plans and recordings take the load for even.
         refuse_in_graph("a layer without a capacity sends each expert its tokens")
         even = -(-routing.indices.numel() // (n * here))
-        return [[even] * here] * n, [[even] * here] * n, even * here
+        return _Traffic([[even] * here] * n, [[even] * here] * n, even * here)
     me = 0 if axis is None else axis_index(axis)
     sizes = [
         [row[i : i + here] for i in range(0, n * here, here)] for row in counts.tolist()
     ]
     room = max(sum(run) for loads in sizes for run in loads)
-    return sizes[me], [loads[me] for loads in sizes], room
+    return _Traffic(sizes[me], [loads[me] for loads in sizes], room)
 
 
 def check_rows(y: Tensor, count: int) -> None:

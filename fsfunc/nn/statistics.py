@@ -285,8 +285,8 @@ def sync_batch_norm(
     count = torch.full((1,), n, dtype=torch.float64, device=x.device)
     sums = torch.cat([total.flatten(), squares.flatten(), count])
     sums = summed(sums, others)
-    stats = Moments(*_cut(sums.detach(), x.shape[1]))
-    total, squares, count = _cut(summed(sums, means), x.shape[1])
+    stats = _moments(sums.detach(), x.shape[1])
+    total, squares, count = _moments(summed(sums, means), x.shape[1])
     if n < 2 and not recording() and not _torch.functorch_active() and count < 2:
         raise ValueError(
             "batch_norm takes the statistics of two values a channel at least, and the "
@@ -299,7 +299,7 @@ def sync_batch_norm(
     return normalized(off, factor.view_as(shift), move.view_as(shift), x), Summed(stats)
 
 
-def _cut(sums: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(total, squares, count) of what was sent as one."""
+def _moments(sums: Tensor, channels: int) -> Moments:
+    """The parts of what was sent as one."""
     total, squares, count = sums.split([channels, channels, 1])
-    return total, squares, count.squeeze(0)
+    return Moments(total, squares, count.squeeze(0))
