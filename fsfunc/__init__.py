@@ -68,11 +68,9 @@ with _uncollected():  # it would walk all of torch, for as long as these take
     from fsfunc.comm.mesh import Mesh
     from fsfunc.comm.traffic import ledger
     from fsfunc.comm.typed_maps import pcast
-    from fsfunc.core.autodiff import value_and_grad
-    from fsfunc.core.evaluation import value
+    from fsfunc.core.autodiff import value, value_and_grad
     from fsfunc.core.frames import Interpretation, recording, transformed
-    from fsfunc.core.losses import Summed, Weighted
-    from fsfunc.core.maxima import Max
+    from fsfunc.core.losses import Max, Summed, Weighted
     from fsfunc.core.units import unit
     from fsfunc.optim.adam import sharded_adam
     from fsfunc.optim.adaptive_scale import observe_gradients

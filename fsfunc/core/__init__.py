@@ -8,12 +8,11 @@ innermost runs `units.Call.body`, which calls the unit's function, or
 
 units.py            unit; a call of one
 frames.py           Interpretation, the interface of transforms; Frame; transformed
-autodiff.py         value_and_grad
-evaluation.py       value: the loss without gradients
+autodiff.py         value_and_grad; value, the loss without gradients
 outcomes.py         GradientCall and Outcome, which interpretations pass along
 execution_context.py   the pass that runs: forward, backward or recompute
-losses.py           the outputs of a loss, added up over microbatches; Weighted, Summed
-maxima.py           Max
+losses.py           the outputs of a loss, added up over microbatches: Weighted, Summed,
+                    Max
 gradient_checks.py  checks of a gradient call: its arguments, and that ranks agree
 casts.py            the dtypes in which units compute, and that have a derivative
 tracers.py          hooks for recordings; the check of a call of new shapes

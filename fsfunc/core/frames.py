@@ -82,7 +82,7 @@ class Interpretation:
                 yield name, value
 
     def learn(self, other: Any) -> None:
-        """Copies from ``other``, of its class, what that learned of a recorded step."""
+        """Adopts what another rank's instance learned while a step was recorded."""
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Calls ``f``, the transformed function, with this interpretation in force."""

@@ -39,8 +39,16 @@ class Weighted(NamedTuple):
     weight: Tensor | float
 
 
-def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
-    """The (total, weight, aux) that a loss returned.
+class LossParts(NamedTuple):
+    """What a loss returned: its total, its weight if it has one, and what is beside."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: Any
+
+
+def loss_parts(out: Any, has_aux: bool) -> LossParts:
+    """The parts of what a loss returned.
 
     Raises:
         TypeError, ValueError: it returned no floating scalar tensor.
@@ -65,7 +73,7 @@ def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
             f"the loss must be a floating scalar, got shape {tuple(out.shape)} of "
             f"{out.dtype}: take its mean, or return ff.Weighted(total, weight)"
         )
-    return out, weight, aux
+    return LossParts(out, weight, aux)
 
 
 class Tie(torch.autograd.Function):
@@ -167,6 +175,39 @@ class Summed(Reduced):
 
     __slots__ = ()
     called, combine, over_ranks = "sums", staticmethod(torch.add), TOTAL
+
+
+class Max(Reduced):
+    """A tree of tensors of which the largest over microbatches and ranks is taken.
+
+    Element by element, for extremes: the longest sequence, the largest activation or
+    loss of a sample. Otherwise as :class:`Summed`; it has no derivative. (The minimum
+    is the maximum of the negated values, negated.)
+
+    Args:
+        tree: tensors, of one shape on every rank and in every microbatch.
+
+    Raises:
+        TypeError: a leaf that is no tensor, or one of booleans or complex numbers.
+
+    Cost: under ``shard`` one pmax a gradient call for each dtype among all that is
+    compared; without any, nothing.
+
+    >>> import torch, fsfunc as ff
+    >>> loss = lambda w, x: ((w * x).mean(), ff.Max(x.max()))
+    >>> evaluate = ff.accumulate(ff.value(loss, has_aux=True), 2)
+    >>> evaluate(torch.tensor(1.0), torch.tensor([0.0, 5.0, 1.0, 0.0]))
+    (tensor(1.5000), Max(tensor(5.)))
+    """
+
+    __slots__ = ()
+    called, combine = "maxima", staticmethod(torch.maximum)
+    over_ranks = LinearMap("pmax", to="I")
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Returns whether tensors of its dtype have an order."""
+        return x.dtype != torch.bool and not x.is_complex()
 
 
 def is_reduced(x: Any) -> bool:

@@ -130,8 +130,8 @@ class Unit:
         watched = [] if untracked else watched
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
         # Within a unit grad stays off: what that saves is the same when it runs again.
-        quiet = not torch.is_grad_enabled() and len(frame().path) > 1
-        if untracked or quiet or key in self._seen or _torch.functorch_active():
+        within = not torch.is_grad_enabled() and len(frame().path) > 1
+        if untracked or within or key in self._seen or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
         elif (traced := recording()) and (traced, key) in self._seen:
             out = fn(params, *inputs, **keywords)

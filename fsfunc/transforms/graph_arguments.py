@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from fsfunc.sharded.spent import any_spent, refuse_spent
 from fsfunc.tracing.runs import shadows
 
 CONSTANT = (str, bool, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+class Shadows(NamedTuple):
+    """Arguments as tensors without data; ``inputs``: each of these tensors once."""
+
+    args: Any
+    keywords: Any
+    inputs: list[Tensor]
 
 
 class Arguments:
@@ -87,8 +95,8 @@ class Arguments:
                 raise TypeError(_ODD.format(f"a {type(x).__name__}"))
         return tuple(found)
 
-    def without_data(self, mode: Any) -> tuple[Any, Any, list[Tensor]]:
-        """(args, keywords, `tensors`) as tensors without data, in a mode of these."""
+    def without_data(self, mode: Any) -> Shadows:
+        """The same arguments as tensors without data, in a mode of these."""
         leaves = list(shadows(mode, self.leaves))
         inputs = distinct(leaves)
         for i in self.numbers:
@@ -98,7 +106,8 @@ class Arguments:
         for x in leaves:
             if isinstance(x, Sharded) and x.packed is not None:
                 x.packed.whole = None  # it is gathered in the graph
-        return *tree.unflatten(self.treedef, leaves), inputs
+        args, keywords = tree.unflatten(self.treedef, leaves)
+        return Shadows(args, keywords, inputs)
 
     def tensors(self) -> list[Tensor]:
         """The inputs of a graph: each buffer and other tensor once, then numbers."""

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -211,36 +212,51 @@ class _LowRank(Feedback):
         beside = [buffer[a:b].float() for a, b in cut.beside]
         sent = torch.cat([x.flatten() for x in (*parts, *beside)])
         first = where.start("psum", sent, what=shard.name)
-        work = _Sum(cut, shard, where, whole, first, owed, q, self.scale, self.new)
+        work = _Sum(
+            cut=cut,
+            buffer=shard.buffer,
+            name=shard.name,
+            count=shard.place.size * shard.place.chunk,
+            where=where,
+            whole=whole,
+            first=first,
+            owed=owed,
+            start=q,
+            scale=self.scale,
+            new=self.new,
+        )
         self.under_way[shard.buffer] = work
         return work
 
 
+@dataclass(eq=False)
 class _Sum(Handle):
     """The sum of one buffer's gradients under way: P first, then Q.
 
     Args:
-        new: where it leaves what is remembered of the buffer.
+        cut: the buffer's matrices; ``count``: its elements.
+        buffer, name: those of the shard, for messages.
+        where: the ranks that sum; ``whole``: whether each receives all of the sum.
+        first: the sum of P, under way.
+        owed: the gradient with the error of the last reduction.
+        start: the Q of before.
+        scale: by what gradients are larger than those of the loss.
+        new: where it leaves what is remembered of the buffer. (Not who keeps this: that
+            would be a circle.)
     """
 
-    def __init__(
-        self,
-        cut: _Cut,
-        shard: FlatShard,
-        where: RankGroup,
-        whole: bool,
-        first: Handle,
-        owed: Tensor,
-        start: Tensor,
-        scale: float,
-        new: dict[str, tuple[Tensor, ...]],
-    ):
-        self.cut, self.where, self.whole = cut, where, whole
-        self.scale, self.new = scale, new  # and not who keeps this: that is no circle
-        self.buffer, self.name, self.first = shard.buffer, shard.name, first
-        self.owed, self.start = owed, start
-        self.count = shard.place.size * shard.place.chunk
-        self.result: Tensor | None = None
+    cut: _Cut
+    buffer: str
+    name: str
+    count: int
+    where: RankGroup
+    whole: bool
+    first: Handle
+    owed: Tensor
+    start: Tensor
+    scale: float
+    new: dict[str, tuple[Tensor, ...]]
+    result: Tensor | None = None
 
     def done(self) -> bool:
         return self.result is not None
