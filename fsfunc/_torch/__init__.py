@@ -10,7 +10,6 @@ Not exported here, as few modules use them:
 
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
 formulas.py         decompositions of operators, and what writes without writing
-tangents.py         tangents of forward mode at each of its levels
 products.py         nodes of matrix products and lookups in the autograd graph
 partitions.py       what the compiler keeps for a backward
 operator_graphs.py  a step's operators and collectives as one graph
@@ -69,6 +68,7 @@ from fsfunc._torch.functorch import (
     plainly,
     set_forward_ad_state,
     shared_forward_ad,
+    tangents_of,
     transforms_active,
     unwrapped,
 )

@@ -20,7 +20,10 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -175,3 +178,22 @@ def mapping_levels() -> list[int]:
     """The functorch levels of the ``vmap``s around, the outermost first."""
     stack = get_interpreter_stack() or []
     return [i.level() for i in stack if i.key() == TransformType.Vmap]
+
+
+def tangents_of(x: Tensor) -> list[Tensor]:
+    """The tangents of ``x`` at every level of forward mode, and those of these."""
+    if not forward_ad_active() or not (x.is_floating_point() or x.is_complex()):
+        return []
+    stack = get_interpreter_stack()
+    tangent = None
+    if not stack or stack[-1].key() == TransformType.Jvp:
+        tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
+    found = [] if tangent is None else [tangent]
+    if not stack:
+        return found
+    level = stack[-1].level()
+    below = [
+        get_unwrapped(y) if maybe_get_level(y) == level else y for y in [x, *found]
+    ]
+    with retrieve_current_functorch_interpreter().lower():
+        return found + [t for y in below for t in tangents_of(y)]

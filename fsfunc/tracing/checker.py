@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc._torch.tangents import tangents_of
 from fsfunc.comm.attribution import current_label, internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
 from fsfunc.comm.descriptions import stated, told
@@ -312,7 +311,7 @@ class Checker(Tracer, Watcher, Operators):
         """The tangents of tensors, looked up without an operator to type."""
         self._paused, before = True, self._paused
         try:
-            return [t for x in tensors for t in tangents_of(x)]
+            return [t for x in tensors for t in _torch.tangents_of(x)]
         finally:
             self._paused = before
 
