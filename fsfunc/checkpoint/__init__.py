@@ -2,18 +2,19 @@
 
 ``save`` and ``save_async`` make a `tasks.SaveTask`, in `saving`. On every rank
 `contents` lists the boxes of the tree that it writes, `safetensors` writes them, and
-`agreement` reports to the first rank, which writes the `manifest` and renames the
-folder; an error of one rank is raised on all. ``load`` is the reverse: `finding` reads
-the metadata, which `parsing` validates (`stored`); `matching` finds the stored leaf for
-each leaf of the target; `reading` reads the boxes that make up a rank's parts, and
-compares checksums. ``latest`` is in `finding`.
+`agreement` reports to the first rank, which derives the table of all files from their
+`headers`, keeps it as the manifest and renames the folder; an error of one rank is
+raised on all. ``load`` is the reverse: `finding` reads the table (`stored`, which
+proves what `headers` reads); `matching` finds the stored leaf for each leaf of the
+target; `reading` reads the boxes that make up a rank's parts, and compares checksums.
+``latest`` is in `finding`.
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written
 agreement.py        reports of ranks; errors raised on all
-folders.py          folders that appear atomically
-stored.py parsing.py   metadata of a checkpoint; parsing and validation
-manifest.py headers.py   fsfunc.json; headers of files
+stored.py           the table of a checkpoint, and what must be true of it
+headers.py          what files say of themselves, and the manifest, made and read
+parsing.py folders.py   JSON, read by type; folders that appear whole, files in them
 loading.py matching.py   load; matching of leaves
 finding.py reading.py   metadata, latest; reads of boxes, proven by checksums
 """

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from fsfunc.checkpoint.manifest import MANIFEST
-from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
+from fsfunc.checkpoint.folders import MANIFEST
+from fsfunc.checkpoint.stored import CheckpointError, StoredFile
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import all_gather, pmax, psum
 from fsfunc.comm.mesh import Here
@@ -125,12 +125,10 @@ class RankStatus(NamedTuple):
 
     Args:
         files: its files.
-        chunks: the boxes of each leaf that it wrote.
         random: its default generators' states, by device type.
     """
 
     files: Mapping[str, StoredFile]
-    chunks: Mapping[str, list[Chunk]]
     random: Mapping[str, str]
 
 
@@ -159,11 +157,7 @@ def take_status(folder: Path, rank: int) -> RankStatus:
     files = {
         name: StoredFile(n, tuple(s)) for name, (n, s, *_) in said["files"].items()
     }
-    chunks = {
-        path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
-        for path, boxes in said["chunks"].items()
-    }
-    return RankStatus(files, chunks, said["random"])
+    return RankStatus(files, said["random"])
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.checkpoint.parsing import Wrong, check_path
-from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.checkpoint.parsing import Wrong
+from fsfunc.checkpoint.stored import CheckpointError, check_path
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout

@@ -7,24 +7,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from fsfunc.checkpoint.folders import age, alike, delete, entries, is_unfinished
-from fsfunc.checkpoint.headers import Header, check_files, header_at
-from fsfunc.checkpoint.manifest import MANIFEST, PAIRS, read_manifest
-from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, proven, table_of
-from fsfunc.checkpoint.reading import prove
-from fsfunc.checkpoint.stored import (
-    CheckpointError,
-    Chunk,
-    Stored,
-    StoredFile,
-    StoredTensor,
+from fsfunc.checkpoint.folders import (
+    MANIFEST,
+    age,
+    alike,
+    delete,
+    entries,
     is_pickle,
+    is_unfinished,
     read_regular,
     refuse_pickle,
     stays,
 )
+from fsfunc.checkpoint.headers import (
+    check_files,
+    facts_in,
+    header_at,
+    read_manifest,
+    tensors_in,
+)
+from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, table_of
+from fsfunc.checkpoint.reading import prove
+from fsfunc.checkpoint.stored import CheckpointError, Stored, proven
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
@@ -142,72 +146,26 @@ def _foreign(
             f"{folder / part} is a part of a checkpoint of fsfunc: load its folder, "
             f"which has {MANIFEST} too; if that is missing, load an earlier checkpoint"
         )
+    said, over = Said(), set[str]()
+    for file, header in headers.items():
+        said |= header.ours
+        for name, (_, box) in list(header.boxes.items()):
+            if not (index is None or index.get(name) == file or any(box.offsets)):
+                over.add(alias := f"{name} in {file}")  # proven too, and left out
+                header.boxes[alias] = header.boxes.pop(name)
+    files = {file: header.file for file, header in headers.items()}
+    begins = {file: header.nbytes for file, header in headers.items()}
     try:
         with uncollected():
-            return _together(folder, headers, index)
+            tensors = tensors_in(headers.values(), said)
+            found = Stored(folder, tensors, files=files, **facts_in(said))
+            found = proven(found, begins)
     except Wrong as error:
         raise CheckpointError(
             f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"
         ) from error
-
-
-def _together(
-    folder: Path, headers: dict[str, Header], index: Mapping[str, str] | None
-) -> Stored:
-    found: dict[str, list[tuple[torch.dtype, Chunk]]] = {}
-    ours, over = Said(), set[str]()
-    for header in headers.values():
-        ours |= header.ours
-        for name, box in header.boxes.items():
-            of = box[1]
-            if not (index is None or index.get(name) == of.file or any(of.offsets)):
-                over.add(name := f"{name} in {of.file}")
-            found.setdefault(name, []).append(box)
-    tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
-    for name in ours.table("pairs") if "pairs" in ours else ():
-        if name not in tensors or tensors[name].shape[-1:] != (2,):
-            raise Wrong(f"{name[:99]!r} is of complex numbers, and no tensor of pairs")
-        tensors[name] = _complex(tensors[name])
-    for name, sizes in (ours.tables("own") if "own" in ours else {}).items():
-        if name not in tensors:
-            raise Wrong(f"{name[:99]!r} is each rank's own, and no tensor")
-        tensors[name] = tensors[name]._replace(own=dict(sizes))
-    files: dict[str, StoredFile] = {name: h.file for name, h in headers.items()}
-    values, metadata, random, mesh = (
-        dict(ours.table(name)) if name in ours else {}
-        for name in ("values", "metadata", "random", "mesh")
-    )
-    stored = proven(
-        Stored(folder, tensors, values, metadata, mesh, files, random),
-        heads={name: header.nbytes for name, header in headers.items()},
-    )
-    return replace(
-        stored, tensors={k: x for k, x in stored.tensors.items() if k not in over}
-    )
-
-
-def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
-    """The leaf of which these are the boxes; it reaches as far as they do."""
-    (dtype, first), chunks = boxes[0], tuple([chunk for _, chunk in boxes])
-    if len(chunks) == 1 and not any(first.offsets):
-        return StoredTensor(first.sizes, dtype, chunks, name)
-    dims = {len(dims) for chunk in chunks for dims in (chunk.offsets, chunk.sizes)}
-    if dims != {len(first.sizes)} or any(other != dtype for other, _ in boxes):
-        raise Wrong(f"the boxes of {name[:99]!r} are not of one dtype and dims")
-    ends = [[o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    shape = tuple(max(column) for column in zip(*ends, strict=True))
-    return StoredTensor(shape, dtype, chunks, name)
-
-
-def _complex(leaf: StoredTensor) -> StoredTensor:
-    """The leaf that a file has as pairs."""
-    dtype = next((k for k, half in PAIRS.items() if half == leaf.dtype), None)
-    if dtype is None:
-        raise Wrong(f"{leaf.name[:99]!r} is of pairs of {leaf.dtype}")
-    chunks = tuple(
-        [c._replace(offsets=c.offsets[:-1], sizes=c.sizes[:-1]) for c in leaf.chunks]
-    )
-    return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, chunks=chunks)
+    kept = {name: leaf for name, leaf in found.tensors.items() if name not in over}
+    return replace(found, tensors=kept)
 
 
 @api_boundary

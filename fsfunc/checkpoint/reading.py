@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.checkpoint.folders import open_regular
 from fsfunc.checkpoint.headers import check_files, check_headers
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -28,8 +29,6 @@ from fsfunc.checkpoint.stored import (
     Chunk,
     Stored,
     StoredTensor,
-    bytes_of,
-    open_regular,
 )
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.stores import populate
@@ -152,6 +151,23 @@ def copy(into: memoryview, source: memoryview) -> None:
     """
     target, first = map(ctypes.c_char.from_buffer, (into, source))
     ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be read and written.
+
+    The view keeps the tensor alive. numpy would do the same, but not for bfloat16, and
+    it is not a dependency.
+
+    >>> import torch
+    >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
+    [1, 0, 2, 1]
+    """
+    if x.nbytes == 0:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    memory.tensor = x
+    return memoryview(memory).cast("B")
 
 
 def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:

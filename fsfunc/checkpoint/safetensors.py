@@ -29,23 +29,17 @@ from fsfunc.checkpoint.folders import (
 )
 from fsfunc.checkpoint.headers import (
     PART_OF,
+    VERSION,
     Entry,
     check_files,
     check_headers,
     header_of,
+    said_of,
     seal,
     with_sums,
 )
-from fsfunc.checkpoint.manifest import PAIRS, VERSION, in_file
-from fsfunc.checkpoint.reading import Request, read, requests
-from fsfunc.checkpoint.stored import (
-    BLOCK,
-    Chunk,
-    Stored,
-    StoredFile,
-    StoredTensor,
-    bytes_of,
-)
+from fsfunc.checkpoint.reading import Request, bytes_of, read, requests
+from fsfunc.checkpoint.stored import BLOCK, Stored, StoredFile, StoredTensor
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.slices import Box
 
@@ -54,8 +48,8 @@ _STRIDE = 8 * BLOCK  # bytes handed to the system at a time
 
 def write_parts(
     folder: Path, rank: int, parts: Iterable[tuple[str, Box, Tensor]]
-) -> tuple[dict[str, StoredFile], dict[str, list[Chunk]]]:
-    """Writes the boxes that a rank holds; returns its files, and the chunks by path.
+) -> dict[str, StoredFile]:
+    """Writes the boxes that a rank holds; returns its files by name.
 
     Args:
         parts: (path, box, its elements); of one path in the order of the elements.
@@ -73,7 +67,6 @@ def write_parts(
         by_file[seen[path]].append(Entry(path, x.dtype, box.sizes, read, box.offsets))
         seen[path] += 1
     files: dict[str, StoredFile] = {}
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for number, entries in sorted(by_file.items()):
         name = (
             f"shard-{rank + 1:05}-model-{number + 1:05}-of-{len(by_file):05}"
@@ -81,18 +74,14 @@ def write_parts(
         )
         # Wide elements first: safetensors aligns nothing, and so all are aligned.
         entries.sort(key=lambda e: -e.dtype.itemsize)
-        places = {e.name: in_file(e.dtype, e.shape, e.offsets)[2] for e in entries}
-        info = {name: {"saved_offsets": place} for name, place in places.items()}
+        info = {e.name: {"saved_offsets": e.in_file[1].offsets} for e in entries}
         said = {
             "DCP_SHARDING_INFO": json.dumps(info),
             "DCP_VERSION": "1.0",
             PART_OF: str(VERSION),
         }
-        head, begins = header_of(entries, said)
-        files[name] = write_file(folder / name, head, entries)
-        for e, begin in zip(entries, begins, strict=True):
-            chunks[e.name].append(Chunk(name, begin, e.offsets, e.shape))
-    return files, chunks
+        files[name] = write_file(folder / name, header_of(entries, said), entries)
+    return files
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -197,16 +186,8 @@ def _joined(stored: Stored, file: Path) -> Path:
     leaves = sorted(stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     whole = _whole(stored, [leaf for _, leaf in leaves])
     entries = [Entry(p, x.dtype, x.shape, lambda: next(whole)) for p, x in leaves]
-    ours = {
-        "values": stored.values, "metadata": stored.metadata,
-        "random": stored.random, "mesh": stored.mesh,
-    }  # fmt: skip
-    if own := {name: x.own for name, x in stored.tensors.items() if x.own}:
-        ours["own"] = own
-    if pairs := {p: True for p, x in stored.tensors.items() if x.dtype in PAIRS}:
-        ours["pairs"] = pairs
     nbytes = sum(e.nbytes for e in entries)
-    head, _ = header_of(entries, seal(ours, nbytes))
+    head = header_of(entries, seal(said_of(stored), nbytes))
     part = begin_saving(file, own_name())
     try:
         write_file(part, head, entries, lambda sums: with_sums(head, sums))

@@ -32,8 +32,8 @@ from fsfunc.checkpoint.contents import (
     coordinates_here,
     mesh_here,
 )
-from fsfunc.checkpoint.manifest import PAIRS, SAFE_DTYPES, dtype_name
-from fsfunc.checkpoint.parsing import check_depth
+from fsfunc.checkpoint.headers import PAIRS, SAFE_DTYPES, dtype_name
+from fsfunc.checkpoint.stored import check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import pmax

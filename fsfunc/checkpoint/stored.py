@@ -1,17 +1,16 @@
-"""The metadata of a checkpoint, which `parsing` has validated.
+"""The table of a checkpoint, and what must be true of it.
 
 Tensors are in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`).
 Each file has a checksum for every mebibyte, so that any part of it can be read and
-checked without the rest. Numbers, strings and bools of the tree are values.
+checked without the rest. Numbers, strings and bools of the tree are values. What files
+say of themselves is untrusted: `proven` checks it together, so that all boxes make up
+their tensors and fill their files, and no other module checks that.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import base64
 import math
-import os
-import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from fsfunc.checkpoint.parsing import MOST, Said, Wrong, say
 from fsfunc.printing.tables import of_axes, visible, visible_lines
 from fsfunc.sharded.placements import describe
 
 BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
+_LEAVES = 1 << 18  # of a tree
+_DEEPEST = 200  # names in a path, and levels of metadata
+_LETTERS = 1 << 16  # of a path
+_DIMS = 64  # of a tensor, as many as torch has
 _FIELD = (1 << 127) - 1  # a prime
 
 
@@ -201,92 +204,147 @@ def tiles(
     return (sum(sum_of(*box) for box in boxes) - sum_of(*whole)) % _FIELD == 0
 
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
-
-
-def open_regular(path: Path, *, follow: bool = False) -> int:
-    """A file descriptor, to read from.
+def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
+    """``stored``, all of which makes sense together.
 
     Args:
-        follow: it may be a link: one that the user gave, or that `stays`.
+        heads: where in each file its tensors begin, where that is known.
 
     Raises:
-        CheckpointError: there is none; or it is a link, a pipe or a device, which may
-            lead out of the folder or never answer.
+        Wrong: the boxes of a tensor do not make it up, or reach out of it; those in a
+            file overlap, leave a gap or do not end where it does; the values, the mesh
+            or the generators' states are of the wrong kind.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for a writer
+    check_count(len(stored.tensors) + len(stored.values))
+    for path in (*stored.tensors, *stored.values):
+        check_path(path)
+    if twice := stored.tensors.keys() & stored.values.keys():
+        raise Wrong(f"{min(twice)!r} is a tensor and a value")
+    for path, value in stored.values.items():
+        if type(value) not in (bool, int, float, str):
+            raise Wrong(f"the value {path!r} is {say(value)}")
+    for axis, size in stored.mesh.items():
+        if type(size) is not int or size < 1:
+            raise Wrong(f"the mesh's axis {axis!r} is of size {say(size)}")
+    check_depth(stored.metadata)
+    alike: set[Any] = set()  # many leaves are cut alike
+    for path, leaf in stored.tensors.items():
+        shape, dtype, chunks, _, own = leaf
+        cut = shape, dtype, tuple([chunk[2:] for chunk in chunks])
+        if cut not in alike:
+            _check_boxes(path, leaf)
+            alike.add(cut)
+        if own:
+            _check_own(path, leaf, stored.mesh)
+    _check_bytes(stored, heads)
+    return replace(stored, random=_random(stored.random))
+
+
+def check_count(many: int) -> None:
+    """Raises where there are more leaves than any tree that is saved has."""
+    if many > _LEAVES:
+        raise Wrong(f"it has {many} leaves, and a checkpoint has {_LEAVES} at the most")
+
+
+def check_path(path: str) -> None:
+    """Raises where no tree has a leaf at such a path, or no file could name it."""
+    if path.count("/") >= _DEEPEST or len(path) > _LETTERS:
+        raise Wrong(
+            f"{path[:99]!r}... lies more than {_DEEPEST} levels deep, or is longer "
+            f"than {_LETTERS} letters"
+        )
     try:
-        file = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointError(
-                f"{path} is missing: go back to an earlier checkpoint"
-            ) from error
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP):
-            raise _odd(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise _odd(path)
-    return file
+        path.encode()
+    except UnicodeEncodeError:
+        raise Wrong(f"the path {path[:99]!r} is no Unicode text") from None
 
 
-def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """The first ``most`` bytes of a file, as `open_regular` opens it."""
-    with open(open_regular(path, follow=follow), "rb") as file:
-        return file.read(most)
+def check_depth(said: Any) -> None:
+    """Raises if lists and tables are nested deeper than can be printed."""
+    level, depth = [said], 0
+    while level:
+        inner = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [x for some in inner for x in some if isinstance(x, dict | list)]
+        depth += 1
+        if depth > _DEEPEST:
+            raise Wrong(f"its metadata is more than {_DEEPEST} levels deep")
 
 
-def stays(path: Path, folder: Path) -> bool:
-    """True if an entry of ``folder`` is in it when links are followed.
+def _check_boxes(path: str, leaf: StoredTensor) -> None:
+    room = math.prod(max(n, 1) for n in leaf.shape) * leaf.dtype.itemsize
+    if len(leaf.shape) > _DIMS or room > MOST:
+        raise Wrong(f"{path!r} is of shape {str(list(leaf.shape))[:99]}")
+    for chunk in leaf.chunks:
+        if not len(leaf.shape) == len(chunk.offsets) == len(chunk.sizes) or any(
+            o + n > m
+            for o, n, m in zip(chunk.offsets, chunk.sizes, leaf.shape, strict=True)
+        ):
+            raise Wrong(f"a box of {path!r} {leaf} lies at {str(chunk[2:])[:99]}")
+    if not leaf.is_whole:
+        raise Wrong(
+            f"the boxes of {path!r} {leaf} do not make it up once: a file is missing, "
+            "or one too many"
+        )
 
-    Or in Hugging Face's cache, whose snapshots are folders of links into its blobs.
+
+def _check_own(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
+    """Raises where there are not as many values of their own as ranks along axes."""
+    sizes = [(axis, n) for axis, n in mesh.items() if axis in leaf.own]  # in order
+    if sizes == [(axis, n) for axis, n in leaf.own.items() if type(n) is int]:
+        if leaf.shape[:1] == (math.prod(n for _, n in sizes),):
+            return
+    raise Wrong(
+        f"of {path[:99]!r}, of shape {str(list(leaf.shape))[:99]}, each rank has a row "
+        f"over {say(leaf.own)[:99]}, on a mesh of {str(dict(mesh))[:99]}"
+    )
+
+
+def _check_bytes(stored: Stored, heads: Mapping[str, int] | None) -> None:
+    """Raises where a file's tensors are not all that follows its header.
+
+    They are where each begins as another one ends: then every byte is in one more of
+    those that have begun than of those that have ended.
     """
-    real, home = (Path(os.path.realpath(p)) for p in (path, folder))
-    cache = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (
-        home.parent.name == "snapshots" and real.is_relative_to(cache)
-    )
+    begins: dict[str, list[int]] = {name: [] for name in stored.files}
+    ends: dict[str, list[int]] = {name: [] for name in stored.files}
+    for leaf in stored.tensors.values():
+        width = leaf.dtype.itemsize
+        for name, begin, _, sizes in leaf.chunks:
+            begins[name].append(begin)
+            ends[name].append(begin + math.prod(sizes) * width)
+    for name, low in begins.items():
+        high, nbytes = ends[name], stored.files[name].nbytes
+        if heads is None and not low:
+            raise Wrong(f"nothing lies in {name}")
+        low.sort()
+        high.sort()
+        at = low[0] if heads is None else heads[name]
+        for begin, end in zip(low, [at, *high], strict=False):
+            if begin != end:
+                found = stored.tensors.items()
+                here = [p for p, x in found for c in x.chunks if c[:2] == (name, begin)]
+                raise Wrong(
+                    f"{here[0]!r} begins at byte {begin} of {name}, and not {end}"
+                )
+        if (end := high[-1] if high else at) != nbytes:
+            raise Wrong(f"what lies in {name} ends at byte {end}, and not {nbytes}")
 
 
-def is_pickle(path: Path) -> bool:
-    """True if a file is named as pickles are, or begins as they do."""
-    if path.name.endswith(_PICKLES):
-        return True
-    if not path.is_file():
-        return False
-    head = read_regular(path, 8, follow=True)  # of torch.save: a zip; before it, none
-    return head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04"))
-
-
-def refuse_pickle(path: Path) -> CheckpointError:
-    """The error that is raised in place of loading a pickle."""
-    return CheckpointError(
-        f"{path} holds pickles, which can run any code and are never loaded: turn it "
-        "into safetensors with the library that wrote it (torch.load with "
-        "weights_only=True, then safetensors.torch.save_file)"
-    )
-
-
-def _odd(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is a link, a pipe or a device, and no regular file: put the file "
-        "itself into the checkpoint's folder"
-    )
-
-
-def bytes_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, to be read and written.
-
-    The view keeps the tensor alive. numpy would do the same, but not for bfloat16, and
-    it is not a dependency.
-
-    >>> import torch
-    >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
-    [1, 0, 2, 1]
-    """
-    if x.nbytes == 0:
-        return memoryview(bytearray())
-    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
-    memory.tensor = x
-    return memoryview(memory).cast("B")
+def _random(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators' states, base64 by device type, and which each rank had."""
+    if not said:
+        return {}
+    table = Said(said)
+    if not said.keys() & {"states", "of"}:  # the first checkpoints had one rank's
+        table = Said(states=[dict(said)], of=[0])
+    table.only("states", "of")
+    states, of = table.row("states"), table.numbers("of")
+    if not of or max(of) >= len(states):
+        raise Wrong("the ranks' generators are not those that it holds")
+    for state in states:
+        for kind, text in Said(x=state).texts("x").items():
+            try:
+                base64.b64decode(text, validate=True)
+            except ValueError:
+                raise Wrong(f"the state of the {kind} generator is no base64") from None
+    return dict(table)

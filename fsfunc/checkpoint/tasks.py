@@ -17,16 +17,17 @@ from typing import Any
 from fsfunc.checkpoint import agreement, finding, folders
 from fsfunc.checkpoint.agreement import Others, RankStatus, attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
-from fsfunc.checkpoint.headers import check_files
-from fsfunc.checkpoint.manifest import VERSION, write_manifest
-from fsfunc.checkpoint.safetensors import write_parts
-from fsfunc.checkpoint.stored import (
-    CheckpointError,
-    Chunk,
-    Stored,
-    StoredFile,
-    StoredTensor,
+from fsfunc.checkpoint.headers import (
+    VERSION,
+    check_files,
+    header_at,
+    said_of,
+    tensors_in,
+    write_manifest,
 )
+from fsfunc.checkpoint.parsing import Said
+from fsfunc.checkpoint.safetensors import write_parts
+from fsfunc.checkpoint.stored import CheckpointError, Stored, StoredTensor
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime import host_copies
 from fsfunc.sharded.donated import hold
@@ -84,7 +85,7 @@ class SaveTask:
     def write(self) -> None:
         """Writes this rank's files, and reports them."""
         found = self.contents
-        files, chunks = write_parts(self.folder, self.rank, parts_of(found, self.at))
+        files = write_parts(self.folder, self.rank, parts_of(found, self.at))
         for held, before in zip(found.tensors.values(), self._versions, strict=True):
             if version(held.part) != before:
                 raise CheckpointError(
@@ -92,17 +93,14 @@ class SaveTask:
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
-        mine = RankStatus(files, chunks, found.random)
-        agreement.report(self.folder, self.rank, mine)
+        agreement.report(self.folder, self.rank, RankStatus(files, found.random))
 
     def complete(self) -> None:
         """The first rank's: writes the manifest and gives the folder its name."""
         if not self.first:
             return
         ranks = [agreement.take_status(self.folder, rank) for rank in range(self.size)]
-        stored = self._stored(ranks)
-        write_manifest(stored, self.folder)
-        check_files(replace(stored, path=self.folder), stored.files)
+        write_manifest(self._derived(ranks), self.folder)
         folders.appear(self.folder, self.path)
         if self.keep is not None:
             finding.keep_newest(self.path, self.keep)
@@ -191,30 +189,33 @@ class SaveTask:
 
     # What the first rank makes of all reports
 
-    def _stored(self, ranks: Sequence[RankStatus]) -> Stored:
-        """The metadata of what the ranks have written."""
-        files: dict[str, StoredFile] = {}
-        chunks: dict[str, list[Chunk]] = {path: [] for path in self.contents.tensors}
-        for rank in ranks:
-            files |= rank.files
-            for path, boxes in rank.chunks.items():
-                chunks[path] += boxes
-        leaves = {
-            path: StoredTensor(
-                held.layout.shape, held.part.dtype, tuple(chunks[path]), own=held.own
-            )
-            for path, held in self.contents.tensors.items()
-        }
-        for path, leaf in leaves.items():
-            if not leaf.is_whole:
+    def _derived(self, ranks: Sequence[RankStatus]) -> Stored:
+        """The table of what the ranks have written, by the headers of their files."""
+        contents = self.contents
+        due = Stored(
+            self.folder,
+            {
+                path: StoredTensor(h.layout.shape, h.part.dtype, (), path, h.own)
+                for path, h in contents.tensors.items()
+            },
+            contents.values,
+            self.metadata,
+            {} if self.at is None else dict(self.at.mesh.axes),
+            {name: file for rank in ranks for name, file in rank.files.items()},
+            together([rank.random for rank in ranks]),
+            VERSION,
+        )
+        check_files(due, due.files)
+        headers = [header_at(self.folder / name) for name in due.files]
+        found = tensors_in(headers, Said(said_of(due)))
+        for path, leaf in due.tensors.items():
+            written = found.get(path, leaf)
+            if written._replace(chunks=()) != leaf or not written.is_whole:
                 raise CheckpointError(
                     f"the ranks' parts of {path!r} {leaf} do not make it up: every "
                     "rank must save the same tree, with the same layouts"
                 )
-        mesh = {} if self.at is None else dict(self.at.mesh.axes)
-        random = together([rank.random for rank in ranks])
-        values, said = self.contents.values, self.metadata
-        return Stored(self.path, leaves, values, said, mesh, files, random, VERSION)
+        return replace(due, tensors={path: found[path] for path in due.tensors})
 
 
 _IN_FLIGHT: dict[int, SaveTask] = {}  # by rank

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsfunc.checkpoint.folders import appear, begin_saving, discard, entries, own_name
 from fsfunc.checkpoint.headers import (
+    SAFE_DTYPES,
     Entry,
     check_files,
     header_at,
@@ -23,7 +24,6 @@ from fsfunc.checkpoint.headers import (
     seal,
     with_sums,
 )
-from fsfunc.checkpoint.manifest import SAFE_DTYPES
 from fsfunc.checkpoint.reading import read, requests
 from fsfunc.checkpoint.safetensors import write_file
 from fsfunc.checkpoint.stored import CheckpointError, Stored, StoredTensor
@@ -67,7 +67,7 @@ def write_call(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Tensor
     order = sorted(safe.items(), key=lambda item: -item[1].dtype.itemsize)
     held = [Entry(n, x.dtype, tuple(x.shape), lambda x=x: x) for n, x in order]
     ours = {"recording": VERSION, "kinds": kinds, **said}
-    head, _ = header_of(held, seal(ours, sum(e.nbytes for e in held)))
+    head = header_of(held, seal(ours, sum(e.nbytes for e in held)))
     part = begin_saving(path, own_name())
     try:
         write_file(part, head, held, lambda sums: with_sums(head, sums))

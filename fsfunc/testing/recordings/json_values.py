@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.checkpoint.manifest import dtype_name
+from fsfunc.checkpoint.headers import dtype_name
 from fsfunc.sharded import placements
 
 _PLAIN = {bool, int, float, str, type(None)}  # as JSON has them

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fsfunc import _torch, tree
-from fsfunc.checkpoint.manifest import dtype_name
+from fsfunc.checkpoint.headers import dtype_name
 from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.sharded.layout import Layout
