@@ -5,7 +5,7 @@
 `agreement` reports to the first rank, which derives the table of all files from their
 `headers`, keeps it as the manifest and renames the folder; an error of one rank is
 raised on all. ``load`` is the reverse: `finding` reads the table (`stored`, which
-proves what `headers` reads); `matching` finds the stored leaf for each leaf of the
+proves what `headers` reads); `loading` finds the stored leaf for each leaf of the
 target; `reading` reads the boxes that make up a rank's parts, and compares checksums.
 ``latest`` is in `finding`.
 
@@ -15,6 +15,6 @@ agreement.py        reports of ranks; errors raised on all
 stored.py           the table of a checkpoint, and what must be true of it
 headers.py          what files say of themselves, and the manifest, made and read
 parsing.py folders.py   JSON, read by type; folders that appear whole, files in them
-loading.py matching.py   load; matching of leaves
+loading.py          load: leaves matched, and filled
 finding.py reading.py   metadata, latest; reads of boxes, proven by checksums
 """

@@ -130,7 +130,7 @@ def said_of(stored: Stored) -> dict[str, Any]:
     return said
 
 
-def facts_in(said: Said) -> dict[str, dict[str, Any]]:
+def facts_in(said: Said) -> dict[str, Any]:
     """The facts of `Stored` that something says; empty ones where it does not."""
     return {name: dict(said.optional(name)) for name in _FACTS}
 

@@ -126,6 +126,14 @@ class Piece(NamedTuple):
     request: Request
 
 
+class Slab(NamedTuple):
+    """A range of a file that a thread reads at once, and what is copied out of it."""
+
+    begin: int
+    end: int
+    pieces: Sequence[Piece]
+
+
 def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
     """Raises where a number would be infinite, or none, in another dtype."""
     if not (dtype.is_floating_point or dtype.is_complex) or x.numel() == 0:
@@ -223,21 +231,22 @@ class Blocks:
             CheckpointError: as `read`.
         """
         lows = range(self.origin, self.nbytes, SLAB)
-        self._run((low, min(low + SLAB, self.nbytes), ()) for low in lows)
+        self._run(Slab(low, min(low + SLAB, self.nbytes), ()) for low in lows)
 
-    def _slab(self, pieces: Sequence[Piece]) -> tuple[int, int, Sequence[Piece]]:
-        """(begin, end, pieces) of a slab no wider than the blocks of its pieces."""
+    def _slab(self, pieces: Sequence[Piece]) -> Slab:
+        """A slab no wider than the blocks of its pieces."""
         end = max(piece.end for piece in pieces)
         low = self._floor(pieces[0].begin, BLOCK)
-        return low, min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes), pieces
+        high = min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes)
+        return Slab(low, high, pieces)
 
     def _floor(self, at: int, size: int) -> int:
         """The beginning of the piece of ``size`` that ``at`` lies in."""
         return at - (at - self.origin) % size
 
-    def _run(self, slabs: Iterable[tuple[int, int, Sequence[Piece]]]) -> None:
+    def _run(self, slabs: Iterable[Slab]) -> None:
         """Fills slabs by the threads; when it ends, well or not, nobody reads."""
-        running = [self.pool.submit(self._fill, *slab) for slab in slabs]
+        running = [self.pool.submit(self._fill, slab) for slab in slabs]
         try:
             for work in running:
                 work.result()
@@ -246,14 +255,14 @@ class Blocks:
                 work.cancel()
             wait(running)
 
-    def _fill(self, low: int, stop: int, pieces: Sequence[Piece]) -> None:
+    def _fill(self, slab: Slab) -> None:
         """Reads the blocks of one slab, verifies and copies them, on a thread."""
-        slab = _LOCAL.slab
-        self._read(low, stop - low, slab)
-        self._prove(low, slab[: stop - low])
+        low, size, memory = slab.begin, slab.end - slab.begin, _LOCAL.slab
+        self._read(low, size, memory)
+        self._prove(low, memory[:size])
         with torch.inference_mode():  # of each thread its own; into all kinds of memory
-            for begin, end, request in pieces:
-                request.take(slab, begin - low, end - low)
+            for begin, end, request in slab.pieces:
+                request.take(memory, begin - low, end - low)
 
     def _read(self, low: int, size: int, slab: memoryview) -> None:
         done = 0
