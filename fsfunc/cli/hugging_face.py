@@ -17,7 +17,7 @@ from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.interop.modules import from_module
-from fsfunc.interop.split_experts import are_experts
+from fsfunc.interop.split_layers import are_experts
 from fsfunc.optim.adam import sharded_adam
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search

@@ -13,8 +13,7 @@ from torch import nn
 
 from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.patterns import words_of
-from fsfunc.interop.split_experts import kind_of
-from fsfunc.interop.split_layers import KINDS, SplitModule
+from fsfunc.interop.split_layers import KINDS, SplitModule, kind_of
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 

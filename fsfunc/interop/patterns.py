@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsfunc import _torch
-from fsfunc.interop.split_experts import check_experts
-from fsfunc.interop.split_layers import KINDS
+from fsfunc.interop.split_layers import KINDS, check_experts
 from fsfunc.tree.structure import matches, nearest
 
 Units = Any  # a class, a name, a pattern, a size, a predicate; or several

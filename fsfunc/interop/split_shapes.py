@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,48 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.core.casts import differentiable
-from fsfunc.interop.stubs import Absent, GivenTensor, Signature, is_object
+from fsfunc.interop.stubs import Absent
 
 _MARK = 1_000_003  # a prime that no other size has as a factor
+
+
+class Signature(NamedTuple):
+    """All that a forward can tell of what it is given, without its values.
+
+    A cache, say, is left out of it.
+    """
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+    key: Any
+
+    @classmethod
+    def of(cls, values: Any) -> Signature:
+        leaves, treedef = tree.flatten(values, is_leaf=is_object)
+        found = tuple(None if is_object(x) else GivenTensor.of(x) for x in leaves)
+        # What is held in a cache has shapes of its own: they are looked at once.
+        told = tuple(x if x.__hash__ else repr(x) for x in found)
+        key = treedef if any(map(is_object, leaves)) else (treedef, told)
+        return cls(treedef, found, key)
+
+
+class GivenTensor(NamedTuple):
+    """The shape and dtype of a tensor that a forward was given, without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return GivenTensor(x.shape, x.dtype, x.requires_grad)
+
+
+def is_object(x: Any) -> bool:
+    """True if a leaf is no tensor, and may hold some."""
+    return hasattr(x, "__dict__") and not isinstance(x, Tensor | type)
 
 
 def run_shapes(

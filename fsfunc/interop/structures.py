@@ -4,24 +4,35 @@ A module's forward reads its parameters and buffers as attributes, and may set o
 So each call borrows a copy of its own, for ranks, recomputes and recursive calls that
 run at the same time. A copy's tables of parameters and buffers look up the arguments of
 the call; attributes that a forward sets are dropped after the call.
+
+torch's `functional_call` puts all tensors in their places before a module runs. Tables
+are asked as it runs: so a parameter that is read outside every unit is gathered by that
+read, in its turn among the gathers of units, and one that nobody reads never; a buffer
+is copied when it is read; who reads after the call is over, as a backward within it
+does, is refused, since the copy may be another call's by then; and what is set is told
+where it is. No compiler takes such tables: a unit that ``jit`` compiles is a copy with
+tensors on "meta", which `functional_call` runs by names within the unit, so that equal
+layers share what is compiled.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch, tree
 from fsfunc.core.units import Unit, unit
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
-from fsfunc.interop.compiled_units import Compile, compiled_unit, refuse_compiled_unit
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import (
@@ -30,6 +41,7 @@ from fsfunc.interop.stubs import (
     Seen,
     are_filled,
     handed,
+    hook_tables,
     make_stub,
     opened,
     run_late,
@@ -38,6 +50,9 @@ from fsfunc.interop.stubs import (
     without_caches,
 )
 from fsfunc.sharded.leaf import is_sharded
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+_LEFT_OUT = "jit compiles no such unit; leave it out, jit(..., only=other names)"
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,14 @@ class Extras:
     def is_plain(self) -> bool:
         """True if a unit gives its output, and no more."""
         return not (self.mutable or self.shows)
+
+
+class Ran(NamedTuple):
+    """The output of a part, the buffers that it wrote, and what modules in it saw."""
+
+    out: Any
+    changed: dict[str, Tensor]
+    seen: Seen
 
 
 class Structure:
@@ -89,10 +112,12 @@ class Structure:
         """The module's output, and the buffers that it wrote."""
         part, asked = self.whole, Extras(mutable, are_filled())
         if part is not self.parts.get(""):
-            return part.run(params, buffers, args, keywords, asked)[:2]
+            ran = part.run(params, buffers, args, keywords, asked)
+            return ran.out, ran.changed
         params = {n: params[n] for n in part.params}
         buffers = {n: buffers[n] for n in part.buffers}
-        return part.called(params, buffers, args, keywords, asked)[:2]
+        ran = part.called(params, buffers, args, keywords, asked)
+        return ran.out, ran.changed
 
     def units_within(self, name: str) -> dict[str, _Part]:
         """The units in a part, by their paths within it."""
@@ -103,14 +128,13 @@ class Structure:
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
         if name not in self._fetches:
-            fetched = _given()
-            fetched.__name__ = name
+
+            def fetched(params: Any) -> Any:
+                return params
+
+            fetched.__name__ = name  # one for each, as units have names
             self._fetches[name] = unit(fetched)
         return self._fetches[name]({name: leaf})[name]
-
-
-def _given() -> Callable[..., Any]:
-    return lambda params: params
 
 
 def without_tensors(module: nn.Module, tensors: Tensors) -> nn.Module:
@@ -194,11 +218,14 @@ class _Part:
         self.known = Knowledge(name, who, frozen, fixed, fetch, structure.plan)
         self.free: dict[bool, list[Copy]] = {False: [], True: []}  # by: may fill caches
         # Absent ones, which bear the names that these tensors have in the whole.
-        tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
-        self.params = _names(x for table, _ in tables for x in table.values())
-        self.buffers = _names(
-            x for _, one in tables for _, x in one.named_buffers(recurse=False)
-        )
+        params: list[Any] = [
+            x for y in m.modules() for x in _torch.tables(y)[0].values()
+        ]
+        buffers: list[Any] = [
+            x for y in m.modules() for x in _torch.tables(y)[1].values()
+        ]
+        self.params = tuple(dict.fromkeys(x.name for x in params if x is not None))
+        self.buffers = tuple(dict.fromkeys(x.name for x in buffers if x is not None))
         self.units: dict[Extras, Unit] = {}
 
     def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
@@ -209,21 +236,26 @@ class _Part:
         params = {n: given.params[n] for n in self.params}
         buffers = given.current(self.buffers)
         asked = Extras(given.mutable, outer.fills, tuple(hooks))
-        out, changed, seen = self.called(params, buffers, args, keywords, asked)
-        for name, x in changed.items():
+        ran = self.called(params, buffers, args, keywords, asked)
+        for name, x in ran.changed.items():
             given.write(name, x)
-        for path, inputs, output in seen:
+        for path, inputs, output in ran.seen:
             run_late(m.get_submodule(path), hooks[path], inputs, output)
-        return out
+        return ran.out
 
     def run(
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
-    ) -> tuple[Any, dict[str, Tensor], Seen]:
+    ) -> Ran:
         """The output of the part, run here and now on a copy of its own."""
         if not self.known.fetch:
             self.structure.plan.check(params)
         free = self.free[asked.fills]
-        own = free.pop() if free else self._copy(asked.fills)
+        if free:
+            own = free.pop()
+        else:
+            units = self.structure.units_within(self.name)
+            stubs = {path: part.called_within for path, part in units.items()}
+            own = Copy(self.template, stubs, self.known, asked.fills)
         own.tensors.begin(params, buffers, asked.mutable)
         try:
             seen = shown_by(own.module, asked.shows)
@@ -237,16 +269,11 @@ class _Part:
                 free.append(own)
         if left is not None:
             raise RuntimeError(left)
-        return out, changed, seen
-
-    def _copy(self, fills: bool) -> Copy:
-        units = self.structure.units_within(self.name)
-        stubs = {path: part.called_within for path, part in units.items()}
-        return Copy(self.template, stubs, self.known, fills)
+        return Ran(out, changed, seen)
 
     def called(
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
-    ) -> tuple[Any, dict[str, Tensor], Seen]:
+    ) -> Ran:
         """Calls the unit, and nothing else."""
         who = f"unit {self.name!r}"
         if asked.mutable and self.name and not buffers:
@@ -259,7 +286,7 @@ class _Part:
         if others:
             opened((args, keywords), who)
         out, changed, seen = (out, {}, []) if asked.is_plain else out
-        return taken(out) if asked.fills else out, changed, seen
+        return Ran(taken(out) if asked.fills else out, changed, seen)
 
     def _unit(self, asked: Extras) -> Unit:
         name = self.name or type(self.template).__name__
@@ -268,7 +295,7 @@ class _Part:
             if asked.fills:
                 args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)
-            out, changed, seen = self.run(params, buffers, args, keywords, asked)
+            ran = self.run(params, buffers, args, keywords, asked)
             after = tree.flatten((args, keywords), is_leaf=is_sharded)
             if after[1] != before[1] or not all(map(is_, after[0], before[0])):
                 raise RuntimeError(
@@ -276,10 +303,9 @@ class _Part:
                     "unit runs again, or elsewhere, it is another; return what is new, "
                     "or make a unit of what is around both"
                 )
-            if asked.fills:
-                out = handed(out)
+            out = handed(ran.out) if asked.fills else ran.out
             opened(out, f"unit {name!r}")
-            return out if asked.is_plain else (out, changed, seen)
+            return out if asked.is_plain else (out, ran.changed, ran.seen)
 
         run.__name__ = name
         run.as_given = 1  # type: ignore[attr-defined]  # statistics stay exact
@@ -291,18 +317,101 @@ class _Part:
         """The unit's function as ``jit`` compiles it."""
         structure, who = self.structure, self.known.who
         if structure.units_within(self.name):
-            refuse_compiled_unit(who, "holds other units")
+            raise ValueError(f"{who} holds other units: {_LEFT_OUT}")
         if any(
             x == self.name or x.startswith(f"{self.name}.")
             for x in structure.plan.words
         ):
-            refuse_compiled_unit(who, "has layers that a plan splits")
+            raise ValueError(f"{who} has layers that a plan splits: {_LEFT_OUT}")
         if asked.fills:  # without gradients, when it may be given a cache to fill
             return self.units[asked].fn
         if not asked.is_plain:
-            refuse_compiled_unit(who, "is asked for more than its output")
-        return compiled_unit(*copied(self.template), who, compile)
+            raise ValueError(f"{who} is asked for more than its output: {_LEFT_OUT}")
+        return _compiled_unit(*copied(self.template), who, compile)
 
 
-def _names(absent: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(x.name for x in absent))
+# Units that jit compiles
+
+
+def _compiled_unit(
+    module: nn.Module, copied: list[Any], who: str, compile: Compile
+) -> Callable[..., Any]:
+    """The function of a unit, ``(params, buffers, *args, **keywords)``, compiled.
+
+    Args:
+        module: a copy of the unit's, with placeholders of its tensors, which is kept.
+        copied: what was copied with it.
+        who: what messages call it.
+
+    Raises:
+        ValueError: it writes buffers as it runs.
+    """
+    for path, m in module.named_modules():
+        if m.training and getattr(m, "track_running_stats", False):
+            raise ValueError(
+                f"{who} holds {path or type(m).__name__!r}, which writes running "
+                f"statistics: {_LEFT_OUT}, or call eval() of it before from_module"
+            )
+    without_caches(copied)
+    for hooks in _torch.hook_tables(module, before=False):
+        hooks.clear()  # they run on the unit's output, outside it
+    names = _with_meta_tensors(module)
+    attributes = Attributes(module, copied, (), who)
+    like = module.state_dict(keep_vars=True)
+    kind = type(module), *((k, x.shape, x.dtype) for k, x in like.items())
+    # No guard looks at hooks, and what they hold is not for a cache to keep.
+    make = _caller_of.__wrapped__ if _has_hooks(module) else _caller_of
+    run = compile(make(kind))
+
+    def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
+        given = {**params, **buffers}
+        tensors = {here: given[name] for here, name in names.items()}
+        try:
+            return run(module, tensors, args, keywords)
+        finally:
+            if (left := attributes.restored(False)) is not None:
+                raise RuntimeError(left)
+
+    return called
+
+
+@functools.cache
+def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
+    """A caller of modules of one class and shapes, with code of its own.
+
+    The compiler keeps what it makes of a code, a few at most.
+    """
+    code = _called.__code__.replace(co_name=kind[0].__name__)
+    return types.FunctionType(code, _called.__globals__)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if a module, or one in it, has hooks."""
+    return any(table for m in module.modules() for table in hook_tables(m))
+
+
+def _called(module: nn.Module, tensors: Any, args: Any, keywords: Any) -> Any:
+    return torch.func.functional_call(module, tensors, args, keywords)
+
+
+def _with_meta_tensors(module: nn.Module) -> dict[str, str]:
+    """The names in the whole of a module's tensors, by their names in it.
+
+    Its placeholders become tensors without data, tied ones one.
+    """
+    made: dict[str, Tensor] = {}
+    names = {}
+    for path, m in module.named_modules():
+        parameters, buffers = _torch.tables(m)
+        for table in (parameters, buffers):
+            for name, x in table.items():
+                if not isinstance(x, Absent):
+                    continue
+                if x.name not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+                    if table is parameters:
+                        empty = nn.Parameter(empty, requires_grad=False)
+                    made[x.name] = empty
+                    names[f"{path}.{name}" if path else name] = x.name
+                table[name] = made[x.name]
+    return names

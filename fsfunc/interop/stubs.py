@@ -12,7 +12,7 @@ where every unit runs here and once, it is handed through units as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -241,42 +241,3 @@ def taken(values: Any) -> Any:
         return values
     leaves = [x() if type(x) is _Handed else x for x in leaves]
     return tree.unflatten(treedef, leaves)
-
-
-class Signature(NamedTuple):
-    """All that a forward can tell of what it is given, without its values.
-
-    A cache, say, is left out of it.
-    """
-
-    treedef: Any
-    leaves: tuple[Any, ...]
-    key: Any
-
-    @classmethod
-    def of(cls, values: Any) -> Signature:
-        leaves, treedef = tree.flatten(values, is_leaf=is_object)
-        found = tuple(None if is_object(x) else GivenTensor.of(x) for x in leaves)
-        # What is held in a cache has shapes of its own: they are looked at once.
-        told = tuple(x if x.__hash__ else repr(x) for x in found)
-        key = treedef if any(map(is_object, leaves)) else (treedef, told)
-        return cls(treedef, found, key)
-
-
-class GivenTensor(NamedTuple):
-    """The shape and dtype of a tensor that a forward was given, without its memory."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return GivenTensor(x.shape, x.dtype, x.requires_grad)
-
-
-def is_object(x: Any) -> bool:
-    """True if a leaf is no tensor, and may hold some."""
-    return hasattr(x, "__dict__") and not isinstance(x, Tensor | type)
