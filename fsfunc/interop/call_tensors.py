@@ -6,9 +6,9 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ class Knowledge:
     hidden: set[str] = field(default_factory=set)
 
 
-class CallTensors:
-    """The parameters and buffers of a copy's modules, in the call that has the copy.
+class Tables:
+    """The tables of tensors of a copy's modules, which ask the call that has the copy.
 
     Args:
         part: what is known of it.
@@ -55,7 +55,8 @@ class CallTensors:
     """
 
     def __init__(self, part: Knowledge, module: nn.Module):
-        self.part, self._running = part, False
+        self.part = part
+        self.call: CallTensors | None = None
         hidden: set[str] = set()  # written by the modules, which no version shows
         trusted: set[str] = set()  # not written by them
         for m in module.modules():
@@ -71,53 +72,66 @@ class CallTensors:
                     trusted |= names
             table = ParameterTable(self, parameters, like)
             _torch.set_tables(m, table, BufferTable(self, buffers))
-        self._written, self._trusted = frozenset(hidden), frozenset(trusted - hidden)
-
-    def begin(
-        self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], mutable: bool
-    ) -> None:
-        """A call takes the copy.
-
-        Args:
-            params: by name; they may be sharded.
-            buffers: by name.
-            mutable: whether the call may write them.
-        """
-        self.params, self.buffers, self.mutable = params, buffers, mutable
-        self._running, self._node = True, _torch.current_node()
-        self._first = not self.part.looked
-        self._leaves: dict[str, Any] = {}
-        self._fetched: dict[Any, Any] = {}
-        self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
-        self._held: dict[str, tuple[Tensor, int]] = {}
-        self.flow = self._flow(params)
-
-    def end(self) -> None:
-        """The call is over: what it was given is let go."""
-        self._running, self.params, self.buffers = False, {}, {}
-        self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
-        del self.flow  # its last input holds a graph, with what was gathered for it
-
-    def _flow(self, params: Mapping[str, Any]) -> SplitFlow:
-        plan = self.part.plan
-        column = None if self.part.fetch else plan.columns.get(self.part.name)
-        return SplitFlow(params, column, plan.meeting)
+        self.hidden, self.trusted = frozenset(hidden), frozenset(trusted - hidden)
 
     @property
     def given(self) -> CallTensors:
-        """These, where the call that has them asks.
+        """The call that has the copy, where it asks itself.
 
         Raises:
             RuntimeError: none runs, or another: the read comes from a backward.
         """
-        if not self._running or _torch.current_node() is not self._node:
+        if self.call is None or _torch.current_node() is not self.call.node:
             raise RuntimeError(
                 f"{self.part.who} is run again by a backward after its call is over, "
                 "as torch.utils.checkpoint does within a forward: leave it out (of a "
                 "Hugging Face model: gradient_checkpointing_disable()), and recompute "
                 "units by ff.remat(step)"
             )
-        return self
+        return self.call
+
+
+class Read(NamedTuple):
+    """A tensor that a forward reads, as it then is.
+
+    Args:
+        version: by torch's count of writes.
+        before: its values, to be compared; None where the count tells.
+    """
+
+    tensor: Tensor
+    version: int
+    before: Tensor | None
+
+
+class CallTensors:
+    """The parameters and buffers of one call of a part, and what it does to them.
+
+    Args:
+        tables: those of the copy that the call has.
+        params: by name; they may be sharded.
+        buffers: by name.
+        mutable: whether the call may write them.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        mutable: bool,
+    ):
+        self.tables, self.part = tables, tables.part
+        self.params, self.buffers, self.mutable = params, buffers, mutable
+        self.node = _torch.current_node()
+        plan = self.part.plan
+        column = None if self.part.fetch else plan.columns.get(self.part.name)
+        self.flow = SplitFlow(params, column, plan.meeting)
+        self._first = not self.part.looked
+        self._leaves: dict[str, Any] = {}
+        self._fetched: dict[Any, Any] = {}
+        self._read: dict[tuple[str, int], Read] = {}  # parameters, by name and id
+        self._held: dict[str, Read] = {}  # buffers
 
     def leaf(self, name: str) -> Any:
         """A parameter as it was given: of a frozen one, in a first call, a copy."""
@@ -141,59 +155,56 @@ class CallTensors:
         return self._fetched[key]
 
     def _watch(self, name: str, x: Tensor) -> Tensor:
-        if id(x) not in self._watched and not x.is_inference():
+        if (name, id(x)) not in self._read and not x.is_inference():
             look = self._first and not _is_virtual((x,))
             before = x.detach().clone() if look else None
-            self._watched[id(x)] = name, x, x._version, before
+            self._read[name, id(x)] = Read(x, x._version, before)
         return x
-
-    def _check_parameters(self) -> None:
-        """Looks at the parameters: by versions, and at first by values.
-
-        Raises:
-            RuntimeError: one was written. What a first call wrote is put back.
-        """
-        for name, x, version, before in self._watched.values():
-            kept = before is None or _unanswered(_equal, x.detach(), before)
-            if x._version != version or not kept:
-                if before is not None:
-                    x.data.copy_(before)
-                raise RuntimeError(
-                    f"{self.part.who} changes the parameter {name!r} in place: a "
-                    "parameter changes by the optimizer alone. Compute with another "
-                    "tensor; an average of weights is a function of the train step's "
-                    "state; what is no parameter, make a buffer"
-                )
-        if self._watched and not any(b is None for *_, b in self._watched.values()):
-            self.part.looked = True
 
     def buffer(self, name: str) -> Tensor:
         """A buffer that the module's forward reads, and may write."""
-        found = self._held.get(name)
-        if found is None:
-            x = _own(self.buffers[name])
-            found = self._held[name] = x, _NEW if name in self._written else x._version
-        return found[0]
+        if name not in self._held:
+            before = self.buffers[name]
+            x = _own(before)
+            # Without values one that was seen to be written is taken to be it again.
+            virtual, hidden = _is_virtual((x, before)), name in self.tables.hidden
+            new = hidden or virtual and name in self.part.hidden
+            told = virtual or name in self.tables.trusted
+            self._held[name] = Read(
+                x, _NEW if new else x._version, None if told else before
+            )
+        return self._held[name].tensor
 
     def write(self, name: str, x: Tensor) -> None:
         """Puts another tensor in a buffer's place."""
-        self._held[name] = x, _NEW
+        self._held[name] = Read(x, _NEW, None)
 
     def current(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Buffers as they now are, to hand on."""
         found = {n: self.buffers[n] for n in names}
-        changed = self._changed_of(found.keys() & self._held.keys())
-        return found | {n: self._held[n][0] for n in changed}
+        return found | self._written(found.keys() & self._held.keys())
 
     def changed(self) -> dict[str, Tensor]:
         """The buffers that were written.
 
         Raises:
             RuntimeError: there are some, without ``mutable=True``; or a parameter was.
+                What a first call wrote into one is put back.
         """
-        self.given._check_parameters()
-        changed = self._changed_of(self._held)
-        found = {n: x for n, (x, _) in self._held.items() if n in changed}
+        if written := _written(self._read):
+            for x, _, before in map(self._read.__getitem__, written):
+                if before is not None:
+                    x.data.copy_(before)
+            name = next(name for name, i in self._read if (name, i) in written)
+            raise RuntimeError(
+                f"{self.part.who} changes the parameter {name!r} in place: a "
+                "parameter changes by the optimizer alone. Compute with another "
+                "tensor; an average of weights is a function of the train step's "
+                "state; what is no parameter, make a buffer"
+            )
+        if self._read and all(x.before is not None for x in self._read.values()):
+            self.part.looked = True
+        found = self._written(self._held)
         if found and not self.mutable:
             names = ", ".join(map(repr, found))
             raise RuntimeError(
@@ -209,28 +220,34 @@ class CallTensors:
                 )
         return found
 
-    def _changed_of(self, names: Iterable[str]) -> set[str]:
+    def _written(self, names: Collection[str]) -> dict[str, Tensor]:
         """Those of the buffers held that were written."""
-        changed, doubtful = set(), {}
-        for name in names:
-            x, version = self._held[name]
-            before = self.buffers[name]
-            if x._version != version:
-                changed.add(name)
-            elif name in self._trusted or x is before:
-                continue
-            elif _is_virtual((x, before)):
-                changed |= self.part.hidden & {name}
-            else:
-                doubtful[name] = x, before
-        # Some operators write what they say they read, and .data counts nothing. Any
-        # call may do so for the first time, so each one is asked for values.
-        unlike = _unanswered(_unlike, doubtful) if doubtful else set()
-        self.part.hidden |= unlike
-        return changed | unlike
+        held = {n: x for n, x in self._held.items() if n in names}
+        written = _written(held)
+        found = {n: x for n, x in held.items() if n in written}
+        self.part.hidden.update(
+            n for n, x in found.items() if x.version == x.tensor._version
+        )
+        return {n: x.tensor for n, x in found.items()}
 
 
 _NEW = -1  # a version that no tensor has
+
+
+def _written(reads: Mapping[Any, Read]) -> set[Any]:
+    """The keys of tensors that were written since they were read.
+
+    Some operators write what they say they read, and .data counts nothing: so values
+    are asked for too. Any call may write for the first time.
+    """
+    written: set[Any] = set()
+    doubtful: dict[Any, tuple[Tensor, Tensor]] = {}
+    for key, (x, version, before) in reads.items():
+        if x._version != version:
+            written.add(key)
+        elif before is not None:
+            doubtful[key] = x, before
+    return written | _unanswered(_unlike, doubtful) if doubtful else written
 
 
 def _is_virtual(tensors: tuple[Tensor, ...]) -> bool:
@@ -266,12 +283,12 @@ def _equal(x: Tensor, before: Tensor) -> bool:
         return bool(((x == before) | (x != x) & (before != before)).all())
 
 
-def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
-    """The names of pairs of which the values differ; NaN equals NaN.
+def _unlike(pairs: Mapping[Any, tuple[Tensor, Tensor]]) -> set[Any]:
+    """The keys of pairs of which the values differ; NaN equals NaN.
 
     Cost: of all pairs on a device one wait for it.
     """
-    far: dict[torch.device, dict[str, Tensor]] = {}
+    far: dict[torch.device, dict[Any, Tensor]] = {}
     found = set()
     for name, (x, before) in pairs.items():
         if x.shape != before.shape or x.device != before.device or _on_host(x):
@@ -308,9 +325,9 @@ def _own(x: Tensor) -> Tensor:
 class _Table(dict):
     """The tensors of one module of a copy, by attribute, as a call was given them."""
 
-    def __init__(self, tensors: CallTensors, table: Mapping[str, Any]):
+    def __init__(self, tables: Tables, table: Mapping[str, Any]):
         super().__init__({k: None if x is None else x.name for k, x in table.items()})
-        self.tensors = tensors
+        self.tables = tables
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
@@ -329,23 +346,21 @@ class ParameterTable(_Table):
         like: the buffer whose dtype they are read in: batch norms take no other.
     """
 
-    def __init__(
-        self, tensors: CallTensors, table: Mapping[str, Any], like: str | None
-    ):
-        super().__init__(tensors, table)
+    def __init__(self, tables: Tables, table: Mapping[str, Any], like: str | None):
+        super().__init__(tables, table)
         self.like = like
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
         if name is None:
             return None
-        given = self.tensors.given
+        given = self.tables.given
         x = given.parameter(name)
         return x if self.like is None else x.to(given.buffers[self.like].dtype)
 
     def items(self) -> Any:
         # Who lists them wants to know of dtypes and devices: nothing is gathered.
-        given, names = self.tensors.given, dict.items(self)
+        given, names = self.tables.given, dict.items(self)
         return [(k, None if n is None else given.leaf(n)) for k, n in names]
 
     def __setitem__(self, attribute: str, _: Any) -> None:
@@ -360,7 +375,7 @@ class BufferTable(_Table):
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
-        return None if name is None else self.tensors.given.buffer(name)
+        return None if name is None else self.tables.given.buffer(name)
 
     def __setitem__(self, attribute: str, value: Any) -> None:
         name = dict.get(self, attribute)
@@ -369,4 +384,4 @@ class BufferTable(_Table):
                 f"the module's forward registers or removes the buffer {attribute!r}: "
                 "register it, with its shape, where the module is made"
             )
-        self.tensors.given.write(name, value)
+        self.tables.given.write(name, value)

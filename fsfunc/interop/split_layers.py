@@ -233,7 +233,7 @@ class SplitModule:
 def _flow(m: nn.Module) -> SplitFlow:
     """The split features of the call that a module's copy runs in."""
     table: Any = _torch.tables(m)[0]
-    return table.tensors.given.flow
+    return table.tables.given.flow
 
 
 def _weight(m: Any) -> Any:

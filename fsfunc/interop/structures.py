@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fsfunc import _torch, tree
 from fsfunc.core.units import Unit, unit
 from fsfunc.interop.attributes import Attributes
-from fsfunc.interop.call_tensors import CallTensors, Knowledge
+from fsfunc.interop.call_tensors import CallTensors, Knowledge, Tables
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import (
@@ -52,7 +52,6 @@ from fsfunc.interop.stubs import (
 from fsfunc.sharded.leaf import is_sharded
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-_LEFT_OUT = "jit compiles no such unit; leave it out, jit(..., only=other names)"
 
 
 @dataclass(frozen=True)
@@ -158,16 +157,24 @@ def without_tensors(module: nn.Module, tensors: Tensors) -> nn.Module:
         ) from error
 
 
-def copied(module: nn.Module) -> tuple[nn.Module, list[Any]]:
-    """A copy of ``module``, and what was copied with it: not what it shares."""
+def _copied(
+    template: nn.Module, part: Knowledge, fills: bool
+) -> tuple[nn.Module, list[Any]]:
+    """A copy of a part, and what was copied with it: not what it shares."""
     memo: dict[int, Any] = {}
     with _torch.outside_modes():  # a fake tensor would stay
-        found = copy.deepcopy(module, memo)
+        module = copy.deepcopy(template, memo)
     originals = memo.pop(id(memo), [])
     for x in originals:  # copies of their dicts that nobody keeps
         if hasattr(x, "__dict__"):
             memo.pop(id(vars(x)), None)
-    return found, list(memo.values())
+    things = list(memo.values())
+    if not fills:
+        without_caches(things)
+    if part.fetch is None and part.name:
+        for hooks in _torch.hook_tables(module, before=False):
+            hooks.clear()  # they run on the unit's output, outside it
+    return module, things
 
 
 class Copy:
@@ -187,17 +194,12 @@ class Copy:
         part: Knowledge,
         fills: bool,
     ):
-        self.module, things = copied(template)
+        self.module, things = _copied(template, part, fills)
         self.fills = fills
-        if not fills:
-            without_caches(things)
         #: What the call that has the copy is given, and what it writes of that.
-        self.tensors = CallTensors(part, self.module)
+        self.tables = Tables(part, self.module)
         for name, call in stubs.items():
             make_stub(self.module.get_submodule(name), call, self)
-        if part.fetch is None and part.name:
-            for hooks in _torch.hook_tables(self.module, before=False):
-                hooks.clear()  # they run on the unit's output, outside it
         self.attributes = Attributes(self.module, things, stubs.keys(), part.who)
         units = map(self.module.get_submodule, stubs)
         self.late_hooks = {id(m): LateHooks(m) for m in units}
@@ -230,7 +232,7 @@ class _Part:
 
     def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
-        given = outer.tensors.given
+        given = outer.tables.given
         outer.attributes.enter()
         hooks = outer.late_hooks[id(m)].found()
         params = {n: given.params[n] for n in self.params}
@@ -256,14 +258,14 @@ class _Part:
             units = self.structure.units_within(self.name)
             stubs = {path: part.called_within for path, part in units.items()}
             own = Copy(self.template, stubs, self.known, asked.fills)
-        own.tensors.begin(params, buffers, asked.mutable)
+        own.tables.call = CallTensors(own.tables, params, buffers, asked.mutable)
         try:
             seen = shown_by(own.module, asked.shows)
             out = own.module(*args, **keywords)
-            changed = own.tensors.changed()
-            own.tensors.flow.check_returned()
+            changed = own.tables.given.changed()
+            own.tables.given.flow.check_returned()
         finally:
-            own.tensors.end()
+            own.tables.call = None  # and with it a graph, and what was gathered for it
             left = own.attributes.restored(asked.mutable and not self.name)
             if not own.attributes.is_closed:
                 free.append(own)
@@ -314,65 +316,48 @@ class _Part:
         return self.units[asked]
 
     def _compiled(self, asked: Extras, compile: Compile) -> Callable[..., Any]:
-        """The unit's function as ``jit`` compiles it."""
-        structure, who = self.structure, self.known.who
-        if structure.units_within(self.name):
-            raise ValueError(f"{who} holds other units: {_LEFT_OUT}")
-        if any(
-            x == self.name or x.startswith(f"{self.name}.")
-            for x in structure.plan.words
-        ):
-            raise ValueError(f"{who} has layers that a plan splits: {_LEFT_OUT}")
+        """The unit's function, ``(params, buffers, *args, **keywords)``, compiled.
+
+        Raises:
+            ValueError: it is no function of these alone, or writes buffers as it runs.
+        """
+        who, name = self.known.who, self.name
+        split = self.structure.plan.words
+        refused = "jit compiles no such unit; leave it out, jit(..., only=other names)"
+        if self.structure.units_within(name):
+            raise ValueError(f"{who} holds other units: {refused}")
+        if any(x == name or x.startswith(f"{name}.") for x in split):
+            raise ValueError(f"{who} has layers that a plan splits: {refused}")
         if asked.fills:  # without gradients, when it may be given a cache to fill
             return self.units[asked].fn
         if not asked.is_plain:
-            raise ValueError(f"{who} is asked for more than its output: {_LEFT_OUT}")
-        return _compiled_unit(*copied(self.template), who, compile)
+            raise ValueError(f"{who} is asked for more than its output: {refused}")
+        for path, m in self.template.named_modules():
+            if m.training and getattr(m, "track_running_stats", False):
+                raise ValueError(
+                    f"{who} holds {path or type(m).__name__!r}, which writes running "
+                    f"statistics: {refused}, or call eval() of it before from_module"
+                )
+        module, things = _copied(self.template, self.known, False)
+        names = _with_meta_tensors(module)
+        attributes = Attributes(module, things, (), who)
+        like = module.state_dict(keep_vars=True)
+        kind = type(module), *((k, x.shape, x.dtype) for k, x in like.items())
+        # No guard looks at hooks, and what they hold is not for a cache to keep.
+        is_hooked = any(table for m in module.modules() for table in hook_tables(m))
+        make = _caller_of.__wrapped__ if is_hooked else _caller_of
+        run = compile(make(kind))
 
+        def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
+            given = {**params, **buffers}
+            tensors = {here: given[there] for here, there in names.items()}
+            try:
+                return run(module, tensors, args, keywords)
+            finally:
+                if (left := attributes.restored(False)) is not None:
+                    raise RuntimeError(left)
 
-# Units that jit compiles
-
-
-def _compiled_unit(
-    module: nn.Module, copied: list[Any], who: str, compile: Compile
-) -> Callable[..., Any]:
-    """The function of a unit, ``(params, buffers, *args, **keywords)``, compiled.
-
-    Args:
-        module: a copy of the unit's, with placeholders of its tensors, which is kept.
-        copied: what was copied with it.
-        who: what messages call it.
-
-    Raises:
-        ValueError: it writes buffers as it runs.
-    """
-    for path, m in module.named_modules():
-        if m.training and getattr(m, "track_running_stats", False):
-            raise ValueError(
-                f"{who} holds {path or type(m).__name__!r}, which writes running "
-                f"statistics: {_LEFT_OUT}, or call eval() of it before from_module"
-            )
-    without_caches(copied)
-    for hooks in _torch.hook_tables(module, before=False):
-        hooks.clear()  # they run on the unit's output, outside it
-    names = _with_meta_tensors(module)
-    attributes = Attributes(module, copied, (), who)
-    like = module.state_dict(keep_vars=True)
-    kind = type(module), *((k, x.shape, x.dtype) for k, x in like.items())
-    # No guard looks at hooks, and what they hold is not for a cache to keep.
-    make = _caller_of.__wrapped__ if _has_hooks(module) else _caller_of
-    run = compile(make(kind))
-
-    def called(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
-        given = {**params, **buffers}
-        tensors = {here: given[name] for here, name in names.items()}
-        try:
-            return run(module, tensors, args, keywords)
-        finally:
-            if (left := attributes.restored(False)) is not None:
-                raise RuntimeError(left)
-
-    return called
+        return called
 
 
 @functools.cache
@@ -383,11 +368,6 @@ def _caller_of(kind: tuple[Any, ...]) -> Callable[..., Any]:
     """
     code = _called.__code__.replace(co_name=kind[0].__name__)
     return types.FunctionType(code, _called.__globals__)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """True if a module, or one in it, has hooks."""
-    return any(table for m in module.modules() for table in hook_tables(m))
 
 
 def _called(module: nn.Module, tensors: Any, args: Any, keywords: Any) -> Any:

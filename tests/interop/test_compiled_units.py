@@ -142,3 +142,14 @@ def test_layers_with_hooks_have_graphs_of_their_own(net):
     jitted, expected = ff.jit(grad, backend=counted), grad(params, X)
     for _ in range(3):
         close(jitted(params, X), expected)
+
+
+@pytest.mark.parametrize("units", ["", "layers.*"])
+def test_a_hook_on_what_a_unit_returns_runs_under_jit_too(net, units):
+    """Outside the unit; where the whole module is one, nobody is there to run it."""
+    net.register_forward_hook(lambda m, args, out: out * 2)
+    net.layers[0].register_forward_hook(lambda m, args, out: out + 1)
+    loss, params = of(net, units=units)
+    grad = ff.value_and_grad(loss)
+    same(ff.jit(grad, backend=counted)(params, X), grad(params, X))
+    assert RAN
