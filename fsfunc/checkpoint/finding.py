@@ -59,10 +59,7 @@ def metadata(path: str | os.PathLike) -> Stored:
             "folder that has none. Begin anew then: `found = ff.latest(folder)`, and "
             "`state = ff.load(found, target) if found else ff.init_state(...)`"
         )
-    return _found(Path(path))
-
-
-def _found(path: Path) -> Stored:
+    path = Path(path)
     if os.path.lexists(path / MANIFEST):
         return read_manifest(path)
     if path.is_dir():
@@ -230,7 +227,8 @@ def keep_newest(path: Path, keep: int) -> None:
     their last number alone. What cannot be loaded is left alone. So is, with a warning,
     what cannot be deleted: the one that was saved is complete.
     """
-    others = [p for p in _family(path) if p != path and _fault(p) is None]
+    family = [p for p in entries(path.parent) if alike(p.name, path.name)]
+    others = [p for p in family if p != path and _is_one(p) and _fault(p) is None]
     for old in sorted(others, key=age)[: len(others) - (keep - 1)]:
         try:
             delete(old)
@@ -239,11 +237,6 @@ def keep_newest(path: Path, keep: int) -> None:
                 f"{old} is to make room, and cannot be deleted: {error}",
                 RuntimeWarning,
             )
-
-
-def _family(path: Path) -> list[Path]:
-    """The checkpoints whose names are like that of ``path``."""
-    return [p for p in entries(path.parent) if alike(p.name, path.name) and _is_one(p)]
 
 
 def _is_one(path: Path) -> bool:

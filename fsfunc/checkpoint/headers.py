@@ -12,7 +12,7 @@ keeps what it derived as the manifest, ``fsfunc.json``:
 
 It is written last, so where it is all files are; it has their checksums; and whoever
 loads a part need not read the headers of all files. Those that are read must say the
-same (`check_headers`): what is not as it was written has to be wrong twice, and alike.
+same (`check_files`): what is not as it was written has to be wrong twice, and alike.
 
 A sealed file has the contents of a manifest in the ``__metadata__`` of its header, with
 checksums of the header and of the data, which other readers ignore.
@@ -259,57 +259,53 @@ def _parsed(name: str, head: bytes, nbytes: int) -> Header:
     return Header(len(head), file, boxes, ours, PART_OF in extra)
 
 
-def check_headers(
-    stored: Stored, leaves: Iterable[StoredTensor], names: Iterable[str]
+def check_files(
+    stored: Stored, names: Iterable[str], leaves: Iterable[StoredTensor] = ()
 ) -> None:
-    """Raises where files do not say of themselves what the manifest says of them.
+    """Raises where a file is not as it was written, as far as is seen without its data.
 
-    Two witnesses: a manifest that names another place, dtype or leaf than was written
-    is found, though its checksum be right.
-
-    Raises:
-        CheckpointError: names the leaf and what each says.
-
-    Cost: reads the header of each file of ``names``; none without a manifest.
-    """
-    if stored.version is None:
-        return
-    expected: dict[str, dict[str, tuple[torch.dtype, Chunk]]] = {n: {} for n in names}
-    for leaf in leaves:
-        for chunk in leaf.chunks:
-            if chunk.file in expected:
-                expected[chunk.file][leaf.name] = as_pairs(leaf.dtype, chunk)
-    for name, boxes in expected.items():
-        found = header_at(stored.path / name).boxes
-        for path, box in boxes.items():
-            if found.get(path) != box:
-                raise CheckpointError(
-                    f"{stored.path / name} is damaged, or its manifest: of {path!r} it "
-                    f"says {say(str(found.get(path)))}, and the manifest "
-                    f"{say(str(box))}; go back to an earlier checkpoint"
-                )
-
-
-def check_files(stored: Stored, names: Iterable[str]) -> None:
-    """Raises where a file is missing, or not as long as it was written.
+    Args:
+        leaves: whose boxes the files must say of themselves as the manifest says them.
+            A manifest that names another place, dtype or leaf than was written is so
+            found, though its checksum be right.
 
     Raises:
-        CheckpointError: names the file and both lengths.
+        CheckpointError: a file is missing or of another length; or names a leaf, and
+            what each says of it.
+
+    Cost: of each file of ``names`` the length, and where there are ``leaves`` and a
+    manifest the header.
     """
-    for name in names:
-        path, expected = stored.path / name, stored.files[name].nbytes
+    boxes: dict[str, dict[str, tuple[torch.dtype, Chunk]]] = {
+        name: {} for name in names
+    }
+    for name in boxes:
+        path, nbytes = stored.path / name, stored.files[name].nbytes
         try:
-            found = os.stat(path, follow_symlinks=stored.version is None).st_size
+            length = os.stat(path, follow_symlinks=stored.version is None).st_size
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{path} is missing: the checkpoint had a file of {expected} bytes "
+                f"{path} is missing: the checkpoint had a file of {nbytes} bytes "
                 "there; go back to an earlier one"
             ) from error
-        if found != expected:
+        if length != nbytes:
             raise CheckpointError(
-                f"{path} has {found} bytes, and {expected} were written: the file is "
+                f"{path} has {length} bytes, and {nbytes} were written: the file is "
                 "damaged; go back to an earlier checkpoint"
             )
+    for leaf in leaves if stored.version is not None else ():
+        for chunk in leaf.chunks:
+            if chunk.file in boxes:
+                boxes[chunk.file][leaf.name] = as_pairs(leaf.dtype, chunk)
+    for name, expected in boxes.items():
+        found = header_at(stored.path / name).boxes if expected else {}
+        for leaf, box in expected.items():
+            if found.get(leaf) != box:
+                raise CheckpointError(
+                    f"{stored.path / name} is damaged, or its manifest: of {leaf!r} it "
+                    f"says {say(str(found.get(leaf)))}, and the manifest "
+                    f"{say(str(box))}; go back to an earlier checkpoint"
+                )
 
 
 # Headers made

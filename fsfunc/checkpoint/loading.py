@@ -26,7 +26,7 @@ from fsfunc.checkpoint.contents import (
     restore_random,
 )
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.headers import check_files, check_headers
+from fsfunc.checkpoint.headers import check_files
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
@@ -190,8 +190,7 @@ def _fill(
         else:
             leaves[i] = taken[i]
     names = sorted({request.chunk.file for request in wanted})
-    check_files(stored, names)
-    check_headers(stored, (x for x in taken if isinstance(x, StoredTensor)), names)
+    check_files(stored, names, (x for x in taken if isinstance(x, StoredTensor)))
     if spoil is not None:
         spoil()
     with torch.no_grad():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.folders import open_regular
-from fsfunc.checkpoint.headers import check_files, check_headers
+from fsfunc.checkpoint.headers import check_files
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -297,7 +297,7 @@ def prove(stored: Stored) -> int:
     Raises:
         CheckpointError: a file is missing, too short, or damaged; or has no checksums.
     """
-    check_files(stored, stored.files)
+    check_files(stored, stored.files, stored.tensors.values())
     with threads() as pool:
         for name, file in stored.files.items():
             if file.sums is None:
@@ -306,7 +306,6 @@ def prove(stored: Stored) -> int:
                 )
             with Blocks(stored, name, pool) as blocks:
                 blocks.prove()
-    check_headers(stored, stored.tensors.values(), stored.files)
     return sum(file.nbytes for file in stored.files.values())
 
 

@@ -32,7 +32,6 @@ from fsfunc.checkpoint.headers import (
     VERSION,
     Entry,
     check_files,
-    check_headers,
     header_of,
     said_of,
     seal,
@@ -176,13 +175,10 @@ def consolidate(
     ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
     {'w': tensor([1., 1.])}
     """
-    return _joined(metadata(path).below(at), Path(file))
-
-
-def _joined(stored: Stored, file: Path) -> Path:
-    check_files(stored, stored.files)  # before there is room for what they say
+    stored, file = metadata(path).below(at), Path(file)
+    # Before there is room for what they say.
+    check_files(stored, stored.files, stored.tensors.values())
     check_absent(file)
-    check_headers(stored, stored.tensors.values(), stored.files)
     leaves = sorted(stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     whole = _whole(stored, [leaf for _, leaf in leaves])
     entries = [Entry(p, x.dtype, x.shape, lambda: next(whole)) for p, x in leaves]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,17 +91,10 @@ class Tables:
         return self.call
 
 
-class Read(NamedTuple):
-    """A tensor that a forward reads, as it then is.
-
-    Args:
-        version: by torch's count of writes.
-        before: its values, to be compared; None where the count tells.
-    """
-
-    tensor: Tensor
-    version: int
-    before: Tensor | None
+# A tensor that a forward reads: its version then, by torch's count of writes, and its
+# values, which are to be compared; None where the count tells. Made for each tensor of
+# each call, so that it is a plain tuple.
+Read = tuple[Tensor, int, Tensor | None]
 
 
 class CallTensors:
@@ -130,8 +123,9 @@ class CallTensors:
         self._first = not self.part.looked
         self._leaves: dict[str, Any] = {}
         self._fetched: dict[Any, Any] = {}
-        self._read: dict[tuple[str, int], Read] = {}  # parameters, by name and id
-        self._held: dict[str, Read] = {}  # buffers
+        self._read: dict[int, Read] = {}  # parameters, by id
+        self._names: dict[int, str] = {}  # theirs
+        self._held: dict[str, Read] = {}  # buffers, by name
 
     def leaf(self, name: str) -> Any:
         """A parameter as it was given: of a frozen one, in a first call, a copy."""
@@ -155,10 +149,11 @@ class CallTensors:
         return self._fetched[key]
 
     def _watch(self, name: str, x: Tensor) -> Tensor:
-        if (name, id(x)) not in self._read and not x.is_inference():
+        key = id(x)
+        if key not in self._read and not x.is_inference():
             look = self._first and not _is_virtual((x,))
             before = x.detach().clone() if look else None
-            self._read[name, id(x)] = Read(x, x._version, before)
+            self._read[key], self._names[key] = (x, x._version, before), name
         return x
 
     def buffer(self, name: str) -> Tensor:
@@ -170,14 +165,13 @@ class CallTensors:
             virtual, hidden = _is_virtual((x, before)), name in self.tables.hidden
             new = hidden or virtual and name in self.part.hidden
             told = virtual or name in self.tables.trusted
-            self._held[name] = Read(
-                x, _NEW if new else x._version, None if told else before
-            )
-        return self._held[name].tensor
+            version = _NEW if new else x._version
+            self._held[name] = x, version, None if told else before
+        return self._held[name][0]
 
     def write(self, name: str, x: Tensor) -> None:
         """Puts another tensor in a buffer's place."""
-        self._held[name] = Read(x, _NEW, None)
+        self._held[name] = x, _NEW, None
 
     def current(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Buffers as they now are, to hand on."""
@@ -195,15 +189,16 @@ class CallTensors:
             for x, _, before in map(self._read.__getitem__, written):
                 if before is not None:
                     x.data.copy_(before)
-            name = next(name for name, i in self._read if (name, i) in written)
+            name = next(self._names[key] for key in self._read if key in written)
             raise RuntimeError(
                 f"{self.part.who} changes the parameter {name!r} in place: a "
                 "parameter changes by the optimizer alone. Compute with another "
                 "tensor; an average of weights is a function of the train step's "
                 "state; what is no parameter, make a buffer"
             )
-        if self._read and all(x.before is not None for x in self._read.values()):
-            self.part.looked = True
+        if self._first and self._read:
+            looked = all(before is not None for *_, before in self._read.values())
+            self.part.looked |= looked
         found = self._written(self._held)
         if found and not self.mutable:
             names = ", ".join(map(repr, found))
@@ -222,13 +217,10 @@ class CallTensors:
 
     def _written(self, names: Collection[str]) -> dict[str, Tensor]:
         """Those of the buffers held that were written."""
-        held = {n: x for n, x in self._held.items() if n in names}
-        written = _written(held)
-        found = {n: x for n, x in held.items() if n in written}
-        self.part.hidden.update(
-            n for n, x in found.items() if x.version == x.tensor._version
-        )
-        return {n: x.tensor for n, x in found.items()}
+        written = _written({n: x for n, x in self._held.items() if n in names})
+        found = {n: x for n, x in self._held.items() if n in written}
+        self.part.hidden |= {n for n, (x, v, _) in found.items() if x._version == v}
+        return {n: x for n, (x, *_) in found.items()}
 
 
 _NEW = -1  # a version that no tensor has

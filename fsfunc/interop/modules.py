@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsfunc import _torch
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.interop.layer_plans import LayerPlan, planned
+from fsfunc.interop.layer_plans import planned
 from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed, own_plan
 from fsfunc.interop.structures import Structure
@@ -128,7 +128,13 @@ def from_module(
     """
     tensors = tensors_of(module)
     names = completed(module, chosen(module, units))
-    split = _split(module, tensors, names, plan, axis)
+    if (plan is None) != (axis is None):
+        raise TypeError(
+            "plan= says which layers are split, and axis= over which axis of the mesh: "
+            'give both, as in plan={"**.q_proj": "column"}, axis="model"'
+        )
+    words: Any = own_plan(module) if plan == "auto" else plan or {}
+    split = planned(module, tensors, names, words, axis or "")
     structure = Structure(module, tensors, names, split)
     params = {name: x.detach() for name, x in tensors.params.items()}
     buffers = {name: x.detach() for name, x in tensors.frozen.items()}
@@ -172,17 +178,6 @@ def _rows_of_one(args: Any, keywords: Any) -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = finds
-
-
-def _split(module: Any, tensors: Any, units: Any, plan: Any, axis: Any) -> LayerPlan:
-    """The split layers of a module: none, without a plan."""
-    if (plan is None) != (axis is None):
-        raise TypeError(
-            "plan= says which layers are split, and axis= over which axis of the mesh: "
-            'give both, as in plan={"**.q_proj": "column"}, axis="model"'
-        )
-    plan = own_plan(module) if plan == "auto" else plan or {}
-    return planned(module, tensors, units, plan, axis)
 
 
 @api_boundary
