@@ -229,12 +229,11 @@ def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
     check_depth(stored.metadata)
     alike: set[Any] = set()  # many leaves are cut alike
     for path, leaf in stored.tensors.items():
-        shape, dtype, chunks, _, own = leaf
-        cut = shape, dtype, tuple([chunk[2:] for chunk in chunks])
+        cut = leaf.shape, leaf.dtype, tuple([chunk[2:] for chunk in leaf.chunks])
         if cut not in alike:
             _check_boxes(path, leaf)
             alike.add(cut)
-        if own:
+        if leaf.own:
             _check_own(path, leaf, stored.mesh)
     _check_bytes(stored, heads)
     return replace(stored, random=_random(stored.random))

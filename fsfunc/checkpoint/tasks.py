@@ -25,7 +25,7 @@ from fsfunc.checkpoint.headers import (
     tensors_in,
     write_manifest,
 )
-from fsfunc.checkpoint.parsing import Said
+from fsfunc.checkpoint.parsing import Said, Wrong
 from fsfunc.checkpoint.safetensors import write_parts
 from fsfunc.checkpoint.stored import CheckpointError, Stored, StoredTensor
 from fsfunc.comm.mesh import Here
@@ -207,7 +207,12 @@ class SaveTask:
         )
         check_files(due, due.files)
         headers = [header_at(self.folder / name) for name in due.files]
-        found = tensors_in(headers, Said(said_of(due)))
+        try:
+            found = tensors_in(headers, Said(said_of(due)))
+        except Wrong as error:
+            raise CheckpointError(
+                f"{self.path} was not written as it was to be: {error}"
+            ) from error
         for path, leaf in due.tensors.items():
             written = found.get(path, leaf)
             if written._replace(chunks=()) != leaf or not written.is_whole:

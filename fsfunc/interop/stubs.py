@@ -59,17 +59,15 @@ class Absent:
         return next(x for x in given if isinstance(x, Absent))._refuse()
 
 
-def _arithmetic(name: str) -> Any:
-    def method(self: Absent, *_: Any) -> Any:
-        return self._refuse()
-
-    return method
+def _refusing(self: Absent, *_: Any) -> Any:
+    return self._refuse()
 
 
-for _name in "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul".split():
-    setattr(Absent, f"__{_name}__", _arithmetic(_name))
-for _name in "getitem setitem len iter neg bool float int".split():
-    setattr(Absent, f"__{_name}__", _arithmetic(_name))
+for _name in (
+    "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul "
+    "getitem setitem len iter neg bool float int"
+).split():
+    setattr(Absent, f"__{_name}__", _refusing)
 
 
 class UnitStub:

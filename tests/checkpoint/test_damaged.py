@@ -1,5 +1,6 @@
 """What is damaged, or does not match: a clear error, on every rank."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.checkpoint import tasks
 from fsfunc.checkpoint.reading import prove
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
@@ -98,6 +100,29 @@ def test_a_checksum_that_reads_alike_is_no_other_text(kept):
     with changed(path, other):
         with pytest.raises(CheckpointError, match="damaged.*written in another way"):
             ff.metadata(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "other"), [(rb'"F32"', b'"I32"'), (rb"\[0, \d\]", b"[0, 1]")]
+)
+def test_a_file_that_is_damaged_as_it_is_written_is_never_a_checkpoint(
+    tmp_path, monkeypatch, rank, what, other
+):
+    """The first rank reads the headers of all files before it says what they hold."""
+    write = tasks.write_parts
+
+    def damaged(folder, me, parts):
+        files = write(folder, me, parts)
+        for name in files if me == rank else ():
+            data = (folder / name).read_bytes()
+            (folder / name).write_bytes(re.sub(what, other, data))
+        return files
+
+    monkeypatch.setattr(tasks, "write_parts", damaged)
+    with pytest.raises(CheckpointError, match="not written as|do not make it up"):
+        save_on_two(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 W, B = "params/layers/0/w", "params/layers/0/b"
