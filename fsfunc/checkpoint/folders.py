@@ -20,6 +20,7 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from fsfunc.checkpoint.stored import CheckpointError
 
@@ -179,18 +180,27 @@ def is_unfinished(path: Path) -> bool:
 
 def alike(a: str, b: str) -> bool:
     """True if two names differ in their last number alone, as two steps of a run do."""
-    return _parts(a)[::2] == _parts(b)[::2] and bool(_parts(a)[1]) == bool(_parts(b)[1])
+    one, other = _Name.of(a), _Name.of(b)
+    around = one.before == other.before and one.after == other.after
+    return around and bool(one.number) == bool(other.number)
 
 
 def age(path: Path) -> tuple[int, str]:
     """Sorts checkpoints by the last number in their names, the oldest first."""
-    return int(_parts(path.name)[1] or -1), path.name
+    return int(_Name.of(path.name).number or -1), path.name
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    """A name, split into the text before its last number, that number, and the rest."""
-    found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
-    return found.groups() if found else (name, "", "")  # type: ignore[return-value]
+class _Name(NamedTuple):
+    """A name, split at its last number, which is "" where it has none."""
+
+    before: str
+    number: str
+    after: str
+
+    @classmethod
+    def of(cls, name: str) -> _Name:
+        found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
+        return cls(*found.groups()) if found else cls(name, "", "")
 
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")

@@ -217,11 +217,20 @@ def save_async(
     return task
 
 
+class _Checked(NamedTuple):
+    """What is to be saved, and where, as far as a rank can check it alone."""
+
+    path: Path
+    contents: Contents
+    copies: Copies
+    metadata: dict[str, Any]
+
+
 def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
     """Checks everything that can be checked, makes the folder, and agrees."""
     at = mesh_here("save")
 
-    def checked() -> tuple[Path, Contents, Copies, dict[str, Any]]:
+    def checked() -> _Checked:
         if (earlier := in_flight(at)) is not None:
             earlier.wait()
         where = Path(os.path.abspath(os.fspath(path)))
@@ -231,7 +240,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
             raise ValueError(f"keep={keep!r}: how many checkpoints stay, at least 1")
         folders.check_absent(where)
         found = _saveable(state, at)
-        return where, found, copies_of(found, at), said
+        return _Checked(where, found, copies_of(found, at), said)
 
     # Until all ranks are here, one may still wait for an earlier save.
     where, found, copies, said = everywhere(at, checked)

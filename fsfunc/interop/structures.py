@@ -74,7 +74,7 @@ class Extras:
         return not (self.mutable or self.shows)
 
 
-class Ran(NamedTuple):
+class PartResult(NamedTuple):
     """The output of a part, the buffers that it wrote, and what modules in it saw."""
 
     out: Any
@@ -247,7 +247,7 @@ class _Part:
 
     def run(
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
-    ) -> Ran:
+    ) -> PartResult:
         """The output of the part, run here and now on a copy of its own."""
         if not self.known.fetch:
             self.structure.plan.check(params)
@@ -271,11 +271,11 @@ class _Part:
                 free.append(own)
         if left is not None:
             raise RuntimeError(left)
-        return Ran(out, changed, seen)
+        return PartResult(out, changed, seen)
 
     def called(
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
-    ) -> Ran:
+    ) -> PartResult:
         """Calls the unit, and nothing else."""
         who = f"unit {self.name!r}"
         if asked.mutable and self.name and not buffers:
@@ -288,7 +288,7 @@ class _Part:
         if others:
             opened((args, keywords), who)
         out, changed, seen = (out, {}, []) if asked.is_plain else out
-        return Ran(taken(out) if asked.fills else out, changed, seen)
+        return PartResult(taken(out) if asked.fills else out, changed, seen)
 
     def _unit(self, asked: Extras) -> Unit:
         name = self.name or type(self.template).__name__
