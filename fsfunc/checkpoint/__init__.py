@@ -11,7 +11,7 @@ target; `reading` reads the boxes that make up a rank's parts, and compares chec
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written
-agreement.py        reports of ranks; errors raised on all
+agreement.py        reports of ranks; errors raised on all of them
 stored.py           the table of a checkpoint, and what must be true of it
 headers.py          what files say of themselves, and the manifest, made and read
 parsing.py folders.py   JSON, read by type; folders that appear whole, files in them

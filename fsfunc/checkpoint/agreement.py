@@ -1,4 +1,4 @@
-"""Reports of ranks in one save; errors of one rank raised on all.
+"""Reports of ranks in one save, and what all ranks of a checkpoint agree on.
 
 Reports use no collectives, which could be matched with those of training: a rank writes
 the list of its files to a file in the common folder.
@@ -9,38 +9,37 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
-
-import torch
+from typing import Any, NamedTuple, TypeVar
 
 from fsfunc.checkpoint.folders import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, StoredFile
+from fsfunc.comm import comparison
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collectives import all_gather, pmax, psum
+from fsfunc.comm.comparison import Section, agree
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.watch.mailboxes import Message, is_final
 
 _T = TypeVar("_T")
 
-_PLAIN = (
-    FileExistsError, FileNotFoundError, PermissionError, OSError, KeyError, TypeError,
-    ValueError, RuntimeError,
-)  # fmt: skip
-_LONGEST = 2048  # bytes of a message that travels
-
 
 def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     """``action()``, or on every rank the error of any; also waits for all ranks."""
-    result = error = None
-    try:
-        result = action()
-    except Exception as failure:
-        error = failure
-    raise_everywhere(at, error)
-    return cast("_T", result)
+    with label("", "checkpoint"):
+        return comparison.everywhere(action, everyone(at), CheckpointError)
+
+
+def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
+    """Raises on every rank if any rank has an ``error``; also waits for all ranks."""
+    with label("", "checkpoint"):
+        comparison.raise_everywhere(error, everyone(at), CheckpointError)
+
+
+def everyone(at: Here | None) -> RankGroup | None:
+    """All ranks of the mesh, wherever a state lies; None without a mesh."""
+    return None if at is None else group(tuple(at.mesh.axes), at)
 
 
 def attempt(action: Callable[[], Any]) -> Exception | None:
@@ -52,69 +51,16 @@ def attempt(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
-    """Raises on every rank if any rank has an ``error``; also waits for all ranks.
-
-    Raises:
-        the rank's own error where it has one; else one like the first rank's.
-
-    Cost: one psum of a number; where there is an error, one gather of 2 KiB messages.
-    """
-    if at is not None and at.mesh.size > 1:
-        axes, device = tuple(at.mesh.axes), at.link.device  # wherever the state lies
-        with label("", "checkpoint"), torch.no_grad():
-            flag = torch.tensor([float(error is not None)], device=device)
-            if psum(flag, axes).item() and error is None:
-                raise _first(_exchange("", at))
-            if error is not None:
-                _exchange(f"{type(error).__name__}: {error}", at)
-    if error is not None:
-        raise error
-
-
 def check_alike(at: Here | None, said: Callable[[], str], what: str) -> None:
     """Raises on every rank where ``said()`` is not the same on all of them.
 
     Raises:
-        ValueError: says ``what`` the ranks do, and this rank's text.
-
-    Cost: one pmax of two numbers.
+        RanksDiffer: says ``what`` the ranks do, and each one's text.
     """
-    if at is None or at.mesh.size == 1:
-        return
-    text = said()
-    mine = zlib.crc32(text.encode(errors="replace"))
-    with label("", "checkpoint"), torch.no_grad():
-        both = torch.tensor([mine, -mine], device=at.link.device)
-        high, low = pmax(both, tuple(at.mesh.axes)).tolist()
-    if high != -low:
-        raise ValueError(
-            f"the ranks {what}, and every rank must name the same one: rank {at.rank} "
-            f"says {text[:200]}"
-        )
-
-
-def gathered(at: Here, mine: bytes) -> list[bytes]:
-    """The bytes that each rank of the mesh gives, all of one length."""
-    with label("", "checkpoint"), torch.no_grad():
-        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(at.link.device)
-        every = all_gather(x, tuple(at.mesh.axes)).cpu().view(-1, len(mine))
-    return [bytes(row.tolist()) for row in every]
-
-
-def _exchange(message: str, at: Here) -> list[str]:
-    text = message.encode(errors="replace")[:_LONGEST].ljust(_LONGEST, b"\0")
-    rows = gathered(at, text)
-    return [row.rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
-def _first(messages: list[str]) -> Exception:
-    """The error of the first rank that has one, of the same kind if Python knows it."""
-    rank = next(i for i, message in enumerate(messages) if message)
-    name, _, text = messages[rank].partition(": ")
-    kinds = {kind.__name__: kind for kind in _PLAIN}
-    kind = kinds.get(name, CheckpointError)
-    return kind(f"rank {rank} could not go on: {text}")
+    where = everyone(at)
+    if where is not None and where.size > 1:
+        title = f"the ranks {what}, and every rank must name the same one"
+        agree(where, Section(title, [("said", said())]), waits=True)
 
 
 _PATIENCE = 5.0  # seconds without a report, after which a rank is asked for its state

@@ -13,7 +13,6 @@ all of them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.agreement import everywhere, gathered, raise_everywhere
+from fsfunc.checkpoint.agreement import everyone, everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import (
     Contents,
     check_mesh,
@@ -37,8 +36,8 @@ from fsfunc.checkpoint.stored import check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import pmax
-from fsfunc.comm.comparison import Section, checksums, difference
-from fsfunc.comm.groups import group
+from fsfunc.comm.comparison import Section, agree, digest_of
+from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.spent import refuse_spent
@@ -61,9 +60,9 @@ class Copies(NamedTuple):
     axes: Mapping[str, set[str]] = {}
     sums: Mapping[str, int] = {}
 
-    def along(self, axis: str) -> dict[str, int]:
+    def along(self, axis: str) -> list[tuple[str, int]]:
         """The checksums of leaves of which ranks along an axis hold copies."""
-        return {path: n for path, n in self.sums.items() if axis in self.axes[path]}
+        return [(path, n) for path, n in self.sums.items() if axis in self.axes[path]]
 
 
 def copies_of(found: Contents, at: Here | None) -> Copies:
@@ -92,20 +91,22 @@ def compared(
             dtypes, axes, or other numbers, strings and bools; names the leaves and what
             each rank has.
 
-    Cost: one gather of 32 bytes, and 16 for each axis. Where copies differ, two pmax of
-    16 and 8 bytes for each leaf of which there are copies along that axis.
+    Cost: one gather of 32 bytes, and 16 for each axis, in no ledger. Where copies
+    differ, two pmax of 16 and 8 bytes for each leaf of which there are copies along
+    that axis.
     """
     own = folders.own_name()
-    if at is None or at.mesh.size == 1:
+    if at is None or (where := everyone(at)) is None or where.size == 1:
         return found, own
     axes = {axis: size for axis, size in at.mesh.axes.items() if size > 1}
-    section = Section(_TITLE, [("the path", str(path)), *found.lines], _ADVICE)
-    said = [bytes.fromhex(own), section.digest]
-    said += [_digest(mine.along(axis)) for axis in axes]
-    every = gathered(at, b"".join(said))
-    names, trees, *sums = [[row[i : i + 16] for row in every] for i in _steps(every)]
-    if len(set(trees)) > 1:
-        raise difference(section, group(tuple(at.mesh.axes), at))
+    names, _, *sums = agree(
+        where,
+        bytes.fromhex(own),
+        Section(_TITLE, [("the path", str(path)), *found.lines], _ADVICE),
+        # Copies may differ: then they are each rank's own.
+        *(digest_of(mine.along(axis)) for axis in axes),
+        waits=True,
+    )
     stacks: dict[str, dict[str, int]] = {}
     for (axis, size), rows in zip(axes.items(), sums, strict=True):
         firsts = [rows[at.mesh.members(axis, rank)[0]] for rank in range(at.mesh.size)]
@@ -118,21 +119,13 @@ def compared(
     return replace(found, tensors=tensors), names[0].hex()
 
 
-def _digest(said: Any) -> bytes:
-    return hashlib.blake2b(repr(said).encode(errors="replace"), digest_size=16).digest()
-
-
-def _steps(rows: Sequence[bytes]) -> range:
-    return range(0, len(rows[0]), 16)
-
-
-def _differing(sums: Mapping[str, int], axis: str, at: Here) -> list[str]:
+def _differing(sums: Sequence[tuple[str, int]], axis: str, at: Here) -> list[str]:
     """The leaves whose copies differ along an axis, on whatever ranks."""
     with label("", "checkpoint"), torch.no_grad():
-        mine = torch.tensor(list(sums.values()), device=at.link.device)
+        mine = torch.tensor([n for _, n in sums], device=at.link.device)
         high, low = pmax(torch.stack([mine, -mine]), axis)
         differs = pmax((high != -low).long(), tuple(at.mesh.axes)).tolist()
-    return [path for path, unlike in zip(sums, differs, strict=True) if unlike]
+    return [path for (path, _), odd in zip(sums, differs, strict=True) if odd]
 
 
 @api_boundary

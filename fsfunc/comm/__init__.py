@@ -15,6 +15,7 @@ async_collectives.py collective_pairs.py   start and wait; your own with its tra
 ledgers.py traffic.py   notes of what is sent; ledgers, which count it
 attribution.py      the unit, the phase and the source line
 tracebacks.py       errors leave the library without its frames
-comparison.py descriptions.py   programs and values compared between ranks; as text
+comparison.py       what ranks must agree on; one rank's error raised on all
+descriptions.py     values as text, and as checksums
 backends/ watch/    what moves the data; failure reports
 """

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.comparison import Section, compare
+from fsfunc.comm.comparison import Section, agree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -165,7 +165,7 @@ def _share_of(
     where = group(axis, at := here(mesh))
     if at.link.moves and at.link.level is None:  # what is planned has no other ranks
         lines = [(name, repr(value)) for name, value in vars(order).items()]
-        compare([Section(_UNLIKE, lines, _ALIKE)], where)
+        agree(where, Section(_UNLIKE, lines, _ALIKE))
     return Share(where.position, count)
 
 

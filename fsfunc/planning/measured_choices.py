@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.collectives import pmax
-from fsfunc.comm.comparison import has_values
+from fsfunc.comm.descriptions import has_values
 from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,15 +11,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
-from fsfunc.comm.comparison import (
-    Lines,
-    RanksDiffer,
-    Section,
-    compare,
-    unlike,
-    whole_values,
-)
-from fsfunc.comm.descriptions import stated
+from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, unlike
+from fsfunc.comm.descriptions import stated, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Interpretation, transformed
@@ -67,9 +60,22 @@ class Agreement:
         if self.apart:
             self.made = section.lines
         else:
-            compare([section], where)
+            agree(where, section)
 
-    def exchange(self, lines: Lines) -> dict[int, Lines]:
+    def end(self, raised: str) -> None:
+        """Tells the other ranks what this one raised; they do the same.
+
+        Here an error is a line of what is compared, and needs no message of its own:
+        where the others are still to compare programs, it meets those.
+        """
+        self.exchange(())
+        sections = [Section(_TITLE, [("raised", raised), *self.made])]
+        if not self.compared:
+            sections.append(Section(_TITLE, []))  # in place of whole parameters
+        if self.apart and self.where is not None:
+            agree(self.where, *sections)
+
+    def exchange(self, lines: Lines) -> Mapping[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
         among, self.among = self.among, None
         return unlike(lines, among) if self.apart and among is not None else {}
@@ -94,20 +100,10 @@ def together(
     except Exception as error:
         if agreement.compared or not isinstance(error, RanksDiffer):
             with suppress(RanksDiffer):
-                _say(agreement, f"{type(error).__name__}: {error}")
+                agreement.end(f"{type(error).__name__}: {error}")
         raise
     agreement.compared = True
-    _say(agreement, "nothing")
-
-
-def _say(agreement: Agreement, what: str) -> None:
-    """Exchanges the outcome with the other ranks, which do the same."""
-    agreement.exchange(())
-    said = [Section(_TITLE, [("raised", what), *agreement.made])]
-    if not agreement.compared:
-        said.append(Section(_TITLE, []))  # in place of whole parameters
-    if agreement.apart and agreement.where is not None:
-        compare(said, agreement.where)
+    agreement.end("nothing")
 
 
 def compared(at: Here, axes: set[str]) -> RankGroup | None:
@@ -146,7 +142,7 @@ def compare_programs(
     lines = [("raised", "nothing")]  # a rank that has raised names its error here
     lines += [(f"transform {i}", stated(h)) for i, h in enumerate(transforms)]
     lines += [*said(), *recorder.lines()]
-    compare([unlike_steps(lines), values()], where)
+    agree(where, unlike_steps(lines), values())
     agreement.compared = True
     if where.link.notes is not None:
         where.link.after_others()

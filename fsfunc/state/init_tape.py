@@ -18,8 +18,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.comparison import checksums
-from fsfunc.comm.descriptions import stated
+from fsfunc.comm.descriptions import checksums, stated
 from fsfunc.runtime.random_blocks import Streams
 from fsfunc.state.taped_ops import Ref, Storage, TapedOp, exchange, how_of
 

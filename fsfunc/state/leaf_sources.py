@@ -16,7 +16,8 @@ from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import told_where
 from fsfunc.comm.collective_ops import run_by
-from fsfunc.comm.comparison import ALIKE, Section, whole_values
+from fsfunc.comm.comparison import Section
+from fsfunc.comm.descriptions import ALIKE, whole_values
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
@@ -80,7 +81,7 @@ class Shapes(GivenLeaves):
     def section(
         self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
     ) -> Section:
-        return Section("", [])
+        return whole_values((), (), notes)
 
 
 class Deferred(GivenLeaves):

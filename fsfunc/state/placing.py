@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
-from fsfunc.comm.comparison import Lines, Section, compare
+from fsfunc.comm.comparison import Lines, Section, agree
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.mesh import Here, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -168,7 +168,7 @@ def lay_out(
     if splits and not laying:  # they say it all
         at = here()
         if where := compared(at, over):
-            compare([unlike_steps(said()), values()], where)
+            agree(where, unlike_steps(said()), values())
             compare_batches(rest, where, SPLIT)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.comparison import checksums, unlike
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.comparison import unlike
+from fsfunc.comm.descriptions import checksums
+from fsfunc.comm.groups import RankGroup, gathered, group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
@@ -72,15 +73,12 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     tensors = tensors or {
         "": torch.zeros(0, device="cpu")
     }  # no leaf at all is empty too
-    every = mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
-    if where.size > 1:
-        with silence():
-            x = mine.to(where.link.device)
-            every = where.start("all_gather", x).wait().cpu()
+    mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
+    with silence():
+        every = gathered(mine, where).tolist()
     rows = []
-    each = every.view(where.size, len(tensors), 3).tolist()
-    for rank, found in zip(where.ranks, each, strict=True):
-        for path, (nans, infinite, size) in zip(tensors, found, strict=True):
+    for rank, counts in zip(where.ranks, every, strict=True):
+        for path, (nans, infinite, size) in zip(tensors, counts, strict=True):
             kinds = {"NaN": nans, "infinite": infinite}
             bad = [f"{n} of {size} elements {what}" for what, n in kinds.items() if n]
             bad = bad if size else ["empty"]
@@ -191,8 +189,8 @@ def _message(name: str, x: Any, where: RankGroup) -> str:
     if not isinstance(x, Tensor):
         return f"{opening}; this rank has {x!r}"
     flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    mine = flat.view(torch.uint8)  # no backend sends numbers of 8 bits
-    bits = where.start("all_gather", mine).wait().view(where.size, -1).cpu()
+    # As bytes: no backend sends numbers of 8 bits.
+    bits = gathered(flat.view(torch.uint8), where)
     every = bits.view(flat.dtype)
     bits = bits.view(where.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)

@@ -27,8 +27,7 @@ dataflow.py         dependencies and FLOPs
 recorder.py groups.py   leaves that units take, and their buffers
 type_check.py checker.py typed_operators.py   the type check of a sharded step
 torch_calls.py      torch functions that recorder and checker watch
-replicas.py         comparison of values that must be equal on all ranks
-equal_batches.py    batches that should not be equal, and are
+replicas.py         comparison of what must be equal on ranks; batches that should not
 types.py knowledge.py   the types, and the facts about tensors
 split_work.py       values that are each rank's own along axes without a mean
 provenance.py results.py   gradients of rows that are averaged too early

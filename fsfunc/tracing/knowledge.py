@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.comparison import checksums, has_values
+from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import shown

@@ -1,34 +1,34 @@
-"""Comparison of values that must be equal on all ranks of a sharded call."""
+"""Comparison of what ranks give to a sharded call, and get from it.
+
+What must be equal on all of them is compared, and raises; batches that should differ,
+as each rank trains on its own rows, are compared too, and warn.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.attribution import warn
 from fsfunc.comm.collective_ops import COMPARING, Watcher
-from fsfunc.comm.comparison import (
-    RanksDiffer,
-    Section,
-    compare,
-    has_values,
-    whole_values,
-)
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.comparison import RanksDiffer, Section, agree, digest_of
+from fsfunc.comm.descriptions import has_values, told, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame
-from fsfunc.core.gradient_checks import norm_and_sum, unlike
+from fsfunc.core.gradient_checks import nearly_agree, norm_and_sum
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
-from fsfunc.tracing.equal_batches import warn_of_equal
 
 Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
 
@@ -48,7 +48,7 @@ def compare_whole(
     paths, leaves, _ = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
     mine = [x if isinstance(x, Tensor) and is_whole(x) else None for x in leaves]
     if any(x is not None for x in mine):
-        compare([whole_values(paths, mine, where.link.notes)], where)
+        agree(where, whole_values(paths, mine, where.link.notes))
 
 
 def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) -> Any:
@@ -77,7 +77,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
             which nothing is summed, whose ranks would train apart.
     """
     paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
-    found = whole_values(paths, leaves, where.link.notes)
+    values = whole_values(paths, leaves, where.link.notes)
     others = [
         (repr(p), describe(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
@@ -100,7 +100,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
             f", or replicate={where.axis[0]!r}; or, to train separately, make each a "
             "program of its own"
         )
-    compare([Section(title, [*found.lines, *others], advice)], where)
+    agree(where, Section(title, [*values.lines, *others], advice))
 
 
 class Claims(Watcher):
@@ -250,7 +250,7 @@ def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
             lines[key] = text
     names = " and ".join(map(repr, axes))
     title = f"the ranks along {names} update one state by unlike optimizers or numbers"
-    compare([Section(title, [*lines.items()], _ALIKE)], group(axes, at))
+    agree(group(axes, at), Section(title, [*lines.items()], _ALIKE))
 
 
 _ALIKE = (
@@ -263,22 +263,20 @@ def _compare_near(
     axes: tuple[str, ...], leaves: dict[str, Any], where: RankGroup
 ) -> None:
     """Compares leaves that ranks compute alike, with kernels that may round apart."""
-    found = {
+    numbers = {
         path: norm_and_sum(x)
         for path, x in leaves.items()
         if has_values(x) and differentiable(x) and x.numel()
     }
-    if not found:
+    if not numbers:
         return
-    every, differ = unlike(found, where, 1e-3)
-    if bool(differ.any()):
-        i = int(differ.nonzero()[0])
+    _, odd, norms = nearly_agree(numbers, where, 1e-3)
+    if odd is not None:
         names = " and ".join(map(repr, axes))
-        said = ", ".join(f"{n:.4g}" for n in every[:, i, 0].tolist())
         raise RanksDiffer(
             f"the ranks along {names}, over which parameters are split, return other "
-            f"values of {[*found][i]!r}, which is one value on all of them (norms "
-            f"{said}): give them one batch and one seed, let nothing outside units "
+            f"values of {odd!r}, which is one value on all of them (norms "
+            f"{norms}): give them one batch and one seed, let nothing outside units "
             f"depend on the rank, and take ff.pmean(x, {axes[0]!r}) of what does"
         )
 
@@ -288,8 +286,7 @@ def _compare_generators(where: RankGroup, because: str) -> None:
 
     Not along axes of a mean: there numbers that are drawn are each rank's own.
     """
-    found = {g.device.type: state for g, state in generator_states()}
-    values = whole_values([*found], [*found.values()], where.link.notes)
+    states = {g.device.type: state for g, state in generator_states()}
     names = " and ".join(map(repr, where.axis))
     title = (
         f"the ranks along {names} draw apart, as the default generators stand, and "
@@ -299,7 +296,8 @@ def _compare_generators(where: RankGroup, because: str) -> None:
         f"Seed the ranks along {names} alike, torch.manual_seed(seed); what each is to "
         f"draw of its own it draws within ff.nn.own_draws({where.axis[0]!r})"
     )
-    compare([Section(title, values.lines, advice)], where)
+    given = [*states], [*states.values()], where.link.notes
+    agree(where, whole_values(*given, title, advice))
 
 
 def _one_value(
@@ -338,7 +336,6 @@ def _compare_state(
         apart: whether no transform and no layout names these.
     """
     names = " and ".join(map(repr, axes))
-    values = whole_values([*leaves], [*leaves.values()], where.link.notes)
     what = f"the ranks along {names} return different states"
     if apart:
         title = (
@@ -358,4 +355,55 @@ def _compare_state(
             "its own generators) goes into the state by ff.pmean; or lay the leaf out "
             f"as each rank's own, by layouts={{path: ff.Own({axes[0]!r})}}"
         )
-    compare([Section(title, values.lines, advice)], where)
+    given = [*leaves], [*leaves.values()], where.link.notes
+    agree(where, whole_values(*given, title, advice))
+
+
+# Batches that should differ
+
+
+def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
+    """Warns where all ranks along one of ``axes`` are given equal batches.
+
+    Not of batches without rows, or of rows that are all alike, as those of a part are
+    the same as those of the whole.
+
+    Cost: the batch is read once; over processes a gather of 16 bytes, in no ledger.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
+    where = group(axes, at)
+    values = whole_values(paths, leaves, where.link.notes)
+    rows = [x for x in leaves if has_values(x) and x.ndim and x.numel()]
+    # Of simulated ranks the last one that comes is told the digests.
+    found = agree(where, digest_of(values.lines if rows else []))
+    quiet = where.link.notes is None and where.index  # its first process says it
+    if not found or digest_of([]) in found[0] or quiet:
+        return
+    (every,) = found
+    sizes = [at.mesh.axes[a] for a in axes]
+    same = [a for i, a in enumerate(axes) if _equal_along(i, sizes, every)]
+    if same and not all(map(_is_one_row, rows)):
+        names, n = " and ".join(map(repr, same)), at.mesh.axis_size(tuple(same))
+        every_axis, over = (a[0] if len(a) == 1 else tuple(a) for a in (axes, same))
+        warn(_EQUAL.format(names, n, every_axis, over))
+
+
+def _equal_along(i: int, sizes: Sequence[int], every: Sequence[bytes]) -> bool:
+    """True if the ranks that differ in coordinate ``i`` alone have equal digests."""
+    places = itertools.product(*map(range, sizes))
+    by_place = dict(zip(places, every, strict=True))
+    return all(x == by_place[*p[:i], 0, *p[i + 1 :]] for p, x in by_place.items())
+
+
+def _is_one_row(x: Tensor) -> bool:
+    """True if all rows of a tensor are alike; of one row, its elements."""
+    with torch.no_grad():
+        x = x.flatten() if len(x) == 1 else x
+        return bool((x == x[:1]).all())
+
+
+_EQUAL = (
+    "the ranks along {} are given equal batches: all {} train on the same rows. Give "
+    "each its own, ff.local_batch(batch, mesh, {!r}) of a batch that every rank holds; "
+    "or say that it is meant, shard(..., equal_batches={!r})"
+)

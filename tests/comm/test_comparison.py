@@ -15,9 +15,17 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm import comparison
+from fsfunc.comm import descriptions
 from fsfunc.comm.backends.channels import Channel
-from fsfunc.comm.comparison import RanksDiffer, checksums
+from fsfunc.comm.comparison import (
+    RanksDiffer,
+    Section,
+    agree,
+    everywhere,
+    raise_everywhere,
+)
+from fsfunc.comm.descriptions import checksums
+from fsfunc.comm.groups import group
 
 OPTIMIZER = ff.sgd(0.1)
 
@@ -287,6 +295,69 @@ def test_only_ranks_that_share_parameters_are_compared():
         ff.spmd(lambda: main(3), mesh)()
 
 
+class Odd(Exception):
+    """An error that other ranks do not know by its name."""
+
+
+@pytest.mark.parametrize("error", [FileExistsError("there"), Odd("there")], ids=repr)
+def test_one_ranks_error_is_raised_on_all_ranks_of_its_group(error):
+    """The others' are of the same kind where Python has it; other groups go on."""
+    mesh = ff.make_mesh({"model": 2, "data": 3}, "simulated")
+
+    def act():
+        if mesh.rank == 4:
+            raise error
+        return mesh.rank
+
+    def main():
+        with ff.ledger() as log:
+            try:
+                found = everywhere(act, group("data"), LookupError)
+            except Exception as raised:
+                found = raised
+        return found, log.table(mesh.rank)
+
+    found, logs = ff.spmd(main, mesh)().unzip()
+    assert found[:3] == [0, 1, 2] and found[4] is error
+    assert all(log == [("all_gather", "data", 1, 16)] for log in logs[:3])
+    kind = FileExistsError if type(error) is FileExistsError else LookupError
+    for rank in (3, 5):
+        assert type(found[rank]) is kind
+        assert str(found[rank]) == "rank 4 could not go on: there"
+        text = f"{type(error).__name__}: there"
+        assert logs[rank] == [("all_gather", "data", 2, 2 * (8 + len(text)))]
+    assert everywhere(lambda: 5, None) == 5
+    with pytest.raises(Odd):
+        raise_everywhere(Odd(), None)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ranks_that_agree_are_told_what_each_has(waits):
+    """And in no ledger. Only who does not wait is told nothing before all are there."""
+    mesh = ff.make_mesh({"data": 3}, "simulated")
+
+    def main(odd):
+        mine = Section("numbers differ", [("n", str(odd and mesh.rank))], "Set n.")
+        with ff.ledger() as log:
+            try:
+                found = agree(group("data"), bytes([mesh.rank] * 16), mine, waits=waits)
+            except RanksDiffer as error:
+                found = str(error)
+        assert not log.records
+        return found
+
+    *some, last = ff.spmd(lambda: main(0), mesh)()
+    assert last == [[bytes([r] * 16) for r in range(3)], [last[1][0]] * 3]
+    assert some == [last] * 2 if waits else not any(some)
+    found = ff.spmd(lambda: main(1), mesh)()
+    lines = "numbers differ:\n  n: rank 0: 0; rank 1: 1; rank 2: 2\nSet n."
+    if waits:
+        assert found == [lines] * 3
+    else:  # with the first that came
+        said = [lines.replace("; rank 2: 2", ""), lines.replace("rank 1: 1; ", "")]
+        assert found == [[], *said]
+
+
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
@@ -345,15 +416,15 @@ def test_a_device_sums_more_rows_at_once_and_has_the_same_checksums(monkeypatch,
     draw = torch.Generator().manual_seed(rows)
     tensors = [torch.randn(rows * 2048 + more, generator=draw) for more in (0, 1, 2047)]
     near = checksums(tensors)
-    summed, pieces = comparison._Folded._summed, []
+    summed, pieces = descriptions._Folded._summed, []
 
     def counted(self, rows, weights):
         pieces.append(len(rows))
         return summed(self, rows, weights)
 
-    monkeypatch.setattr(comparison._Folded, "_summed", counted)
-    monkeypatch.setattr(comparison, "_on_host", lambda x: False)
+    monkeypatch.setattr(descriptions._Folded, "_summed", counted)
+    monkeypatch.setattr(descriptions, "_on_host", lambda x: False)
     assert checksums(tensors) == near
     assert rows < 2 or rows in pieces  # all of them at once
-    monkeypatch.setattr(comparison, "_FAR_ROWS", 100)
+    monkeypatch.setattr(descriptions, "_FAR_ROWS", 100)
     assert checksums(tensors) == near

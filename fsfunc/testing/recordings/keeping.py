@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.baton import Aborted
-from fsfunc.comm.comparison import checksums, has_values
+from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.comm.mesh import Here, Mesh, maybe_here, place_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, recording, title

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.comparison import checksums
+from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.testing.recordings.tree_writer import kept_tensor

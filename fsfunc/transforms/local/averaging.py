@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal, label
-from fsfunc.comm.comparison import compare, whole_values
+from fsfunc.comm.comparison import agree
+from fsfunc.comm.descriptions import whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -274,10 +275,9 @@ def consensus(state: LocalState) -> Any:
         if at.link.moves:
             pairs = zip(leaves, means, strict=True)
             rest = [None if mean is not None else local(x) for x, mean in pairs]
-            said = whole_values(paths, rest, at.link.notes)
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
-            compare([replace(said, title=title, advice=advice)], where)
+            agree(where, whole_values(paths, rest, at.link.notes, title, advice))
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)

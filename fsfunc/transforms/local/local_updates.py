@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
-from fsfunc.comm.comparison import Section, compare, whole_values
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.comparison import Section, agree
+from fsfunc.comm.descriptions import told, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -153,7 +153,7 @@ class LocalUpdates(Interpretation):
                 parts = [x.local if is_sharded(x) else x for x in leaves]
                 said = told(self.called, self, answers(()))
                 steps = Section("ranks that train by themselves meet unlike", said)
-                compare([steps, whole_values(paths, parts, at.link.notes)], where)
+                agree(where, steps, whole_values(paths, parts, at.link.notes))
             more = self.remembers(state.params, where)
             copies = self.copies.stacked(state, at_mesh)
         return LocalState(copies, 0, axis=self.axes, **more)
