@@ -6,7 +6,7 @@ its transpose; `groups.RankGroup.start` records the bytes and passes it to the b
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
 groups.py           a rank's handle on the ranks along an axis
-operations.py       the table of collectives: bytes, shapes, reductions
+operations.py       the table of collectives: all that there is to say of each
 linear_maps.py      collectives as data, with their transposes
 collective_ops.py   the autograd.Function of all collectives
 collectives.py      psum, all_gather and the other public functions

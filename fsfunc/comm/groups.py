@@ -14,7 +14,6 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.mesh import Axis, Here, asks, here
-from fsfunc.comm.operations import is_source
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,7 @@ class RankGroup:
                 "their own: its loss is that of one rank. Call the collective on what "
                 "the step returns, outside of it"
             )
-        sends = "pairs" not in how or is_source(how["pairs"], self.index)
-        sizes = how.get("sizes")
-        stays = x[: sizes[self.index][self.index]].numel() if sizes else None
-        note(op, self.axis, self.size, x, self.rank, sends, what, stays)
+        note(op, x, self, how, what)
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             x = dense(x)
         return self.link.start(op, x, self, out=out, what=what, **how)
@@ -106,7 +102,7 @@ class RankGroup:
         Cost: the bytes of ``x``, noted as one ppermute of the sender's.
         """
         self._check("send to", to)
-        note("ppermute", self.axis, self.size, x, self.rank, True, what)
+        note("ppermute", x, self, {"pairs": ((self.index, to),)}, what)
         return self.link.send(dense(x.detach()), self, to, what)
 
     def receive(

@@ -19,7 +19,7 @@ whatever the backend does underneath. An axis of size 1 sends, and counts, nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
@@ -57,28 +57,21 @@ class Record:
 
 
 def note(
-    op: str,
-    axis: tuple[str, ...],
-    size: int,
-    x: torch.Tensor,
-    rank: int,
-    sends: bool,
-    what: str = "",
-    stays: int | None = None,
+    op: str, x: torch.Tensor, where: Any, how: Mapping[str, Any], what: str = ""
 ) -> None:
-    """Records one collective over ``size`` ranks in every open ledger.
+    """Records one collective of the rank of ``where`` in every open ledger.
 
-    ``stays``: for unequal parts, the elements of ``x`` that stay on this rank.
+    ``how``: its arguments.
     """
     logs = LEDGERS.get()
     if not logs:
         return
-    b = x.numel() * x.element_size()
-    sent = Fraction(b * OPERATIONS[op].sends(size) if sends else 0)
-    if stays is not None:
-        sent = Fraction(b - stays * x.element_size())
+    share = OPERATIONS[op].sends(where.size, where.index, **how)
+    sent = Fraction(x.numel() * x.element_size() * share)
     unit, phase = current_label()
-    record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
+    record = Record(
+        op, where.axis, sent, x.dtype, unit, phase, where.rank, source_line(), what
+    )
     for log in logs:
         log.records.append(record)
 

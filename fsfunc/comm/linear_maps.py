@@ -17,7 +17,7 @@ in ``gradients``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,53 +28,49 @@ from torch import Tensor
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
-from fsfunc.comm.operations import OPERATIONS, SUM
+from fsfunc.comm.operations import OPERATIONS, SUM, Sizes, Types
 
-# op, of -> to : op, of -> to; M counts as V. Rows with an asterisk have inputs that are
-# equal on all ranks, whatever their type.
-TRANSPOSES = {
-    ("psum", "V", "I"): ("cast", "I", "V"),
-    ("psum", "P", "I"): ("cast", "I", "R"),
-    ("psum", "P", "R"): ("psum", "P", "R"),
-    ("psum", "V", "V"): ("psum", "V", "V"),
-    ("psum", "P", "V"): ("psum", "V", "R"),
-    ("psum", "V", "R"): ("psum", "P", "V"),
-    ("cast", "I", "V"): ("psum", "V", "I"),
-    ("cast", "I", "R"): ("psum", "P", "I"),
-    ("cast", "R", "V"): ("cast", "V", "P"),
-    ("cast", "V", "P"): ("cast", "R", "V"),
-    ("cast", "V", "V"): ("cast", "V", "V"),
-    ("cast", "V", "R"): ("cast", "P", "V"),  # *
-    ("cast", "P", "V"): ("cast", "V", "R"),
-    ("cast", "R", "I"): ("keep", "I", "P"),
-    ("keep", "I", "P"): ("cast", "R", "I"),
-    ("all_gather", "V", "V"): ("psum_scatter", "V", "V"),
-    ("all_gather", "V", "R"): ("psum_scatter", "P", "V"),
-    ("all_gather", "V", "I"): ("slice", "I", "V"),
-    ("psum_scatter", "V", "V"): ("all_gather", "V", "V"),
-    ("psum_scatter", "P", "V"): ("all_gather", "V", "R"),
-    ("slice", "I", "V"): ("all_gather", "V", "I"),
-    ("slice", "R", "V"): ("embed", "V", "P"),
-    ("embed", "V", "P"): ("slice", "R", "V"),
-    ("slice", "V", "V"): ("embed", "V", "V"),  # *
-    ("embed", "V", "V"): ("slice", "V", "V"),
-    ("all_to_all", "V", "V"): ("all_to_all", "V", "V"),
-    ("ppermute", "V", "V"): ("ppermute", "V", "V"),
-    ("pbroadcast", "V", "V"): ("collect", "V", "V"),
-    ("pbroadcast", "V", "I"): ("keep", "I", "V"),
-    ("keep", "I", "V"): ("pbroadcast", "V", "I"),
-    ("collect", "V", "V"): ("pbroadcast", "V", "V"),
-    ("enter", "V", "V"): ("psum", "V", "V"),  # *
+# The transposes of maps that are no collectives, by op and types before and after; of
+# collectives `OPERATIONS` has them. M counts as V. Those with an asterisk have inputs
+# that are equal on all ranks, whatever their type.
+LOCAL: dict[str, Mapping[Types, tuple[str, str, str]]] = {
+    "cast": {
+        ("I", "V"): ("psum", "V", "I"),
+        ("I", "R"): ("psum", "P", "I"),
+        ("R", "V"): ("cast", "V", "P"),
+        ("V", "P"): ("cast", "R", "V"),
+        ("V", "V"): ("cast", "V", "V"),
+        ("V", "R"): ("cast", "P", "V"),  # *
+        ("P", "V"): ("cast", "V", "R"),
+        ("R", "I"): ("keep", "I", "P"),
+    },
+    "keep": {
+        ("I", "P"): ("cast", "R", "I"),
+        ("I", "V"): ("pbroadcast", "V", "I"),
+    },
+    "slice": {
+        ("I", "V"): ("all_gather", "V", "I"),
+        ("R", "V"): ("embed", "V", "P"),
+        ("V", "V"): ("embed", "V", "V"),  # *
+    },
+    "embed": {
+        ("V", "P"): ("slice", "R", "V"),
+        ("V", "V"): ("slice", "V", "V"),
+    },
+    "collect": {("V", "V"): ("pbroadcast", "V", "V")},
+    "enter": {("V", "V"): ("psum", "V", "V")},  # *
 }
-Sizes = tuple[tuple[int, ...], ...]
-_LOCAL = {"cast", "keep", "slice", "embed", "enter"}
-_JOINS = {"all_gather", "psum_scatter", "all_to_all"}
+
+
+def transposes(op: str) -> Mapping[Types, tuple[str, str, str]]:
+    """The transposes of an op, by the types between which it has one."""
+    return OPERATIONS[op].transposes if op in OPERATIONS else LOCAL[op]
 
 
 @cache
 def meanings(op: str) -> tuple[str, ...]:
     """The types between which ``op`` has a transpose, such as ``V->I``."""
-    return tuple(f"{a}->{b}" for o, a, b in TRANSPOSES if o == op)
+    return tuple(f"{of}->{to}" for of, to in transposes(op))
 
 
 @dataclass(frozen=True)
@@ -111,18 +107,18 @@ class LinearMap:
         """The transposed map, which the backward applies to the cotangent.
 
         Raises:
-            RuntimeError: pmax and pmin, which have none.
+            RuntimeError: an op that has none, such as pmax.
         """
         leaves, comes = self.of == "M", self.to == "M"
-        if self.ordered:
+        if not (rows := transposes(self.op)):
             raise RuntimeError(
                 f"{self.op} has no derivative here: give it x.detach(), where it only "
                 "scales or shifts"
             )
-        row = self.op, *("V" if kind == "M" else kind for kind in (self.of, self.to))
-        op, of, to = TRANSPOSES[row]  # type: ignore[index]
+        of, to = ("V" if kind == "M" else kind for kind in (self.of, self.to))
+        op, of, to = rows[of, to]
         dim, to_dim = self.dim, self.to_dim
-        if op == "all_to_all":
+        if op in OPERATIONS and OPERATIONS[op].dims == 2:
             dim, to_dim = to_dim, dim
         return replace(
             self,
@@ -139,7 +135,9 @@ class LinearMap:
     @property
     def sends(self) -> str | None:
         """The collective that it runs, or None if it sends nothing."""
-        return None if self.op in _LOCAL else {"collect": "psum"}.get(self.op, self.op)
+        if self.op in OPERATIONS:
+            return self.op
+        return "psum" if self.op == "collect" else None
 
     @property
     def ordered(self) -> bool:
@@ -158,11 +156,11 @@ class LinearMap:
     @property
     def how(self) -> dict[str, Any]:
         """The keyword arguments of the collective."""
-        if self.op == "ppermute":
-            return {"pairs": self.pairs}
-        if self.sizes:
-            return {"sizes": self.sizes}
-        return {"source": self.source} if self.op == "pbroadcast" else {}
+        names = OPERATIONS[self.op].arguments if self.op in OPERATIONS else ()
+        found = {name: getattr(self, name) for name in names}
+        if not self.sizes:  # of equal parts nothing is said
+            found.pop("sizes", None)
+        return found
 
     def check(self, x: Tensor, where: RankGroup) -> None:
         """Raises if no backend can apply it to ``x``.
@@ -180,10 +178,13 @@ class LinearMap:
 
     def before(self, x: Tensor) -> Tensor:
         """The tensor that this rank sends, with the split or joined dim first."""
+        return dense(self._first(x))
+
+    def _first(self, x: Tensor) -> Tensor:
+        """What is sent of ``x``, with the split or joined dim first."""
         x = self._counted(x)
-        if self.op in _JOINS:
-            x = x.movedim(self.dim, 0)
-        return dense(x)
+        joins = self.op in OPERATIONS and OPERATIONS[self.op].dims
+        return x.movedim(self.dim, 0) if joins else x
 
     def _counted(self, x: Tensor) -> Tensor:
         """``x`` in int64 where a sum counts truth values, or averages integers."""
@@ -196,9 +197,10 @@ class LinearMap:
 
     def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
         """This rank's result, from that of the collective, ``y``, and the input."""
-        if self.op in ("all_gather", "psum_scatter"):
+        dims = OPERATIONS[self.op].dims if self.op in OPERATIONS else 0
+        if dims == 1:
             y = y.movedim(0, self.dim)
-        elif self.op == "all_to_all" and not self.sizes:
+        elif dims == 2 and not self.sizes:
             parts = [p.movedim(0, self.dim) for p in y.tensor_split(size)]
             y = torch.cat(parts, self.to_dim)
         elif self.op == "slice":
@@ -241,10 +243,9 @@ class LinearMap:
         """
         if self.sends is None:
             return x
-        if self.op == "ppermute" and (0, 0) not in self.pairs:
-            return torch.zeros_like(x)
-        x = self._counted(x)
-        return (x.movedim(self.dim, 0) if self.op in _JOINS else x).clone()
+        x, operation = self._first(x), OPERATIONS[self.sends]
+        reduces = operation.fold is not None
+        return x.clone() if reduces else operation.combine([x], **self.how)[0]
 
     def across(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the map to all ranks' inputs at once: the reference semantics."""
@@ -252,37 +253,8 @@ class LinearMap:
         if self.sends is None or n == 1:
             ys = [self.alone(x) for x in xs]
         else:
-            ys = combine(self.sends, [self.before(x) for x in xs], **self.how)
+            sent = [self.before(x) for x in xs]
+            ys = OPERATIONS[self.sends].combine(sent, **self.how)
         return [
             self.after(y, x, n, i) for i, (y, x) in enumerate(zip(ys, xs, strict=True))
         ]
-
-
-def combine(
-    op: str,
-    xs: Sequence[Tensor],
-    pairs: tuple[tuple[int, int], ...] = (),
-    source: int = 0,
-    sizes: Sizes = (),
-) -> list[Tensor]:
-    """The results of two ranks or more where rank i sent ``xs[i]``, along dim 0.
-
-    Sums run in rank order, which fixes their bits. The results may share memory with
-    each other, never with an input.
-    """
-    n, found = len(xs), OPERATIONS.get(op)
-    if found is not None and found.fold is not None:
-        total = found.fold.of(xs)
-        return list(total.tensor_split(n)) if found.rows else [total] * n
-    if op == "all_gather":
-        return [torch.cat(list(xs))] * n
-    if op == "all_to_all":
-        cuts = zip(xs, sizes or [None] * n, strict=True)
-        parts = [x.split(cut) if cut else x.tensor_split(n) for x, cut in cuts]
-        return [torch.cat([p[i] for p in parts]) for i in range(n)]
-    if op == "ppermute":
-        by_target = {d: xs[s].clone() for s, d in pairs}
-        return [by_target.get(i, torch.zeros_like(x)) for i, x in enumerate(xs)]
-    if op == "pbroadcast":
-        return [xs[source].clone()] * n
-    raise ValueError(f"unknown collective {op!r}")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.comm.operations import OPERATIONS
+from fsfunc.comm.operations import OPERATIONS, Rounds
 from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware
 from fsfunc.tree.structure import meant
@@ -230,7 +230,7 @@ def collective_seconds(
         return 0.0
     sent, slowest, latency = float(record.bytes), 0.0, 0.0
     pairwise = record.op in hardware.pairwise
-    reduces = OPERATIONS[record.op].all_reduces
+    reduces, rounds = OPERATIONS[record.op].all_reduces, OPERATIONS[record.op].rounds
     inner, width = {rank: 1 for rank in ranks}, 1  # by group below: members
     for level in hardware.levels:
         outer: dict[int, int] = {}
@@ -241,12 +241,12 @@ def collective_seconds(
         if steps:
             members = min(inner.values())
             leaves = sent
-            if pairwise or record.op == "all_to_all":
+            if pairwise or rounds is Rounds.PAIRS:
                 leaves = sent * members * (n - members) / (n - 1)
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
             if reduces:
                 steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
-            if pairwise or record.op == "ppermute":
+            if pairwise or rounds is Rounds.ONE:
                 latency = max(latency, level.latency * (1 + reduces))
             else:
                 latency += level.latency * steps

@@ -102,10 +102,9 @@ class SplitWork:
 
 def _sends(how: LinearMap) -> bool:
     """True of a map of each rank's own values, whose transpose gives such gradients."""
-    return how.of in ("V", "M") and not how.ordered and how.op not in _LOCAL
+    return how.of in ("V", "M") and not how.ordered and how.sends is not None
 
 
-_LOCAL = {"cast", "keep", "slice", "embed", "enter"}
 _ENTERS = (
     "{0} at {1} takes each rank's own along {2!r}, and is given one value, the same on "
     "all of its ranks, as no shard averages over {2!r}: its gradient would be that of "

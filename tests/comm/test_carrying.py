@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import fsfunc as ff
 from fsfunc.comm.backends.baton import Baton, Meeting
+from fsfunc.comm.operations import OPERATIONS
 from tests.probes import Watch
 
 
@@ -204,8 +205,9 @@ def test_ranks_in_streams_of_their_own_wait_for_one_another(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
     baton, call = Baton(2), SimpleNamespace(said=("all_gather",))
     result = OnCUDA(Stream.log)
-    made = lambda op, inputs: Stream.log.append("made") or [result] * 2  # noqa: E731
-    monkeypatch.setattr("fsfunc.comm.backends.baton.combine", made)
+    made = lambda inputs: Stream.log.append("made") or [result] * 2  # noqa: E731
+    row = SimpleNamespace(combine=made)
+    monkeypatch.setitem(OPERATIONS, "all_gather", row)
     for own, later in ("ab", "ab"), ("aa", "aa"), ("aa", "ba"):
         Stream.log.clear()
         for rank, stream in enumerate(own):

@@ -16,9 +16,15 @@ from fsfunc.comm import linear_maps
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.testing.transposes import COTANGENT, pairing, typed
 
-PLAIN = sorted(linear_maps.TRANSPOSES)
+TRANSPOSES = {
+    (op, *kinds): row
+    for op in (*OPERATIONS, *linear_maps.LOCAL)
+    for kinds, row in linear_maps.transposes(op).items()
+}
+PLAIN = sorted(TRANSPOSES)
 # Each as it is, and with V under the mean on either side.
 ROWS = sorted(
     (op, *kinds)
@@ -44,7 +50,7 @@ def dot_products(how: LinearMap, sizes, axis, shape, seed):
     of, row = how.of, plain((how.op, how.of, how.to))
     xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
     out = how.across([xs[0]] * n)[0].shape
-    alike = COTANGENT[how.to] in "IR" or linear_maps.TRANSPOSES[row] in AGREEING
+    alike = COTANGENT[how.to] in "IR" or TRANSPOSES[row] in AGREEING
     gs = typed(alike, out, mesh, axis, generator)
 
     def main(x, g):

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
-from fsfunc.comm.operations import OPERATIONS, SUM, is_source
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import plainly
 
 _INSTEAD = (
@@ -36,9 +37,7 @@ def shape_of_result(
     op: str, x: Tensor, where: Any, how: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """The shape of this rank's result of a collective of ``x``."""
-    if sizes := how.get("sizes"):
-        return sum(row[where.index] for row in sizes), *x.shape[1:]
-    return tuple(OPERATIONS[op].result_shape(x.shape, where.size))
+    return OPERATIONS[op].result_shape(x.shape, where.size, where.index, **how)
 
 
 class AbstractLink(Link):
@@ -85,20 +84,7 @@ class EchoLink(AbstractLink):
         what: str = "",
         **how: Any,
     ) -> Handle:
-        n = where.size
-        if op == "all_gather":
-            found = x.repeat(n, *[1] * (x.ndim - 1))
-        elif op == "psum_scatter":
-            found = x.view(n, -1, *x.shape[1:])[where.index] * n
-        elif OPERATIONS[op].fold is SUM:
-            found = x * n
-        elif sizes := how.get("sizes"):
-            rows = sum(row[where.index] for row in sizes)
-            found = x[:1].expand(rows, *x.shape[1:])
-        elif op == "ppermute" and where.index not in [t for _, t in how["pairs"]]:
-            found = x.new_zeros(x.shape)
-        else:
-            found = x.clone()
+        found = OPERATIONS[op].echo(x, where.size, where.index, **how)
         return Done(found if out is None else out.copy_(found))
 
 
@@ -207,8 +193,8 @@ class VmapLink(Link):
             for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
                 results[r] = y
                 if how.sends and len(ranks) > 1:
-                    sent = is_source(how.how.get("pairs"), i)
-                    note(how.sends, where.axis, len(ranks), inputs[r], r, sent)
+                    its = replace(where, ranks=ranks, index=i, rank=r)
+                    note(how.sends, inputs[r], its, how.how)
         return torch.stack(results)
 
     def axis_index(self, where: Any) -> Any:

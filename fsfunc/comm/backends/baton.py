@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
-from fsfunc.comm.linear_maps import combine
+from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.mailboxes import Board
 
 
@@ -60,8 +60,8 @@ class Meeting:
         if self.streams:
             self._join_streams()
         op = self.calls[self.ranks[0]].said[0]
-        inputs = [self.inputs[r] for r in self.ranks]
-        self.results = combine(op, inputs, **self.how)
+        inputs = list(map(self.inputs.__getitem__, self.ranks))
+        self.results = OPERATIONS[op].combine(inputs, **self.how)
         self.inputs.clear()
         self.over = True
 

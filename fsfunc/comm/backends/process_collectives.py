@@ -11,6 +11,7 @@ D (N-1)/N P leave each host, a ring's (ND-1)/(ND) P, and (N-1)/N P in two levels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc._torch.versions import all_gather_single, reduce_scatter_single
+from fsfunc._torch.versions import reduce_scatter_single
 from fsfunc.comm.backends.channels import Channel, Loan, Work
 from fsfunc.comm.backends.exchange import (
     DATA,
@@ -28,11 +29,10 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, digest
-from fsfunc.comm.operations import OPERATIONS, SUM, Fold
+from fsfunc.comm.operations import OPERATIONS, Fold, Operation
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
-Sizes = tuple[tuple[int, ...], ...]
 _KNOWN = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
@@ -48,18 +48,18 @@ def issue(
     numbers as two real ones, short integers as longer ones.
     """
     dtype, operation = x.dtype, OPERATIONS[op]
-    shape = operation.result_shape(x.shape, where.size)
+    shape = operation.result_shape(x.shape, where.size, where.index, **how)
     if not x.numel() and not how.get("sizes"):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
     if dtype in _KNOWN:
-        works, y = _issue(op, x, where, out, group, **how)
+        works, y = _issue(operation, x, where, out, group, **how)
         return works, lambda: y
-    if operation.fold is None:
-        x = x.view(-1).view(torch.uint8)
+    if operation.fold is None:  # of as many rows
+        x = x.view(*x.shape[:1], math.prod(x.shape[1:])).view(torch.uint8)
     else:
         x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
-    works, found = _issue(op, x, where, None, group, **how)
+    works, found = _issue(operation, x, where, None, group, **how)
 
     def finish() -> Tensor:
         if operation.fold is None:
@@ -72,67 +72,32 @@ def issue(
 
 
 def _issue(
-    op: str,
-    x: Tensor,
-    where: Any,
-    out: Tensor | None,
-    group: Any,
-    pairs: Sequence[tuple[int, int]] = (),
-    source: int = 0,
-    sizes: Sizes = (),
+    operation: Operation, x: Tensor, where: Any, out: Tensor | None, group: Any, **how
 ) -> tuple[list[Any], Tensor]:
-    """The works of ``op`` on ``x``, and where its result will be."""
-    n = where.size
-    room = OPERATIONS[op].result_shape(x.shape, n)
-    if op == "ppermute":
-        y, sent, got = _permuted(x, where.index, out, pairs)
-        calls = [
-            dist.P2POp(send, t, where.ranks[r], group)
-            for send, by_rank in ((dist.isend, sent), (dist.irecv, got))
-            for r, t in by_rank.items()
-        ]
-        # One batch: single sends and receives would wait for each other on NCCL.
-        works = dist.batch_isend_irecv(calls) if calls else []
-        return works, y
-    if op == "all_gather":
-        y = x.new_empty(room) if out is None else out
-        work = all_gather_single(y, x, group=group, async_op=True)
-    elif op == "psum_scatter":
-        y = x.new_empty(room) if out is None else out
-        work = reduce_scatter_single(y, x, group=group, async_op=True)
-    elif op == "all_to_all":
-        sent, got = _cut(x, n, where.index, sizes)
-        y = x.new_empty((sum(got), *x.shape[1:])) if out is None else out
-        work = dist.all_to_all_single(y, x, got, sent, group=group, async_op=True)
-    else:
+    """The works of a collective of ``x``, and where its result will be."""
+    if operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)
-        if op == "pbroadcast":
-            root = where.ranks[source]
-            work = dist.broadcast(y, root, group=group, async_op=True)
-        else:
-            reduction = OPERATIONS[op].fold
-            assert reduction is not None, f"{op} reduces nothing"
-            kind = getattr(dist.ReduceOp, reduction.name)
-            work = dist.all_reduce(y, kind, group=group, async_op=True)
-    return [work], y
-
-
-def _cut(x: Tensor, n: int, me: int, sizes: Sizes) -> tuple[list[int], list[int]]:
-    """By index, how much of dim 0 a rank sends there, and receives from there."""
-    if not sizes:
-        return [x.shape[0] // n] * n, [x.shape[0] // n] * n
-    return list(sizes[me]), [row[me] for row in sizes]
-
-
-def _permuted(
-    x: Tensor, me: int, out: Tensor | None, pairs: Sequence[tuple[int, int]]
-) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
-    """(a rank's result, what it sends by target, where it receives by source)."""
-    y = torch.zeros_like(x) if out is None else out.zero_()
-    if (me, me) in pairs:
-        y.copy_(x)
-    sent = {d: x for s, d in pairs if s == me != d}
-    return y, sent, {s: y for s, d in pairs if d == me != s}
+        assert operation.fold is not None
+        kind = getattr(dist.ReduceOp, operation.fold.name)
+        return [dist.all_reduce(y, kind, group=group, async_op=True)], y
+    n, i = where.size, where.index
+    shape = operation.result_shape(x.shape, n, i, **how)
+    y = x.new_empty(shape) if out is None else out
+    if operation.fold is not None:
+        kind = getattr(dist.ReduceOp, operation.fold.name)
+        return [reduce_scatter_single(y, x, op=kind, group=group, async_op=True)], y
+    if operation.native is not None:
+        return [operation.native(y, x, where, group, **how)], y
+    assert operation.route is not None, "a collective reduces, or has a route"
+    route = operation.route(x, y, n, i, **how)
+    calls = [
+        dist.P2POp(start, t, where.ranks[r], group)
+        for start, by_index in ((dist.isend, route.sent), (dist.irecv, route.received))
+        for r, t in by_index.items()
+        if r != i and t.numel()
+    ]
+    # One batch: single sends and receives would wait for each other on NCCL.
+    return (dist.batch_isend_irecv(calls) if calls else []), y
 
 
 class Pairs:
@@ -183,7 +148,8 @@ class Pairs:
         within the send, under a lock that gloo's thread spins for, should the other's
         data come meanwhile.
         """
-        found = {self.ranks[r]: x for r, x in sent.items() if x.numel()}
+        me = self.me
+        found = {self.ranks[r]: x for r, x in sent.items() if x.numel() and r != me}
         spent = self.spent and not hop
         return self.channel.send_all(found, self._tag(hop), spent, answered)
 
@@ -196,14 +162,14 @@ class Pairs:
     ) -> list[Work]:
         """Sends and receives by index along the axis; empty tensors stay at home."""
         works, under = self._send(sent, hop, answered), self._tag(hop)
-        got = {r: y for r, y in got.items() if y.numel()}
+        got = {r: y for r, y in got.items() if y.numel() and r != self.me}
         receive, ranks = self.channel.receive, self.ranks
         return [receive(y, ranks[r], under) for r, y in got.items()] + works
 
-    def _room(self, x: Tensor, times: int = 1) -> Tensor:
-        """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
-        shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
-        return self.pool.get(times * x.numel(), x.dtype, x).view(shape)
+    def _room(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """A buffer like ``x``, by default of its shape."""
+        shape = x.shape if shape is None else shape
+        return self.pool.get(math.prod(shape), x.dtype, x).view(shape)
 
     def _borrow(
         self, sent: Mapping[int, Tensor], like: Tensor
@@ -232,26 +198,32 @@ class Pairs:
         return total
 
     def start(self, op: str, x: Tensor, out: Tensor | None, **how: Any) -> Handle:
-        """Begins a collective of a rank's ``x``."""
-        found = OPERATIONS.get(op)
-        if found is not None and found.fold is not None and found.all_reduces:
-            return self.all_reduce(found.fold, x, out, **how)
-        return getattr(self, op)(x, out, **how)
+        """Begins a collective of a rank's ``x``; of "end", nothing but its headers."""
+        if op == "end":
+            return self._exchange([], lambda: x, x)
+        operation = OPERATIONS[op]
+        if operation.fold is None:
+            return self.move(operation, x, out, **how)
+        if operation.all_reduces:
+            return self.all_reduce(operation.fold, x, out, **how)
+        return self.reduce_scatter(operation.fold, x, out)
 
-    def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
-        full = self._room(x, self.n) if out is None else out
-        parts = full.tensor_split(self.n)
-        mine = parts[self.me]
-        if mine.data_ptr() != x.data_ptr():  # at zero 1 and 2 the state's part is there
-            mine.copy_(x)
-        works = self._swap(self._each(mine), self._each(*parts))
-        return self._exchange(works, lambda: full, x)
+    def move(
+        self, operation: Operation, x: Tensor, out: Tensor | None, **how: Any
+    ) -> Handle:
+        """What is sent along the route of a collective that reduces nothing."""
+        assert operation.route is not None, "a collective reduces, or has a route"
+        shape = operation.result_shape(x.shape, self.n, self.me, **how)
+        y = self._room(x, shape) if out is None else out
+        route = operation.route(x, y, self.n, self.me, **how)
+        works = self._swap(route.sent, route.received, answered=operation.one_way)
+        return self._exchange(works, lambda: y, x)
 
-    def psum_scatter(self, x: Tensor, out: Tensor | None) -> Handle:
+    def reduce_scatter(self, by: Fold, x: Tensor, out: Tensor | None) -> Handle:
         parts = x.tensor_split(self.n)
         mine = parts[self.me]
         works, got = self._borrow(self._each(*parts), mine)
-        return self._exchange(works, lambda: self._reduce(SUM, mine, got, out), x)
+        return self._exchange(works, lambda: self._reduce(by, mine, got, out), x)
 
     def all_reduce(
         self, by: Fold, x: Tensor, out: Tensor | None, hops: int = 1
@@ -276,28 +248,3 @@ class Pairs:
             return total
 
         return self._exchange(works, finish, x)
-
-    def all_to_all(self, x: Tensor, out: Tensor | None, sizes: Sizes = ()) -> Handle:
-        sent, got = _cut(x, self.n, self.me, sizes)
-        y = x.new_empty((sum(got), *x.shape[1:])) if out is None else out
-        cuts, slots = x.split(sent), y.split(got)
-        works = self._swap(self._each(*cuts), self._each(*slots))
-        slots[self.me].copy_(cuts[self.me])
-        return self._exchange(works, lambda: y, x)
-
-    def end(self, x: Tensor, out: Tensor | None) -> Handle:
-        """Nothing but its headers."""
-        return self._exchange([], lambda: x, x)
-
-    def ppermute(
-        self, x: Tensor, out: Tensor | None, pairs: Sequence[tuple[int, int]]
-    ) -> Handle:
-        y, sent, got = _permuted(x, self.me, out, pairs)
-        return self._exchange(self._swap(sent, got, 0, True), lambda: y, x)
-
-    def pbroadcast(self, x: Tensor, out: Tensor | None, source: int) -> Handle:
-        y = torch.empty_like(x) if out is None else out
-        if self.me != source:
-            return self._exchange(self._swap({}, {source: y}), lambda: y, x)
-        works = self._send(self._each(x), answered=True)
-        return self._exchange(works, lambda: y.copy_(x), x)
