@@ -118,7 +118,7 @@ if TYPE_CHECKING:
     from fsfunc.checkpoint.saving import save, save_async
     from fsfunc.checkpoint.stored import CheckpointError
     from fsfunc.comm.collective_pairs import collective
-    from fsfunc.comm.watch.post_mortem import full_traceback
+    from fsfunc.comm.tracebacks import full_traceback
     from fsfunc.data.loader import batches
     from fsfunc.interop.modules import from_module, to_module
     from fsfunc.interop.patterns import by_size
@@ -185,7 +185,7 @@ _LATER = {
         "fsfunc.checkpoint.saving": "save save_async",
         "fsfunc.checkpoint.stored": "CheckpointError",
         "fsfunc.comm.collective_pairs": "collective",
-        "fsfunc.comm.watch.post_mortem": "full_traceback",
+        "fsfunc.comm.tracebacks": "full_traceback",
         "fsfunc.data.loader": "batches",
         "fsfunc.interop.modules": "from_module to_module",
         "fsfunc.interop.patterns": "by_size",

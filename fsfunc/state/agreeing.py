@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,38 @@ _LIKE = (
     "Run the same step, by the same optimizer and numbers, on every rank; what one of "
     "them alone is to report, compute on all"
 )
+
+
+@dataclass(frozen=True)
+class RecordedProgram:
+    """What a rank lays a state out for: a function, as it was recorded.
+
+    Args:
+        handlers: the interpretations that lay leaves out.
+        over: the axes that leaves are split over.
+    """
+
+    fn: Callable[..., Any]
+    recorder: Recorder
+    handlers: Sequence[Any]
+    at: Here
+    over: set[str]
+
+    @property
+    def transforms(self) -> Sequence[Any]:
+        return getattr(self.fn, "interpretations", ()) or self.handlers
+
+    def together(self) -> Together:
+        """The axes whose ranks are given one batch, and why (see `compare_batches`)."""
+        mesh, recorder = self.at.mesh, self.recorder
+        means = {a for h in self.transforms for a in getattr(h, "axes", ())}
+        apart = {*mesh.axes} - self.over - recorder.axes - means
+        same = {axis for h in self.handlers for axis in h.same_batch}
+        each = [(same, STAGES), (self.over - means, SPLIT)]
+        if recorder.updates:
+            each.insert(1, (apart, ""))
+        found = [(tuple(a for a in mesh.axes if a in axes), why) for axes, why in each]
+        return [(axes, why) for axes, why in found if axes and mesh.axis_size(axes) > 1]
 
 
 class Agreement:
@@ -61,6 +94,40 @@ class Agreement:
             self.made = section.lines
         else:
             agree(where, section)
+
+    def compare_programs(
+        self,
+        program: RecordedProgram,
+        rest: Any,
+        lines: Callable[[], Lines],
+        values: Callable[[], Section],
+    ) -> None:
+        """Raises on every rank if the ranks' programs or values differ."""
+        at, handlers, recorder = program.at, program.handlers, program.recorder
+        where = compared(at, program.over.union(*(h.axes for h in handlers)))
+        if where is None:
+            return
+        transforms = enumerate(program.transforms)
+        text = [
+            ("raised", "nothing"),  # a rank that has raised names its error here
+            *((f"transform {i}", stated(h)) for i, h in transforms),
+            *lines(),
+            *recorder.lines(),
+        ]
+        agree(where, unlike_steps(text), values())
+        self.compared = True
+        if where.link.notes is not None:
+            where.link.after_others()
+        shardings = [h for h in handlers if isinstance(h, Sharding)]
+        if shardings:
+            self.among = group(shardings[0].axes, at)
+        together = program.together()
+        for axes, because in together:
+            compare_batches(rest, group(axes, at), because)
+        for h in shardings:
+            h.first_calls.laid_out(at.rank, recorder.updates, together)
+        for h in handlers:
+            h.ran(at)
 
     def end(self, raised: str) -> None:
         """Tells the other ranks what this one raised; they do the same.
@@ -116,59 +183,6 @@ def compared(at: Here, axes: set[str]) -> RankGroup | None:
 def unlike_steps(lines: Lines) -> Section:
     """The lines of the program that a rank lays out for."""
     return Section(_UNLIKE, lines, _LIKE)
-
-
-def compare_programs(
-    fn: Callable[..., Any],
-    recorder: Recorder,
-    handlers: Sequence[Any],
-    rest: Any,
-    at: Here,
-    over: set[str],
-    said: Callable[[], Lines],
-    values: Callable[[], Section],
-    agreement: Agreement,
-) -> None:
-    """Raises on every rank if the ranks' programs or values differ.
-
-    Args:
-        handlers: the interpretations that lay leaves out; ``over``: the axes that
-            leaves are split over.
-    """
-    where = compared(at, over.union(*(h.axes for h in handlers)))
-    if where is None:
-        return
-    transforms = getattr(fn, "interpretations", ()) or handlers
-    lines = [("raised", "nothing")]  # a rank that has raised names its error here
-    lines += [(f"transform {i}", stated(h)) for i, h in enumerate(transforms)]
-    lines += [*said(), *recorder.lines()]
-    agree(where, unlike_steps(lines), values())
-    agreement.compared = True
-    if where.link.notes is not None:
-        where.link.after_others()
-    shardings = [h for h in handlers if isinstance(h, Sharding)]
-    if shardings:
-        agreement.among = group(shardings[0].axes, at)
-    together = _together(recorder, handlers, transforms, at, over)
-    for axes, because in together:
-        compare_batches(rest, group(axes, at), because)
-    for h in shardings:
-        h.first_calls.laid_out(at.rank, recorder.updates, together)
-    for h in handlers:
-        h.ran(at)
-
-
-def _together(
-    recorder: Recorder, handlers: Any, transforms: Any, at: Here, over: set[str]
-) -> Together:
-    """The axes whose ranks are given one batch, and why (see `compare_batches`)."""
-    means = {axis for h in transforms for axis in getattr(h, "axes", ())}
-    apart = {*at.mesh.axes} - over - recorder.axes - means if recorder.updates else ()
-    same = {axis for h in handlers for axis in h.same_batch}
-    each = ((same, STAGES), (apart, ""), (over - means, SPLIT))
-    found = [(tuple(a for a in at.mesh.axes if a in axes), why) for axes, why in each]
-    size = at.mesh.axis_size
-    return tuple((axes, why) for axes, why in found if axes and size(axes) > 1)
 
 
 def kind_of(x: Any) -> Any:

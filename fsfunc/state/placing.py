@@ -25,7 +25,7 @@ from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
 from fsfunc.state.agreeing import (
     Agreement,
-    compare_programs,
+    RecordedProgram,
     compared,
     kind_of,
     opaque,
@@ -189,7 +189,8 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(handlers[0].mesh)
-    compare_programs(fn, recorder, handlers, rest, at, over, said, values, agreement)
+    program = RecordedProgram(fn, recorder, handlers, at, over)
+    agreement.compare_programs(program, rest, said, values)
     lay_groups(found, recorder, applied, like or {}, sharding, source, stores, at)
     _check_taken(splits, found)
     steps = (begins or recorder.steps) and recorder.calls_at  # by gradients

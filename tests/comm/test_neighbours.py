@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.comm.backends.channels import Channel
-from fsfunc.comm.backends.deliveries import Disconnected
-from fsfunc.comm.backends.neighbours import Neighbours
+from fsfunc.comm.backends.neighbours import Disconnected, Neighbours
 from fsfunc.comm.backends.shared_memory import (
     PAGE,
     SharedMemory,

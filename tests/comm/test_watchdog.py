@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsfunc.comm.backends import process_groups
 from fsfunc.comm.backends.link import PeerFailed, signature
-from fsfunc.comm.backends.time_limits import within
+from fsfunc.comm.backends.process_groups import within
 from fsfunc.comm.watch import mailboxes, watchdog
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 from fsfunc.comm.watch.watchdog import FlightRecorder, Watchdog, patience_of

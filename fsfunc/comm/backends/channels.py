@@ -8,8 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.backends.deliveries import Borrowed, Disconnected, Received, Sent
-from fsfunc.comm.backends.neighbours import Neighbours
+from fsfunc.comm.backends.neighbours import (
+    Borrowed,
+    Disconnected,
+    Neighbours,
+    Received,
+    Sent,
+)
 from fsfunc.comm.backends.process_groups import is_torn
 from fsfunc.runtime.memory import BufferPool
 

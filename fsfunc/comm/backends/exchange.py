@@ -23,7 +23,6 @@ from torch import Tensor
 from fsfunc._torch.versions import all_gather_single
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.backends.channels import Channel, Work
-from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -31,6 +30,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
+from fsfunc.comm.backends.neighbours import Disconnected
 from fsfunc.comm.watch.watchdog import FlightRecord, the_watchdog
 
 DATA, HEADER, TRANSFER, ANSWER = range(4)

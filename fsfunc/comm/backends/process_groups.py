@@ -10,28 +10,34 @@ tag is used again after 4,096 of them.
 Groups belong to torch. A group has threads. If a mesh kept one alive beyond
 `destroy_process_group`, a thread would free a tensor while Python ends, which ends the
 process by SIGABRT.
+
+A call to torch's store sends a question and reads the answer, without a limit where the
+process that keeps the store is stopped: so it is made in a thread, and waited for no
+longer than is said.
 """
 
 from __future__ import annotations
 
+import contextvars
 import errno
 import os
+import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsfunc import _torch
-from fsfunc.comm.backends.deliveries import Disconnected
-from fsfunc.comm.backends.time_limits import Unanswered, within
+from fsfunc.comm.backends.neighbours import Disconnected
 from fsfunc.comm.watch.watchdog import NO_DESCRIPTOR, out_of_descriptors
 
+_T = TypeVar("_T")
 ANSWERS = 5.0  # seconds for a store to answer after all that it waits for
 _LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
@@ -283,3 +289,42 @@ def is_torn(error: RuntimeError) -> bool:
     """True if it says that a connection is closed."""
     text = str(error)
     return isinstance(error, Disconnected) or "gloo" in text or "pair closure" in text
+
+
+class Unanswered(TimeoutError):
+    """A call that has not returned in time; its thread still waits for the answer."""
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """``call()``, made in a thread of its own.
+
+    Raises:
+        Unanswered: it takes longer; nothing can end it, so it goes on in that thread.
+
+    >>> within(5, lambda: 3)
+    3
+    """
+    over = threading.Event()
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            over.set()
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), daemon=True)
+    thread.start()
+    if not over.wait(seconds):
+        raise Unanswered(f"timed out: no answer in {seconds:.0f} s")
+    thread.join()
+    try:
+        if errors:
+            raise errors[0]
+        return results[0]
+    finally:
+        errors.clear()  # its traceback holds this frame

@@ -40,7 +40,6 @@ from fsfunc import _torch
 from fsfunc._torch.versions import all_gather_single
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.channels import Channel
-from fsfunc.comm.backends.deliveries import Disconnected
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.link import (
     CollectiveMismatch,
@@ -51,7 +50,7 @@ from fsfunc.comm.backends.link import (
     digest,
     signature,
 )
-from fsfunc.comm.backends.neighbours import HUNG_UP, Neighbours
+from fsfunc.comm.backends.neighbours import HUNG_UP, Disconnected, Neighbours
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import (
@@ -62,9 +61,9 @@ from fsfunc.comm.backends.process_groups import (
     is_of_others,
     is_torn,
     meet,
+    within,
 )
 from fsfunc.comm.backends.same_host import Door
-from fsfunc.comm.backends.time_limits import within
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.watchdog import FlightRecord, patience_of, the_watchdog
@@ -220,7 +219,6 @@ class ProcessLink(Link):
         x, group = x.detach(), self.groups.get(where.ranks)
         if self.dropped:
             self._take_in()
-        compared = where.compared and not self.checks
         if self.checks:  # a buffer has a name; what has none is its unit's
             what = what or current_label()[0]
         if where.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
@@ -233,9 +231,7 @@ class ProcessLink(Link):
         if not number:
             self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
-        return self._told(
-            self._issue, record, where, x, out, group, compared, spent, **how
-        )
+        return self._told(self._issue, record, where, x, out, group, spent, **how)
 
     def _issue(
         self,
@@ -244,11 +240,10 @@ class ProcessLink(Link):
         x: Tensor,
         out: Tensor | None,
         group: Any,
-        compared: bool,
         spent: bool,
         **how: Any,
     ) -> Handle:
-        op = record.said[0]
+        op, compared = record.said[0], where.compared and not self.checks
         if x.device.type == "cpu" and self.paired:
             channel = Channel(group, where.ranks, self.near)
             pairs = Pairs(record, where, channel, self.results, compared, spent)

@@ -6,5 +6,4 @@ sent while all goes well.
 
 mailboxes.py        messages by queues in torch's store
 watchdog.py         the last 100 collectives; the thread that watches waits; errors
-post_mortem.py      the frames that were left out of an error, for a debugger
 """
