@@ -83,7 +83,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
         for p, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and not has_values(x)
     ]
-    names = " and ".join(map(repr, where.axis))
+    names = _names(where.axis)
     title = f"the ranks along {names} are given unlike batches, and " + (
         f"{because}: together they compute one batch"
         if because
@@ -213,15 +213,20 @@ class Replicas:
             apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
         for over in (apart, means):
             for axes, values in _one_value(leaves, given, over, at):
-                _compare_state(axes, over is apart, values, group(axes, at))
+                _compare_state(values, group(axes, at), over is apart)
         split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
         for axes, values in _one_value(leaves, given, split - means, at):
-            _compare_near(axes, values, group(axes, at))
+            _compare_near(values, group(axes, at))
         if given.is_leaf() and not is_sharded(leaves[0]):
             return False  # but a loss, where a tensor is all that was given
         if call.number == 1 and (apart := _in_order(means - {*equal}, at)):
             warn_of_equal(call.batch, apart, at)
         return True
+
+
+def _names(axes: Sequence[str]) -> str:
+    """Axes in words, for messages."""
+    return " and ".join(map(repr, axes))
 
 
 def _in_order(axes: Container[str], at: Here) -> tuple[str, ...]:
@@ -248,7 +253,7 @@ def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
             while key in lines and lines[key] != text:
                 key += "'"
             lines[key] = text
-    names = " and ".join(map(repr, axes))
+    names = _names(axes)
     title = f"the ranks along {names} update one state by unlike optimizers or numbers"
     agree(group(axes, at), Section(title, [*lines.items()], _ALIKE))
 
@@ -259,9 +264,7 @@ _ALIKE = (
 )
 
 
-def _compare_near(
-    axes: tuple[str, ...], leaves: dict[str, Any], where: RankGroup
-) -> None:
+def _compare_near(leaves: dict[str, Any], where: RankGroup) -> None:
     """Compares leaves that ranks compute alike, with kernels that may round apart."""
     numbers = {
         path: norm_and_sum(x)
@@ -272,12 +275,11 @@ def _compare_near(
         return
     _, odd, norms = nearly_agree(numbers, where, 1e-3)
     if odd is not None:
-        names = " and ".join(map(repr, axes))
         raise RanksDiffer(
-            f"the ranks along {names}, over which parameters are split, return other "
-            f"values of {odd!r}, which is one value on all of them (norms "
+            f"the ranks along {_names(where.axis)}, over which parameters are split, "
+            f"return other values of {odd!r}, which is one value on all of them (norms "
             f"{norms}): give them one batch and one seed, let nothing outside units "
-            f"depend on the rank, and take ff.pmean(x, {axes[0]!r}) of what does"
+            f"depend on the rank, and take ff.pmean(x, {where.axis[0]!r}) of what does"
         )
 
 
@@ -287,7 +289,7 @@ def _compare_generators(where: RankGroup, because: str) -> None:
     Not along axes of a mean: there numbers that are drawn are each rank's own.
     """
     states = {g.device.type: state for g, state in generator_states()}
-    names = " and ".join(map(repr, where.axis))
+    names = _names(where.axis)
     title = (
         f"the ranks along {names} draw apart, as the default generators stand, and "
         f"{because}: what they draw is one value"
@@ -327,15 +329,13 @@ def _paths(structure: Any) -> list[str]:
     return tree.paths_of(structure)
 
 
-def _compare_state(
-    axes: tuple[str, ...], apart: bool, leaves: dict[str, Any], where: RankGroup
-) -> None:
-    """Compares leaves that are one value along ``axes``.
+def _compare_state(leaves: dict[str, Any], where: RankGroup, apart: bool) -> None:
+    """Compares leaves that are one value along an axis.
 
     Args:
-        apart: whether no transform and no layout names these.
+        apart: whether no transform and no layout names it.
     """
-    names = " and ".join(map(repr, axes))
+    names, axis = _names(where.axis), where.axis[0]
     what = f"the ranks along {names} return different states"
     if apart:
         title = (
@@ -345,7 +345,7 @@ def _compare_state(
         advice = (
             f"Give the ranks along {names} one batch and one seed (torch.manual_seed), "
             "let nothing that trains depend on ff.axis_index of it; or shard over it "
-            f"too, or replicate={axes[0]!r}; or, to train separately, make each of "
+            f"too, or replicate={axis!r}; or, to train separately, make each of "
             "them a program by itself"
         )
     else:
@@ -353,7 +353,7 @@ def _compare_state(
         advice = (
             "What is made of a rank's own (its data, its place, its clock, numbers of "
             "its own generators) goes into the state by ff.pmean; or lay the leaf out "
-            f"as each rank's own, by layouts={{path: ff.Own({axes[0]!r})}}"
+            f"as each rank's own, by layouts={{path: ff.Own({axis!r})}}"
         )
     given = [*leaves], [*leaves.values()], where.link.notes
     agree(where, whole_values(*given, title, advice))
@@ -383,7 +383,7 @@ def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
     sizes = [at.mesh.axes[a] for a in axes]
     same = [a for i, a in enumerate(axes) if _equal_along(i, sizes, every)]
     if same and not all(map(_is_one_row, rows)):
-        names, n = " and ".join(map(repr, same)), at.mesh.axis_size(tuple(same))
+        names, n = _names(same), at.mesh.axis_size(tuple(same))
         every_axis, over = (a[0] if len(a) == 1 else tuple(a) for a in (axes, same))
         warn(_EQUAL.format(names, n, every_axis, over))
 

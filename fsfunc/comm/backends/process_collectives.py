@@ -204,9 +204,9 @@ class Pairs:
         operation = OPERATIONS[op]
         if operation.fold is None:
             return self.move(operation, x, out, **how)
-        if operation.all_reduces:
-            return self.all_reduce(operation.fold, x, out, **how)
-        return self.reduce_scatter(operation.fold, x, out)
+        if operation.rows is not None:
+            return self.reduce_scatter(operation.fold, x, out)
+        return self.all_reduce(operation.fold, x, out, **how)
 
     def move(
         self, operation: Operation, x: Tensor, out: Tensor | None, **how: Any
