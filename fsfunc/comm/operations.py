@@ -84,6 +84,10 @@ class Rounds(enum.Enum):
     ONE = "one message of each rank"
 
 
+def _not_given(*_: Any, **how: Any) -> Any:
+    raise TypeError("the row of a collective has a fold, or a result and a route")
+
+
 @dataclass(frozen=True)
 class Operation:
     """The properties of one collective.
@@ -123,8 +127,8 @@ class Operation:
     dims: int = 0
     arguments: tuple[str, ...] = ()
     rounds: Rounds = Rounds.RING
-    result: Callable[..., Tensor] | None = None
-    route: Callable[..., Route] | None = None
+    result: Callable[..., Tensor] = _not_given
+    route: Callable[..., Route] = _not_given
     one_way: bool = False
     native: Callable[..., Any] | None = None
 
@@ -151,7 +155,6 @@ class Operation:
         if self.fold is not None:
             total = self.fold.of(xs)
             return [total] * n if self.rows is None else list(total.tensor_split(n))
-        assert self.result is not None, "a collective reduces, or has a result"
         if self.agrees:
             return [self.result(xs, 0, **how)] * n
         return [self.result(xs, i, **how) for i in range(n)]
@@ -163,7 +166,6 @@ class Operation:
             return self.fold.equal(part, n)
         if how.get("sizes"):  # each has rows of its own: all are as the first one
             return x[:1].expand(self.result_shape(x.shape, n, i, **how))
-        assert self.result is not None, "a collective reduces, or has a result"
         return self.result([x] * n, i, **how)
 
 

@@ -176,7 +176,15 @@ def test_its_rounds_in_an_estimate():
 
 
 def natively_unequal(mesh):
-    """Unequal parts of complex numbers and truth values, as they travel on NCCL."""
+    """Unequal parts of complex numbers and truth values, as they travel on NCCL.
+
+    A product of complex numbers is not that of their parts, as which they would travel.
+    """
+    z = torch.full((2,), 1j)
+    try:
+        assert torch.equal(pprod(z, "data"), z**3) and mesh.link.paired
+    except TypeError as error:
+        assert 'pprod over "data" of torch.complex64' in str(error)
     sizes, rank = ((1, 2, 0), (0, 1, 3), (2, 0, 1)), mesh.rank
     how, found = LinearMap("all_to_all", sizes=sizes), []
     for dtype in (torch.complex64, torch.bool):

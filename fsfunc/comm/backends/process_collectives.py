@@ -29,7 +29,7 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, digest
-from fsfunc.comm.operations import OPERATIONS, Fold, Operation
+from fsfunc.comm.operations import OPERATIONS, SUM, Fold, Operation
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
@@ -55,6 +55,11 @@ def issue(
     if dtype in _KNOWN:
         works, y = _issue(operation, x, where, out, group, **how)
         return works, lambda: y
+    if dtype.is_complex and operation.fold not in (None, SUM):
+        raise TypeError(
+            f"{op} over {where.name} of {dtype}: torch's own take real numbers, "
+            "and only of a sum are both parts those of the parts"
+        )
     if operation.fold is None:  # of as many rows
         x = x.view(*x.shape[:1], math.prod(x.shape[1:])).view(torch.uint8)
     else:
@@ -88,7 +93,6 @@ def _issue(
         return [reduce_scatter_single(y, x, op=kind, group=group, async_op=True)], y
     if operation.native is not None:
         return [operation.native(y, x, where, group, **how)], y
-    assert operation.route is not None, "a collective reduces, or has a route"
     route = operation.route(x, y, n, i, **how)
     calls = [
         dist.P2POp(start, t, where.ranks[r], group)
@@ -212,7 +216,6 @@ class Pairs:
         self, operation: Operation, x: Tensor, out: Tensor | None, **how: Any
     ) -> Handle:
         """What is sent along the route of a collective that reduces nothing."""
-        assert operation.route is not None, "a collective reduces, or has a route"
         shape = operation.result_shape(x.shape, self.n, self.me, **how)
         y = self._room(x, shape) if out is None else out
         route = operation.route(x, y, self.n, self.me, **how)
