@@ -76,7 +76,7 @@ class Route(NamedTuple):
     received: Mapping[int, Tensor]
 
 
-class Rounds(enum.Enum):
+class MessageRounds(enum.Enum):
     """How messages follow each other on a network, for estimates."""
 
     RING = "n - 1 rounds to a neighbour; of a sum on all ranks, up a tree and down"
@@ -126,7 +126,7 @@ class Operation:
     agrees: bool = False
     dims: int = 0
     arguments: tuple[str, ...] = ()
-    rounds: Rounds = Rounds.RING
+    rounds: MessageRounds = MessageRounds.RING
     result: Callable[..., Tensor] = _not_given
     route: Callable[..., Route] = _not_given
     one_way: bool = False
@@ -324,7 +324,7 @@ OPERATIONS = {
         ),
         dims=2,
         arguments=("sizes",),
-        rounds=Rounds.PAIRS,
+        rounds=MessageRounds.PAIRS,
         result=_exchanged,
         route=_exchange_route,
         native=_native_exchange,
@@ -347,7 +347,7 @@ OPERATIONS = {
         lambda n, i, pairs=(), **_: int(any(s == i != d for s, d in pairs)),
         {("V", "V"): ("ppermute", "V", "V")},
         arguments=("pairs",),
-        rounds=Rounds.ONE,
+        rounds=MessageRounds.ONE,
         result=_permuted,
         route=_permute_route,
         one_way=True,

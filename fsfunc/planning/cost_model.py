@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.comm.operations import OPERATIONS, Rounds
+from fsfunc.comm.operations import OPERATIONS, MessageRounds
 from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware
 from fsfunc.tree.structure import meant
@@ -241,12 +241,12 @@ def collective_seconds(
         if steps:
             members = min(inner.values())
             leaves = sent
-            if pairwise or rounds is Rounds.PAIRS:
+            if pairwise or rounds is MessageRounds.PAIRS:
                 leaves = sent * members * (n - members) / (n - 1)
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
             if reduces:
                 steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
-            if pairwise or rounds is Rounds.ONE:
+            if pairwise or rounds is MessageRounds.ONE:
                 latency = max(latency, level.latency * (1 + reduces))
             else:
                 latency += level.latency * steps

@@ -17,7 +17,7 @@ from fsfunc.comm.launch import PerRank
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here
-from fsfunc.comm.operations import OPERATIONS, Fold, Operation, Rounds, Route
+from fsfunc.comm.operations import OPERATIONS, Fold, MessageRounds, Operation, Route
 from fsfunc.comm.typed_maps import typed
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.testing import check_collective
@@ -37,7 +37,7 @@ def shifted(by, back):
         result=lambda xs, i, **how: xs[(i - by) % len(xs)].clone(),
         route=route,
         one_way=True,
-        rounds=Rounds.ONE,
+        rounds=MessageRounds.ONE,
     )
 
 
