@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsfunc import _torch, tree
+from fsfunc import _torch
 from fsfunc._torch import (
     fake_modes,
     fake_results,
@@ -427,8 +427,14 @@ def test_a_schema_says_what_an_operator_writes():
         (aten.native_batch_norm.default, (x, x, x, x, y, False, 0, 0), {}, []),
         (aten.native_batch_norm.default, (x, x, x, None, None, True, 0, 0), {}, []),
     ):
-        found = tree.leaves(_torch.written(op, args, kwargs))
+        found = _torch.written(op, args, kwargs)
         assert list(map(id, found)) == list(map(id, expected)), breaks(what)
+    what = "remat would keep a value under the operator that made a view of it"
+    for op, makes in (
+        (aten.add.Tensor, True), (aten.add_.Tensor, False), (aten.add.out, False),
+        (aten.view.default, False), (aten.split.Tensor, False), (aten.mm.default, True),
+    ):  # fmt: skip
+        assert _torch.makes_memory(op) is makes, breaks(what)
 
 
 def test_products_say_what_they_multiplied():

@@ -1,9 +1,14 @@
-"""Dispatch modes, and the operators that they see."""
+"""Dispatch modes, and what they see: what an operator reads, writes, views and tells.
+
+A watcher of operators is an :class:`OperatorMode`: it states its question in
+``operator``, and asks this file what the operator does with memory. Tables by storage
+are `runtime.memory.StorageTable`, where a watcher holds no storage itself.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,6 +134,13 @@ def gives_views(func: Any) -> bool:
     return bool(made) and all(x is not None and not x.is_write for x in made)
 
 
+@functools.cache
+def makes_memory(func: Any) -> bool:
+    """True of an operator that writes nothing, and whose results are no views."""
+    made = [result.alias_info for result in func._schema.returns]
+    return not (func._schema.is_mutable or any(made))
+
+
 def value_of(x: Tensor) -> Tensor | None:
     """``x`` with its data, on no graph; None if it is fake and has none."""
     return x.constant if isinstance(x, FakeTensor) else x.detach()
@@ -157,8 +169,23 @@ _BATCH_NORMS = {
 }
 
 
-def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments, tensors or lists of them, that an operator says it writes.
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in lists, tuples and dicts of them, in order."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += tensors_in(x)
+        elif isinstance(x, dict):
+            found += tensors_in(x.values())
+    return found
+
+
+def written(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The arguments, and elements of lists, that an operator says it writes.
 
     Version counters would not tell a mode: they rise after it has returned.
     """
@@ -166,7 +193,7 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     if schema is None:
         return []  # of higher order: it runs others
     if schema.name in _BATCH_NORMS and args[5]:
-        return list(args[3:5])
+        return tensors_in(args[3:5])
     if not schema.is_mutable:
         return []
     found = []
@@ -174,7 +201,7 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         alias = argument.alias_info
         if alias is not None and alias.is_write:
             found.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return found
+    return tensors_in(found)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -190,11 +217,10 @@ class UnheardMode(DispatchMode):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__torch_dispatch__" in vars(cls):  # else it compiles the mode's own code
-            skip = _frames._FrameAction.SKIP
-            strategy = _frames._FrameExecStrategy(skip, skip)
-            handler: Any = vars(cls)["__torch_dispatch__"]
-            _frames.set_code_exec_strategy(handler.__code__, strategy)
+        skip = _frames._FrameAction.SKIP  # else it compiles the mode's own code
+        strategy = _frames._FrameExecStrategy(skip, skip)
+        handler: Any = cls.__torch_dispatch__
+        _frames.set_code_exec_strategy(handler.__code__, strategy)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -208,7 +234,20 @@ class UnheardMode(DispatchMode):
         _pop_mode()
 
 
-class Writes(UnheardMode):
+class OperatorMode(DispatchMode):
+    """Calls ``operator`` for each operator that runs, in backward passes too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked all the time
+        return self.operator(func, args, kwargs or {})
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator and returns its result."""
+        return func(*args, **kwargs)
+
+
+class Writes(UnheardMode, OperatorMode):
     """Tells of writes into the memory of tensors, by ``.data`` too, before them.
 
     Args:
@@ -221,10 +260,11 @@ class Writes(UnheardMode):
         super().__init__()
         self.watched, self.told = set(map(storage_key, watched)), told
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for given in written(func, args, kwargs):
-            for x in given if isinstance(given, list | tuple) else [given]:
-                if isinstance(x, Tensor) and storage_key(x) in self.watched:
-                    self.told(x)
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for x in written(func, args, kwargs):
+            if storage_key(x) in self.watched:
+                self.told(x)
         return func(*args, **kwargs)
+
+
+_DEVICE: Any = torch.ops.prim.device.default

@@ -4,7 +4,7 @@
 the step recorded to see which leaves belong together, and makes each leaf's part; the
 optimizer's state is then made of these parts. Where values come from is a
 `leaf_sources.GivenLeaves`: whole tensors in hand; or an init function that ran on fake
-tensors (`init_tape`) and is run again, for this rank's part alone (`replay`).
+tensors and is run again, for this rank's part alone (`init_tape`).
 `unsharding` and `laid_like` are used inside of a step.
 
 train_state.py      TrainState
@@ -14,6 +14,5 @@ agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone
 layout_rules.py     leaves that are split over axes of their own
 unsharding.py laid_like.py   unshard; lay_like, reduce_like, randn_like
-init_tape.py taped_ops.py replay.py   an init function recorded, and replayed for
-                    this rank's part
+init_tape.py        an init function recorded, and replayed for this rank's part
 """

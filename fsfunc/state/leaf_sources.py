@@ -21,8 +21,7 @@ from fsfunc.comm.descriptions import ALIKE, whole_values
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
-from fsfunc.state.init_tape import InitTape
-from fsfunc.state.replay import Replay
+from fsfunc.state.init_tape import InitTape, Replay
 
 
 class GivenLeaves:
@@ -111,10 +110,10 @@ class Deferred(GivenLeaves):
         found = self.tape.found(x)
         if found is None:
             return super().whole(x)
-        if not found.is_flat:
+        if found.span is None:
             return self.replay.view(found).clone()
-        out = torch.empty(found.shape, dtype=found.dtype, device=_torch.device_of(x))
-        self.replay.write(found, 0, found.numel, out.view(-1))
+        out = torch.empty(x.shape, dtype=x.dtype, device=_torch.device_of(x))
+        self.replay.write(found, 0, x.numel(), out.view(-1))
         return out
 
     def release(self) -> None:
@@ -157,8 +156,6 @@ def defer(
         return init_fn(), GivenLeaves()
     fake = fake_modes.fake_mode_of(tree.leaves(beside, is_leaf=is_sharded))
     tape = InitTape(fake, draws)
-    source = Deferred(tape)
-    tape.value = source.replay.value
     with (
         torch.inference_mode(False),
         run_by(_refuse),
@@ -166,8 +163,7 @@ def defer(
     ):
         with fake, tape:
             made = init_fn()
-    tape.value = None  # it holds the tape, which holds what was given to the function
-    return made, source
+    return made, Deferred(tape)
 
 
 def _refuse(x: Tensor, move: Any, where: Any) -> Any:

@@ -119,7 +119,7 @@ class Flow(OperatorMode):
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs)
-        written = tensors(_torch.written(func, args, kwargs))
+        written = _torch.written(func, args, kwargs)
         if self.body is not None:
             return self._within(self.body, func, args, kwargs, written)
         return self._between(func, args, kwargs, written)

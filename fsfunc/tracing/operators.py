@@ -1,4 +1,4 @@
-"""Torch's operators: a mode that sees them run, classes, arguments, FLOPs."""
+"""Torch's operators: classes, arguments, FLOPs. `_torch.OperatorMode` sees them run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch
-
-_DEVICE: Any = torch.ops.prim.device.default
-
-
-class OperatorMode(_torch.DispatchMode):
-    """Calls ``operator`` for each operator that runs, in backward passes too."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
-            return args[0].fake_device  # asked all the time
-        return self.operator(func, args, kwargs or {})
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operator and returns its result."""
-        return func(*args, **kwargs)
-
+from fsfunc._torch import OperatorMode
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # Views of a row that mean another thing where the leaf has dims.

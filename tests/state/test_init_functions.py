@@ -13,7 +13,7 @@ import fsfunc as ff
 from fsfunc import _torch, tree
 from fsfunc.runtime import random_blocks
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.state import replay
+from fsfunc.state import init_tape
 from tests.checks import same
 from tests.covering import examples
 from tests.models import chain
@@ -42,11 +42,10 @@ def step_of(names, optimizer=optimizer):
 
 
 @contextmanager
-def small_blocks(block, piece, stride=None):
+def small_blocks(block, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_blocks, "BLOCK", block)
-        patch.setattr(replay, "PIECE", piece)
-        patch.setattr(replay, "STRIDE", stride or 2 * block)
+        patch.setattr(init_tape, "PIECE", piece)
         yield
 
 
@@ -151,8 +150,8 @@ def inits(draw):
     inits(),
     st.sampled_from(SIZES),
     st.integers(0, 3),
-    # The third as on a GPU: a block is one piece, and longer than a stride.
-    st.sampled_from([(5, 5), (16, 8), (24, 24, 5), (64, 32), (1 << 17, 1 << 15)]),
+    # The third as on a GPU: a block is one piece.
+    st.sampled_from([(5, 5), (16, 8), (24, 24), (64, 32), (1 << 17, 1 << 15)]),
 )
 @settings(max_examples=examples(12))
 def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
@@ -371,6 +370,11 @@ MAKES = {
     "drawn": (lambda: torch.randn(LEAF), 0),
     "computed": (lambda: torch.randn(LEAF).mul_(0.02).clamp_(-1, 1), 0),
     "a module's": (lambda: nn.Linear(LEAF // 4, 4, bias=False).weight, 0),
+    "asks for a number": (lambda: nn.init.trunc_normal_(torch.empty(LEAF)), 2),
+    "normal": (lambda: nn.init.xavier_normal_(torch.empty(LEAF // 4, 4)), 0),
+    "a row zero": (lambda: nn.Embedding(LEAF // 4, 4, padding_idx=2).weight, 0),
+    "cast": (lambda: torch.randn(LEAF, dtype=torch.float64).float(), 0),
+    "in halves": (lambda: _halves(torch.empty(LEAF)).mul_(3), 0),
     "whole": (lambda: torch.randn(2, LEAF // 2).flip(0), 2),
 }
 
