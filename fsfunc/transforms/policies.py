@@ -14,6 +14,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
+from fsfunc.runtime.memory import StorageTable
 from fsfunc.runtime.scopes import Scoped
 
 MODES = ("always", "except_last", "never")
@@ -166,13 +167,13 @@ class Tape:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.makers: dict[int, _Made] = {}
+        self.makers = StorageTable[_Made | None]()  # until the first run ends
         self.kept: dict[int, _Made] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
 
     def name(self, x: Tensor, name: str) -> None:
         """Keeps ``x`` if the policy says so."""
-        made = self.makers.get(_torch.storage_key(x))
+        made = self.makers.get(x)
         if made is None or not self.policy.keeps(name):
             return
         size, stride, offset, dtype = made.shape
@@ -192,11 +193,9 @@ class Tape:
 
     def made(self, out: Any, number: int, func: Any, args: Any, keywords: Any) -> None:
         """An op of the first run returned ``out``."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            self._written(argument, value)
-        for argument in func._schema.arguments:
-            self._written(argument, keywords.get(argument.name))
-        if func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
+        for x in _torch.written(func, args, keywords):
+            self.makers[x] = None
+        if not _torch.makes_memory(func):
             return  # a view: the storage keeps its maker
         many = type(out) if isinstance(out, (list, tuple)) else None
         outs = (out,) if many is None else tuple(out)
@@ -206,14 +205,7 @@ class Tape:
             if isinstance(x, Tensor):
                 others = (*outs[:i], None, *outs[i + 1 :])
                 shape = x.size(), x.stride(), x.storage_offset(), x.dtype
-                key = _torch.storage_key(x)
-                self.makers[key] = _Made(number, func, many, others, i, shape, states)
-
-    def _written(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, Tensor):
-                    self.makers.pop(_torch.storage_key(x), None)
+                self.makers[x] = _Made(number, func, many, others, i, shape, states)
 
     @contextmanager
     def keep(self) -> Iterator[None]:
@@ -222,22 +214,21 @@ class Tape:
             with Scoped(_TAPES, (*_TAPES.get(), self)), _Keeping(self):
                 yield
         finally:
-            self.makers.clear()
+            self.makers = StorageTable()
 
     def replay(self, values: Sequence[Tensor]) -> _Replaying:
         """The second run."""
         return _Replaying(self.kept, dict(zip(self.kept, values, strict=True)))
 
 
-class _Counting(_torch.DispatchMode):
+class _Counting(_torch.OperatorMode):
     """Numbers the ops of the user's function."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Asking for a device; and what autograd saves.
         apart = func.namespace == "prim" or func is torch.ops.aten.detach.default
         if apart or is_internal():

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
+from fsfunc import _torch
+from fsfunc.comm.attribution import internal
 from fsfunc.transforms.policies import checkpoint_name
 from tests.checks import same
 from tests.probes import Calls, LiveBytes
@@ -58,6 +60,24 @@ def test_named_values_are_not_computed_again(policy, again) -> None:
     count, out = matmuls(ff.remat(ff.value_and_grad(loss), policy), P, X)
     same(out, PLAIN[1])
     assert count - PLAIN[0] == again
+
+
+def test_a_name_is_of_what_made_the_value_and_not_of_what_lay_there_before() -> None:
+    """A collective's result may lie where a value that the unit dropped has lain."""
+
+    @ff.unit
+    def layer(p, x):
+        dropped = x * p
+        key, total = _torch.storage_key(dropped), dropped.sum()
+        del dropped
+        with internal():  # as what a collective makes
+            results = [x + p for _ in range(20)]
+        results.sort(key=lambda y: _torch.storage_key(y) != key)
+        return total * checkpoint_name(results[0], "summed").sum()
+
+    x = torch.linspace(0, 1, 1000)
+    value_and_grad = ff.value_and_grad(layer)
+    same(ff.remat(value_and_grad, ff.SaveOnly("summed"))(x, x), value_and_grad(x, x))
 
 
 @pytest.mark.parametrize(
