@@ -136,7 +136,7 @@ class Observer(Tracer, OperatorMode):
     # Operators
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        read = _tensors((*args, *kwargs.values()) if kwargs else args)
+        read = _torch.tensors_in((*args, *kwargs.values()) if kwargs else args)
         if not (self.strangers or self.paused or func is _CONSTANT):
             for x in read:
                 if type(x) is not _torch.FakeTensor:
@@ -150,7 +150,7 @@ class Observer(Tracer, OperatorMode):
     def _note(
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor]
     ) -> None:
-        made = _tensors((out,))
+        made = _torch.tensors_in((out,))
         if self._closed.facts:
             read = [x if (fake := self._closed.get(x)) is None else fake for x in read]
         known = set(map(_torch.storage_key, read))
@@ -221,7 +221,7 @@ class Observer(Tracer, OperatorMode):
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         self.measure_copies()
         before = self._params, self._copies
-        given = _tensors(tree.leaves(params, is_leaf=is_sharded))
+        given = _torch.tensors_in(tree.leaves(params, is_leaf=is_sharded))
         self._params = {
             _torch.storage_key(x) for x in given if not _torch.is_wrapped(x)
         }
@@ -244,7 +244,7 @@ class Observer(Tracer, OperatorMode):
 
     def _keep_copies(self, name: str, out: Any) -> None:
         """Notes the copies that a body made; outputs are somebody else's to keep."""
-        given = map(_torch.unwrapped, _tensors(tree.leaves(out)))
+        given = map(_torch.unwrapped, _torch.tensors_in(tree.leaves(out)))
         keys = self._copies - {_torch.storage_key(x) for x in given}
         held = self.book.held.facts
         numbers = [held[key] for key in keys if key in held]
@@ -342,14 +342,3 @@ class Observer(Tracer, OperatorMode):
                     self.book.kinds[number] = kind
                     if buffer:
                         self.book.is_of(number, buffer.partition(":")[0])
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values, and in lists of them."""
-    found: list[Tensor] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (tuple, list)):
-            found += _tensors(x)
-    return found
