@@ -1,7 +1,8 @@
 """A train state, made and laid out.
 
 `initialization.init_state` gives parameters and extras to `placing.lay_out`, which has
-the step recorded to see which leaves belong together, and makes each leaf's part; the
+the step recorded to see which leaves belong together, and makes each leaf's part (the
+docstring of `init_state` says how often each function runs meanwhile); the
 optimizer's state is then made of these parts. Where values come from is a
 `leaf_sources.GivenLeaves`: whole tensors in hand; or an init function that ran on fake
 tensors and is run again, for this rank's part alone (`init_tape`).

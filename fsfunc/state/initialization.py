@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.state.agreeing import together
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
-from fsfunc.state.placing import lay_out, own_leaves
+from fsfunc.state.placing import LayoutRequest, lay_out, own_leaves
 from fsfunc.state.train_state import TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
@@ -87,11 +86,25 @@ def init_state(
     number that a closure holds is compared where it is combined with gradients; inside
     units, or in a metric, it is each rank's own.
 
-    Cost: over processes a gather of 32 bytes and two of 16. Two runs of the step on
-    fake tensors, and one of the function. Whole parameters: each is read once, and the
-    rank's part copied. A function: beside the rank's part one leaf at a time and what
-    it is computed from; of leaves that are drawn, or computed element by element, a
-    block of 131072 elements.
+    Cost: over processes a gather of 32 bytes and two of 16. Whole parameters: each is
+    read once, and the rank's part copied. A function: beside the rank's part, a block
+    of 131072 elements of a leaf that is filled with a number, drawn, or computed
+    element by element, as by ``torch.nn.init``. Any other leaf (``orthogonal_``, or a
+    part of a ``torch.cat``) is made whole on each rank, with what it is computed from,
+    and so is what the function asks a number of (``trunc_normal_``, since torch 2.12):
+    one leaf at a time.
+
+    It runs on fake tensors:
+
+    =================  ================================================================
+    the init function  once
+    the step           recorded: once, without backward passes; if that raises, whole.
+                       (The first and the last of simulated ranks; others share it.)
+    the step again     typed, on this rank's parts, under ``shard``; where there is
+                       nothing to type, recorded, to see whether it repeats itself
+    =================  ================================================================
+
+    The first real call runs no more, if its batch is of these shapes.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
@@ -132,8 +145,10 @@ def init_state(
     True
     """
     check_function(step, "init_state")
-    first = _first_state(optimizer, extra)
-    return _begun(step, params_or_init_fn, first, batch, record, layouts, like)
+    asked = LayoutRequest(
+        step, params_or_init_fn, batch, GivenLeaves(), record, layouts, like
+    )
+    return _begun(asked, _first_state(optimizer, extra))
 
 
 @api_boundary
@@ -170,8 +185,10 @@ def abstract_state(
     (device(type='meta'), True)
     """
     check_function(step, "abstract_state")
-    first, source = _first_state(optimizer, extra), Shapes()
-    return _begun(step, params_or_init_fn, first, batch, "fake", layouts, like, source)
+    asked = LayoutRequest(
+        step, params_or_init_fn, batch, Shapes(), layouts=layouts, like=like
+    )
+    return _begun(asked, _first_state(optimizer, extra))
 
 
 @dataclass(frozen=True)
@@ -211,89 +228,78 @@ def _first_state(optimizer: Any, extra: Any) -> _FirstState:
     return _FirstState(optimizer, {} if extra is None else extra)
 
 
-def _begun(
-    step: Callable[..., Any],
-    params: Any,
-    first: _FirstState,
-    batch: tuple[Any, ...],
-    record: str,
-    layouts: LayoutRules | None,
-    like: Mapping[str, str] | None,
-    shapes: Shapes | None = None,
-) -> Any:
-    """The first state, under the transforms of ``step``.
+def _begun(asked: LayoutRequest, first: _FirstState) -> Any:
+    """The first state, under the transforms of ``asked.fn``, whose ``t`` may be made.
 
-    Args:
-        shapes: given where no more than these is wanted.
+    Its ``source`` says what is wanted of leaves that are given: values, or shapes.
     """
-    with together(step, layouts) as agreement:
-        source = shapes or GivenLeaves()
+    step, params, source = asked.fn, asked.t, asked.source
+    handlers: Any = getattr(step, "interpretations", ())
+    with together(step, asked.layouts) as agreement:
+        # Values are there, or a function makes each rank's part of them below.
         if isinstance(params, torch.nn.Module):  # which can be called
             raise TypeError(_MODULE.format(type(params).__name__))
         if callable(params):
-            params, made = defer(params, batch, draws=shapes is None)
-            source = shapes or made
-        if record == "real" and isinstance(source, Deferred):
+            only_shapes = isinstance(source, Shapes)
+            params, deferred = defer(params, asked.rest, draws=not only_shapes)
+            source = source if only_shapes else deferred
+        if asked.record == "real" and isinstance(source, Deferred):
             params = tree.map(source.own, params, is_leaf=is_sharded)
             source = GivenLeaves()
-        lay = partial(lay_out, record=record, source=source, agreement=agreement)
-        state = _laid_out(step, params, first, batch, lay, source, layouts, like)
+
+        # The step is recorded from the state that it begins with. Where there is a tree
+        # beside the parameters, leaves and rules have the paths that they have in both.
+        extra, begin = first.extra, first
+        both = bool(tree.leaves(extra, is_leaf=is_sharded))
+        for sharding in [h for h in handlers if isinstance(h, Sharding)]:
+            if first.is_told:
+                begin = transformed(begin, sharding)  # whose laws hold for what it does
+
+        def run(whole: Any, *batch: Any) -> Any:
+            return step(begin(*(whole if both else (whole, extra))), *batch)
+
+        def beside() -> Lines:
+            optimizer = known_optimizer(first.optimizer)
+            return told("optimizer", optimizer, answers(params))
+
+        run.interpretations = handlers  # type: ignore[attr-defined]
+        rules, like = asked.layouts or {}, asked.like
+        own = {p: rule for p, rule in rules.items() if isinstance(rule, Own)}
+        splits = {p: rule for p, rule in rules.items() if p not in own}
+        given = {p: r for p, r in own.items() if p.split("/")[0] in ("params", "extra")}
+        apart = own_leaves(step, {"params": params, "extra": extra}, given)
+        if both:
+            splits = {f"params/{p}": rule for p, rule in splits.items()}
+            like = {
+                f"extra/{p}".strip("/"): f"params/{q}".strip("/")
+                for p, q in (like or {}).items()
+            }
+        else:
+            apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
+
+        # Each leaf is made, and laid out, one after the other: this rank's part of it.
+        laid = lay_out(
+            replace(
+                asked, fn=run, t=_Whole(params, extra) if both else params,
+                source=source, layouts=splits, like=like, own=apart, beside=beside,
+                calls=(step, first.optimizer, first.more), begins=True,
+            ),
+            agreement,
+        )  # fmt: skip
+        source.release()
+
+        # The optimizer makes its state of laid out parameters, in layouts like theirs.
+        laid, extra = laid if both else (laid, extra)
+        store = stores_of(step).moments
+        with moments_go_to(store):
+            state = first(laid, extra)
+        state = _in_own_memory(state, (laid, extra), first.is_told, source, store)
+        state = lay_leaves(state, own_leaves(step, state, own))
         if first.is_told:
             agreement.compare_made(state)
-        for transform in getattr(step, "interpretations", ()):
+        for transform in handlers:
             state = transform.first_state(state)
         return state
-
-
-def _laid_out(
-    step: Callable[..., Any],
-    params: Any,
-    first: _FirstState,
-    batch: tuple[Any, ...],
-    lay: Callable[..., Any],
-    source: GivenLeaves,
-    layouts: LayoutRules | None,
-    like: Mapping[str, str] | None,
-) -> Any:
-    extra = first.extra
-    beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
-    own = {p: rule for p, rule in (layouts or {}).items() if isinstance(rule, Own)}
-    layouts = {p: rule for p, rule in (layouts or {}).items() if p not in own}
-
-    begin, handlers = first, getattr(step, "interpretations", ())
-    for sharding in [h for h in handlers if first.is_told and isinstance(h, Sharding)]:
-        begin = transformed(begin, sharding)  # whose laws hold for what it does
-
-    def run(whole: Any, *batch: Any) -> Any:
-        params, more = whole if beside else (whole, extra)
-        return step(begin(params, more), *batch)
-
-    def given() -> Lines:
-        return told("optimizer", known_optimizer(first.optimizer), answers(params))
-
-    run.interpretations = handlers  # type: ignore[attr-defined]
-    given_own = {p: r for p, r in own.items() if p.split("/")[0] in ("params", "extra")}
-    apart = own_leaves(step, {"params": params, "extra": extra}, given_own)
-    if not beside:
-        apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
-    told_of: dict[str, Any] = {"own": apart, "given": given, "begins": True}
-    told_of["of"] = step, first.optimizer, first.more
-    if beside:
-        both = _Whole(params, extra)
-        layouts = {f"params/{p}": rule for p, rule in layouts.items()}
-        like = {
-            f"extra/{p}".strip("/"): f"params/{q}".strip("/")
-            for p, q in (like or {}).items()
-        }
-        laid, extra = lay(run, both, batch, layouts=layouts, like=like, **told_of)
-    else:
-        laid = lay(run, params, batch, layouts=layouts, like=like, **told_of)
-    source.release()
-    store = stores_of(step).moments
-    with moments_go_to(store):
-        state = first(laid, extra)
-    state = _in_own_memory(state, (laid, extra), first.is_told, source, store)
-    return lay_leaves(state, own_leaves(step, state, own))
 
 
 def _in_own_memory(

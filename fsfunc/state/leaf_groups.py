@@ -49,51 +49,147 @@ class PlacedGroup:
         return any(path != own for path, own in self.paths.items())
 
 
-def lay_groups(
-    found: dict[str, Any],
-    recorder: Recorder,
-    applied: Iterable[Applied],
-    like: Mapping[str, str],
-    sharding: Sharding | None,
-    source: GivenLeaves,
-    stores: Stores,
-    at: Here,
-) -> None:
-    """Lays out, in ``found``, the leaves that units take, and those like them.
+@dataclass(frozen=True)
+class GroupLayout:
+    """What lays out the leaves of one tree, group by group.
 
     Args:
-        found: by path, whole leaves; each is replaced by this rank's part.
-        applied: the arguments of optimizers in the step; ``like``: see `place`.
+        leaves: by path, whole leaves; each is replaced by this rank's part.
+        recorder: of the step; ``sharding``: its ``shard``, if there is one.
+        source: of the leaves' values; ``stores``: where they go.
+        at: this rank.
     """
-    coordinates = at.mesh.coordinates(at.rank)
-    # Ranks that share a record have leaves of the same shapes, and transforms of the
-    # same settings, but for the mesh. Where a unit call belongs to one coordinate, a
-    # rank's own tells which calls it has.
-    owners = {p.axis for t in recorder.taken for p in t.owner}
-    mine = tuple(n for a, n in coordinates.items() if a in owners)
-    key = tuple(at.mesh.axes.items()), mine
-    plan = recorder.planned.get(key)
-    if plan is None:
-        plan = recorder.planned[key] = _plan(recorder, sharding, coordinates)
-    groups = plan.groups
 
-    def lay(part: PlacedGroup) -> None:
-        refuse("float8", "place", {path: found[path] for path in part.paths.values()})
-        if sharding is None:
-            laid = _owned(part, recorder, found, source)
+    leaves: dict[str, Any]
+    recorder: Recorder
+    sharding: Sharding | None
+    source: GivenLeaves
+    stores: Stores
+    at: Here
+
+    def lay(self, applied: Iterable[Applied], patterns: Mapping[str, str]) -> None:
+        """Lays out the leaves that units take, and those like them.
+
+        Args:
+            applied: the arguments of optimizers in the step; ``patterns``: the ``like``
+                of `place`.
+        """
+        plan, leaves = self._plan(), self.leaves
+        like, whole = leaves_like(patterns, leaves), dict(leaves)
+        taken = _groups_taken(plan.groups, self.recorder, like)
+        for placed in taken:
+            self._lay(placed, plan)
+        # An optimizer makes its state of laid out parameters: so these came first.
+        moments = moments_like(applied, leaves)
+        for placed in _groups_like(taken, {**moments, **like}, whole):
+            self._lay(placed, plan)
+
+    def _plan(self) -> _Plan:
+        """The layouts that all ranks make, made by the first that has this record."""
+        recorder, sharding = self.recorder, self.sharding
+        coordinates = self.at.mesh.coordinates(self.at.rank)
+        # Ranks that share a record have leaves of the same shapes, and transforms of
+        # the same settings, but for the mesh. Where a unit call belongs to one
+        # coordinate, a rank's own tells which calls it has.
+        owners = {p.axis for t in recorder.taken for p in t.owner}
+        mine = tuple(n for a, n in coordinates.items() if a in owners)
+        key = tuple(self.at.mesh.axes.items()), mine
+        if key in recorder.planned:
+            return recorder.planned[key]
+        groups, order = [], []
+        if recorder.handlers:  # else no unit is called, and all stay whole
+            least = 0 if sharding is None else sharding.min_bytes
+            groups = recorder.groups(least, sharding is not None)
+            if sharding is not None:
+                units = ["/".join(t.path) for t in recorder.taken]
+                paths = {p for g in groups for p in g.paths}
+                sharding.cut.check_names({*units, *paths})
+                order = recorder.order(groups, coordinates)
+        plan = recorder.planned[key] = _Plan(groups, order)
+        return plan
+
+    def _lay(self, placed: PlacedGroup, plan: _Plan) -> None:
+        whole = {path: self.leaves[path] for path in placed.paths.values()}
+        refuse("float8", "place", whole)
+        if self.sharding is None:
+            laid = self._owned(placed)
         else:
-            laid = _packed(
-                sharding, part, recorder, found, coordinates, source, plan, stores
-            ).leaves()
-        found.update(zip(part.paths.values(), laid, strict=True))
+            laid = self._packed(self.sharding, placed, plan).leaves()
+        self.leaves.update(zip(whole, laid, strict=True))
 
-    told_like, whole = leaves_like(like, found), dict(found)
-    taken = _groups_taken(groups, recorder, told_like)
-    for part in taken:
-        lay(part)
-    moments = moments_like(applied, found)
-    for part in _groups_like(taken, {**moments, **told_like}, whole):
-        lay(part)
+    def _packed(
+        self, sharding: Sharding, placed: PlacedGroup, plan: _Plan
+    ) -> FlatShard:
+        """This rank's part of whole tensors, as views of one flat buffer."""
+        key = placed.group, tuple(placed.paths.items()), placed.dtype
+        layouts = plan.layouts.get(key)
+        if layouts is None:
+            layouts = plan.layouts[key] = self._layouts(sharding, placed, plan.order)
+        full = [self.leaves[p] for p in placed.paths.values()]
+        coordinates = self.at.mesh.coordinates(self.at.rank)
+        own = {a: coordinates[a] for a in layouts[0].axes}
+        place, chunk = layouts[0].flat, chunk_here(layouts[0], own)
+        store = self.stores.moments if placed.copies else self.stores.params
+
+        # At zero 1 and 2 parameters stay whole between steps: the part is a range of
+        # them, if no other memory and no other dtype is asked for.
+        stays = sharding.zero in (1, 2) and not placed.copies
+        stays = stays and placed.group.compute is None and store is None
+        if stays and place is not None:
+            whole = self.source.zeros(place.size * chunk, placed.dtype, full[0])
+            index = place.index(coordinates)
+            flat = whole[index * chunk : (index + 1) * chunk]
+        else:
+            whole, count = None, chunk if store is None else 0
+            flat = self.source.empty(count, placed.dtype, full[0])
+            if store is not None:
+                flat = store.empty(chunk, placed.dtype, flat.device)
+
+        shard = FlatShard(layouts, flat, own, whole)
+        if isinstance(flat, _torch.FakeTensor):
+            return shard  # there is nothing to write
+        end = 0
+        with torch.no_grad():
+            for (start, stop), layout, x in zip(
+                shard.ranges, layouts, full, strict=True
+            ):
+                if stop > start:
+                    flat[end:start] = 0  # room that other leaves take elsewhere
+                    self.source.write(x, layout, own, flat[start:stop])
+                    end = stop
+            flat[end:] = 0  # padding
+        return shard  # its whole buffer does not show it yet: the first use gathers
+
+    def _layouts(
+        self, sharding: Sharding, placed: PlacedGroup, order: list[tuple[str, ...]]
+    ) -> tuple[Layout, ...]:
+        """The layouts of the leaves of a group that are laid out, side by side."""
+        g, recorder = placed.group, self.recorder
+        apart = recorder.layouts[g.paths[0]].split_axes
+        axes = sharding.cut.beside(apart) if sharding.zero else ()
+        sizes = [sharding.mesh.axes[a] for a in axes]
+        shapes, outer = [self.leaves[p].shape for p in g.paths], recorder.outer(g)
+        names = [placed.paths.get(p, p) for p in g.paths]
+        every = pack_flat(
+            shapes, placed.dtype, names, axes, sizes, g.buffer, outer=outer
+        )
+        return tuple(
+            replace(x, order=order, compute=g.compute)
+            for x, p in zip(every, g.paths, strict=True)
+            if p in placed.paths
+        )
+
+    def _owned(self, placed: PlacedGroup) -> list[Sharded | Tensor]:
+        """Tensors of no buffer, each on the coordinate that owns it."""
+        laid: list[Sharded | Tensor] = []
+        group, outer = placed.group, self.recorder.outer(placed.group)
+        for original, parts in zip(group.paths, outer, strict=True):
+            if (path := placed.paths.get(original)) is None:
+                continue
+            x = self.leaves[path]
+            layout = Layout(tuple(x.shape), placed.dtype, parts, path)
+            laid.append(block_of(x, layout, self.source) if parts else x)
+        return laid
 
 
 @dataclass
@@ -107,20 +203,6 @@ class _Plan:
     groups: list[LeafGroup]
     order: list[tuple[str, ...]]
     layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
-
-
-def _plan(
-    recorder: Recorder, sharding: Sharding | None, coordinates: Mapping[str, int]
-) -> _Plan:
-    if not recorder.handlers:  # no unit is called, and all stay whole
-        return _Plan([], [])
-    least = 0 if sharding is None else sharding.min_bytes
-    groups = recorder.groups(least, sharding is not None)
-    if sharding is None:
-        return _Plan(groups, [])
-    units = ["/".join(t.path) for t in recorder.taken]
-    sharding.cut.check_names({*units, *(p for g in groups for p in g.paths)})
-    return _Plan(groups, recorder.order(groups, coordinates))
 
 
 def _groups_taken(
@@ -242,85 +324,6 @@ def _prefixes(path: str) -> list[str]:
     """The paths of the subtrees that hold a leaf, and its own."""
     parts = path.split("/") if path else []
     return ["/".join(parts[:k]) for k in range(len(parts) + 1)]
-
-
-def _layouts(
-    handler: Sharding,
-    placed: PlacedGroup,
-    recorder: Recorder,
-    leaves: dict[str, Any],
-    order: list[tuple[str, ...]],
-) -> tuple[Layout, ...]:
-    """The layouts of the leaves of a group that are laid out, side by side."""
-    g = placed.group
-    apart = recorder.layouts[g.paths[0]].split_axes
-    axes = handler.cut.beside(apart) if handler.zero else ()
-    sizes = [handler.mesh.axes[a] for a in axes]
-    shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
-    names = [placed.paths.get(p, p) for p in g.paths]
-    every = pack_flat(shapes, placed.dtype, names, axes, sizes, g.buffer, outer=outer)
-    return tuple(
-        replace(x, order=order, compute=g.compute)
-        for x, p in zip(every, g.paths, strict=True)
-        if p in placed.paths
-    )
-
-
-def _packed(
-    handler: Sharding,
-    placed: PlacedGroup,
-    recorder: Recorder,
-    leaves: dict[str, Any],
-    coordinates: dict[str, int],
-    source: GivenLeaves,
-    plan: _Plan,
-    stores: Stores,
-) -> FlatShard:
-    """This rank's part of whole tensors, as views of one flat buffer."""
-    g, key = placed.group, (placed.group, tuple(placed.paths.items()), placed.dtype)
-    layouts = plan.layouts.get(key)
-    if layouts is None:
-        layouts = _layouts(handler, placed, recorder, leaves, plan.order)
-        plan.layouts[key] = layouts
-    full = [leaves[p] for p in placed.paths.values()]
-    own = {a: coordinates[a] for a in layouts[0].axes}
-    place, chunk = layouts[0].flat, chunk_here(layouts[0], own)
-    store = stores.moments if placed.copies else stores.params
-    cached = handler.zero in (1, 2) and g.compute is None and not placed.copies
-    if cached and store is None and place is not None:
-        whole = source.zeros(place.size * chunk, placed.dtype, full[0])
-        index = place.index(coordinates)
-        flat = whole[index * chunk : (index + 1) * chunk]
-    else:
-        whole = None
-        flat = source.empty(chunk if store is None else 0, placed.dtype, full[0])
-        if store is not None:
-            flat = store.empty(chunk, placed.dtype, flat.device)
-    shard = FlatShard(layouts, flat, own, whole)
-    if isinstance(flat, _torch.FakeTensor):
-        return shard  # there is nothing to write
-    end = 0
-    with torch.no_grad():
-        for (start, stop), layout, x in zip(shard.ranges, layouts, full, strict=True):
-            if stop > start:
-                flat[end:start] = 0  # room that leaves of other shapes take elsewhere
-                source.write(x, layout, own, flat[start:stop])
-                end = stop
-        flat[end:] = 0  # padding
-    return shard  # its whole buffer does not show it yet: the first use gathers
-
-
-def _owned(
-    placed: PlacedGroup, recorder: Recorder, leaves: dict[str, Any], source: GivenLeaves
-) -> list[Sharded | Tensor]:
-    """Tensors of no buffer, each on the coordinate that owns it."""
-    laid: list[Sharded | Tensor] = []
-    outer = dict(zip(placed.group.paths, recorder.outer(placed.group), strict=True))
-    for original, path in placed.paths.items():
-        x, parts = leaves[path], outer[original]
-        layout = Layout(tuple(x.shape), placed.dtype, parts, path)
-        laid.append(block_of(x, layout, source) if parts else x)
-    return laid
 
 
 def block_of(x: Tensor, layout: Layout, source: GivenLeaves) -> Sharded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +34,7 @@ from fsfunc.state.agreeing import (
     unlike_steps,
 )
 from fsfunc.state.layout_rules import LayoutRules, check_apart, own_of, splits_of
-from fsfunc.state.leaf_groups import block_of, lay_groups
+from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
@@ -102,8 +102,41 @@ def place(
     """
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
-        own, source = own_leaves(fn, t, layouts), GivenLeaves()
-        return lay_out(fn, t, rest, record, source, agreement, layouts, like, own)
+        own = own_leaves(fn, t, layouts)
+        asked = LayoutRequest(fn, t, rest, GivenLeaves(), record, layouts, like, own)
+        return lay_out(asked, agreement)
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """What is to be laid out, for which function, and by which rules.
+
+    Args:
+        fn, t, rest, record, layouts, like: as of `place`.
+        source: of the values of leaves.
+        own: by path, leaves that are each rank's own.
+        beside: what ranks compare too, where there are others.
+        calls: what ``fn`` calls, if not its own code. Where all ranks call one object,
+            the last one's record is the second run that shows if it repeats itself.
+        begins: whether ``fn`` makes the first state of a step.
+    """
+
+    fn: Callable[..., Any]
+    t: Any
+    rest: tuple[Any, ...]
+    source: GivenLeaves
+    record: str = "fake"
+    layouts: LayoutRules | None = None
+    like: Mapping[str, str] | None = None
+    own: Mapping[str, Own] = field(default_factory=dict)
+    beside: Callable[[], Lines] = list
+    calls: tuple[Any, ...] = ()
+    begins: bool = False
+
+    @property
+    def laying(self) -> list[Any]:
+        """The transforms of ``fn`` that lay leaves out."""
+        return [h for h in getattr(self.fn, "interpretations", ()) if h.lays_out]
 
 
 def own_leaves(
@@ -120,37 +153,26 @@ def own_leaves(
     return own_of(layouts or {}, dict(zip(paths, leaves, strict=True)), axes)
 
 
-def lay_out(
-    fn: Callable[..., Any],
-    t: Any,
-    rest: Any,
-    record: str,
-    source: GivenLeaves,
-    agreement: Agreement,
-    layouts: LayoutRules | None = None,
-    like: Mapping[str, str] | None = None,
-    own: Mapping[str, Own] | None = None,
-    given: Callable[[], Lines] = list,
-    of: tuple[Any, ...] = (),
-    begins: bool = False,
-) -> Any:
-    """:func:`place`, of leaves whose values come from ``source``.
+def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
+    """:func:`place`, of leaves whose values come from ``asked.source``.
 
-    Args:
-        own: by path, leaves that are each rank's own; ``given``: what ranks compare
-            too, where there are others; ``of``: what ``fn`` calls, if not its own;
-            ``begins``: whether it makes the first state of a step.
-
-    Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
+    Cost: leaf by leaf, what the source takes for this rank's part of one.
     """
-    laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
+    fn, t, rest, source, laying = (
+        asked.fn,
+        asked.t,
+        asked.rest,
+        asked.source,
+        asked.laying,
+    )
+    layouts = asked.layouts or {}
     _check_given(t, rest, laying, source)
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     if laying or layouts:  # else only a recording tells whether it is laid out
         check_apart(paths, "what is laid out")
     found = dict(zip(paths, leaves, strict=True))
     kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
-    own = {**kept, **(own or {})}  # what is laid out stays so
+    own = {**kept, **asked.own}  # what is laid out stays so
     splits: dict[str, tuple[Split, ...]] = {}
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
@@ -159,13 +181,16 @@ def lay_out(
     over = {split.axis for parts in splits.values() for split in parts}
 
     def said() -> Lines:
-        return [*given(), ("record", record), *told("layouts", layouts or {})]
+        return [
+            *asked.beside(), ("record", asked.record), *told("layouts", layouts)
+        ]  # fmt: skip
 
     def values() -> Section:
         same = [None if p in own else x for p, x in zip(paths, leaves, strict=True)]
         return source.section(paths, same, at.link.notes)
 
-    if splits and not laying:  # they say it all
+    # Rules alone say how leaves lie where no transform lays any out.
+    if splits and not laying:
         at = here()
         if where := compared(at, over):
             agree(where, unlike_steps(said()), values())
@@ -174,7 +199,9 @@ def lay_out(
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
-    recorder, applied = _recorded(fn, t, rest, record, splits, own, of or (fn,))
+
+    # Else a run without data shows which leaves units take, and in which order.
+    recorder, applied = _recorded(asked, splits, own)
     _check_untied(found, recorder.trained)
     handlers, stores = (
         recorder.handlers or laying,
@@ -188,19 +215,29 @@ def lay_out(
     check_apart(paths, "what is laid out")
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
+
+    # Before memory is taken, all ranks say that they are about to do the same.
     at = here(handlers[0].mesh)
     program = RecordedProgram(fn, recorder, handlers, at, over)
     agreement.compare_programs(program, rest, said, values)
-    lay_groups(found, recorder, applied, like or {}, sharding, source, stores, at)
+    laid = GroupLayout(found, recorder, sharding, source, stores, at)
+    laid.lay(applied, asked.like or {})
     _check_taken(splits, found)
-    steps = (begins or recorder.steps) and recorder.calls_at  # by gradients
+    steps = (asked.begins or recorder.steps) and recorder.calls_at  # by gradients
     if sharding is not None and steps:
         _warn_of_whole(sharding, found.values(), at)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     lay_leaves(placed, own)
+
+    # What was laid out is typed: a second run, on this rank's parts.
     if sharding is not None and not isinstance(source, Shapes):
-        split = bool(over.difference(sharding.axes))
-        _check_types(sharding, fn, recorder, (placed, *rest), at, agreement, split)
+        args, split = (placed, *rest), bool(over.difference(sharding.axes))
+        if recorder.handlers and _is_plain(sharding, recorder, args, split):
+            # Right by its record alone, on batches of any shape.
+            sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
+            sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
+        else:
+            _check_types(fn, sharding, recorder, args, at, agreement)
     recorder.steadiness.check()
     return placed
 
@@ -283,69 +320,63 @@ _WHOLE = (
 )
 
 
+def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) -> bool:
+    """True of a step that needs no type check.
+
+    Not where leaves are ``split`` over other axes too, whose ranks draw alike, nor
+    where units send along others.
+    """
+    plain = recorder.plain and not (holds_own(args) is not None or split)
+    return plain and recorder.axes <= {*sharding.axes}
+
+
 @heard()
 def _check_types(
-    sharding: Sharding,
     fn: Callable[..., Any],
+    sharding: Sharding,
     recorder: Recorder,
     args: Any,
     at: Here,
     agreement: Agreement,
-    split: bool,
 ) -> None:
-    """Runs the type check, if the step needs it.
+    """Runs the type check where there are other ranks.
 
-    It does where leaves are ``split`` over other axes too, whose ranks draw alike, and
-    where units send along others.
     Errors of the step itself are left to its first call, as the state may still change.
     """
-    own = holds_own(args) is not None
-    plain = recorder.plain and not (own or split)
-    plain = plain and recorder.axes <= {*sharding.axes}
-    if plain and recorder.handlers:  # on batches of any shape
-        sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
-        sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
-    elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
-        if not _torch.fake_active():
-            try:
-                seen = check(
-                    fn, args, {}, at, sharding.axes, exchange=agreement.exchange
-                )
-            except (LawError, NotATensor, Unsteady):
-                recorder.steadiness.check()  # which may be why
-                raise
-            except Exception:
-                return
-            recorder.steadiness.checked(seen.said)
-            sharding.first_calls.learn(at.rank, seen.calls)
-            noted = seen.own_paths, seen.draws, seen.drawing, seen.numbers
-            sharding.first_calls.note(*noted)
+    if not at.link.moves or frame().tracer is not None or at.mesh.backend == "vmap":
+        return
+    if _torch.fake_active():
+        return
+    try:
+        seen = check(fn, args, {}, at, sharding.axes, exchange=agreement.exchange)
+    except (LawError, NotATensor, Unsteady):
+        recorder.steadiness.check()  # which may be why
+        raise
+    except Exception:
+        return
+    recorder.steadiness.checked(seen.said)
+    sharding.first_calls.learn(at.rank, seen.calls)
+    noted = seen.own_paths, seen.draws, seen.drawing, seen.numbers
+    sharding.first_calls.note(*noted)
 
 
 def _recorded(
-    fn: Callable[..., Any],
-    t: Any,
-    rest: Any,
-    how: str,
-    splits: dict[str, tuple[Split, ...]],
+    asked: LayoutRequest,
+    splits: Mapping[str, tuple[Split, ...]],
     own: Mapping[str, Own],
-    of: tuple[Any, ...],
 ) -> tuple[Recorder, list[Applied]]:
-    """The record of ``fn``: simulated ranks, which run one program, share one.
+    """The record of ``asked.fn``: simulated ranks, which run one program, share one.
 
     A rank takes another's record where it is at the same call, with the same shapes,
     and its own function names the transforms that the record is of.
-
-    Args:
-        of: what ``fn`` calls: of ranks that call one object, the last one's record is
-            the second run that shows whether the step repeats itself.
     """
+    fn, t, rest, how = asked.fn, asked.t, asked.rest, asked.record
 
     def record() -> tuple[Recorder, list[Applied]]:
         with noting_applied() as applied:
             return _record(fn, t, rest, how, splits, own), applied
 
-    mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
+    mine, calls = asked.laying, asked.calls or (fn,)
     at = here(mine[0].mesh) if mine else None
     if at is None or (notes := at.link.notes) is None:
         return record()
@@ -362,12 +393,12 @@ def _recorded(
         if key in notes:
             first, _, its = notes[key]
             one = not (found.axes or first.axes or opaque(shapes))
-            one = one and same_functions(of, its)
+            one = one and same_functions(calls, its)
             found.steadiness.as_on_rank(first.steadiness, one)
         if set(found.handlers) != set(mine) or last:
             return found, applied
         found = replace(found, handlers=mine)
-        notes[key] = found, applied, of
+        notes[key] = found, applied, calls
         return found, applied
     found, applied, _ = notes[key]
     for ours, theirs in zip(mine, found.handlers, strict=True):
