@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,12 +192,13 @@ class Tape:
         self.values.clear()
         return values
 
-    def made(self, out: Any, number: int, func: Any, args: Any, keywords: Any) -> None:
-        """An op of the first run returned ``out``."""
-        for x in _torch.written(func, args, keywords):
-            self.makers[x] = None
+    def _first(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an op of the first run, and notes what it made."""
+        out = func(*args, **kwargs)
         if not _torch.makes_memory(func):
-            return  # a view: the storage keeps its maker
+            for x in _torch.written(func, args, kwargs):
+                self.makers[x] = None
+            return out  # of a view the storage keeps its maker
         many = type(out) if isinstance(out, (list, tuple)) else None
         outs = (out,) if many is None else tuple(out)
         draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -206,57 +208,17 @@ class Tape:
                 others = (*outs[:i], None, *outs[i + 1 :])
                 shape = x.size(), x.stride(), x.storage_offset(), x.dtype
                 self.makers[x] = _Made(number, func, many, others, i, shape, states)
-
-    @contextmanager
-    def keep(self) -> Iterator[None]:
-        """The first run."""
-        try:
-            with Scoped(_TAPES, (*_TAPES.get(), self)), _Keeping(self):
-                yield
-        finally:
-            self.makers = StorageTable()
-
-    def replay(self, values: Sequence[Tensor]) -> _Replaying:
-        """The second run."""
-        return _Replaying(self.kept, dict(zip(self.kept, values, strict=True)))
-
-
-class _Counting(_torch.OperatorMode):
-    """Numbers the ops of the user's function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Asking for a device; and what autograd saves.
-        apart = func.namespace == "prim" or func is torch.ops.aten.detach.default
-        if apart or is_internal():
-            return func(*args, **kwargs)
-        number, self.count = self.count, self.count + 1
-        return self.run(number, func, args, kwargs)
-
-    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Keeping(_Counting):
-    def __init__(self, tape: Tape):
-        super().__init__()
-        self.tape = tape
-
-    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        self.tape.made(out, number, func, args, kwargs)
         return out
 
-
-class _Replaying(_Counting):
-    def __init__(self, kept: dict[int, _Made], values: dict[int, Tensor]):
-        super().__init__()
-        self.kept, self.values = kept, values
-
-    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def _again(
+        self,
+        values: dict[int, Tensor],
+        number: int,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Runs an op of the second run, or returns what was kept in its place."""
         made = self.kept.get(number)
         if made is None:
             return func(*args, **kwargs)
@@ -266,7 +228,37 @@ class _Replaying(_Counting):
                 f"{made.func}: a unit under remat must do the same again"
             )
         outs = list(made.outs)
-        outs[made.place] = self.values[number]
+        outs[made.place] = values[number]
         outs = [x.detach() if isinstance(x, Tensor) else x for x in outs]
         set_generators(made.states)
         return outs[0] if made.many is None else made.many(outs)
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """The first run."""
+        try:
+            with Scoped(_TAPES, (*_TAPES.get(), self)), _Counting(self._first):
+                yield
+        finally:
+            self.makers = StorageTable()
+
+    def replay(self, values: Sequence[Tensor]) -> _Counting:
+        """The second run."""
+        kept = dict(zip(self.kept, values, strict=True))
+        return _Counting(partial(self._again, kept))
+
+
+class _Counting(_torch.OperatorMode):
+    """Numbers the ops of the user's function, and has ``run`` run each."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run, self.count = run, 0
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # Asking for a device; and what autograd saves.
+        apart = func.namespace == "prim" or func is torch.ops.aten.detach.default
+        if apart or is_internal():
+            return func(*args, **kwargs)
+        number, self.count = self.count, self.count + 1
+        return self.run(number, func, args, kwargs)
