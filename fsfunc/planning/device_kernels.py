@@ -183,9 +183,13 @@ _COMPOSED = {
 }  # fmt: skip
 
 
-@functools.cache
-def _fuses(func: Any) -> bool:
+def fuses(func: Any, op: Op) -> bool:
     """True if a compiler makes an operator a part of its neighbours' kernel."""
+    return not op.flops and _is_composed(func)
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
     named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
     return named or bool(tags.intersection(func.tags))
@@ -217,20 +221,20 @@ class FusedChains:
 
     def add(
         self,
-        func: Any,
         op: Op,
         at: Hashable,
         read: dict[int, int],
         made: dict[int, int],
-        compiled: bool,
+        fused: bool,
     ) -> Op | None:
         """The operator to note for one that ran; None for a part of the last one.
 
         Args:
             at: its unit call and phase; ``read``, ``made``: bytes by storage.
+            fused: whether it may be a part of a chain.
         """
         chain = self.open
-        if not compiled or op.flops or not _fuses(func):
+        if not fused:
             self.open = chain = None
         elif chain is None or chain.at != at:
             op = op._replace(name="fused")

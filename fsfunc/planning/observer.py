@@ -24,7 +24,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.planning.device_kernels import FusedChains, read_again
+from fsfunc.planning.device_kernels import FusedChains, fuses, read_again
 from fsfunc.planning.events import Event, Gave, Op, Ran, Took, Turn, describe, size_of
 from fsfunc.planning.parted_units import PartedUnits
 from fsfunc.planning.rounds import Rounds
@@ -139,7 +139,7 @@ class Observer(Tracer, OperatorMode):
         read = _torch.tensors_in((*args, *kwargs.values()) if kwargs else args)
         if not (self.strangers or self.paused or func is _CONSTANT):
             for x in read:
-                if type(x) is not _torch.FakeTensor:
+                if not isinstance(x, _torch.FakeTensor):
                     self._close_over(x)
         out = fake_modes.result_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
@@ -176,7 +176,7 @@ class Observer(Tracer, OperatorMode):
             self._params.discard(key)  # of a storage that is gone
             (self._copies.add if copy else self._copies.discard)(key)
         if op is not None and self.compiled:
-            op = self._fused(func, op, unit, phase, read, made)
+            op = self._fused(func, op, (unit, phase), read, made)
         if op is not None:
             self.book.events.insert(at, Ran(op, unit, phase))
 
@@ -184,8 +184,7 @@ class Observer(Tracer, OperatorMode):
         self,
         func: Any,
         op: Op,
-        unit: str,
-        phase: str,
+        where: tuple[str, str],
         read: list[Tensor],
         made: list[Tensor],
     ) -> Op | None:
@@ -197,10 +196,9 @@ class Observer(Tracer, OperatorMode):
         if node is not None and not own:
             call = bisect_right(self._turns, _torch.sequence_number(node))
         own = own or not current_label()[0]
-        at, compiled = (unit, phase, call), own and unit in self.compiled
-        return self.chains.add(
-            func, op, at, self._sizes(read), self._sizes(made), compiled
-        )
+        fused = own and where[0] in self.compiled and fuses(func, op)
+        read_sizes, made_sizes = self._sizes(read), self._sizes(made)
+        return self.chains.add(op, (*where, call), read_sizes, made_sizes, fused)
 
     def _sizes(self, tensors: list[Tensor]) -> dict[int, int]:
         """The bytes of tensors, by the number of their storage."""
@@ -210,11 +208,10 @@ class Observer(Tracer, OperatorMode):
 
     def _close_over(self, x: Tensor) -> None:
         """Counts a tensor with data, which the step closes over, by its fake one."""
-        if not isinstance(x, _torch.FakeTensor):
-            mode = _torch.fake_mode()
-            if mode is not None and self._closed.get(x) is None:
-                self._closed[x] = fake = fake_modes.fake_of(mode, x)
-                self.book.take(fake, "", "", "")
+        mode = _torch.fake_mode()
+        if mode is not None and self._closed.get(x) is None:
+            self._closed[x] = fake = fake_modes.fake_of(mode, x)
+            self.book.take(fake, "", "", "")
 
     # Bodies of units
 

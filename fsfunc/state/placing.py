@@ -253,7 +253,12 @@ def _check_given(t: Any, rest: Any, laying: list[Any], source: GivenLeaves) -> N
 def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
     """The one ``shard`` among transforms that lay out, if there is one."""
     shardings = [h for h in handlers if isinstance(h, Sharding)]
-    _check_offloaded(stores, shardings)
+    if stores.params is not None and not shardings:  # nothing would be offloaded
+        raise ValueError(
+            f"offload(params={str(stores.params)!r}) without shard, which fetches "
+            "parameters unit by unit: on one device, ff.shard(step, "
+            'ff.make_mesh({"data": 1}), "data"), within the offload or around it'
+        )
     if len(shardings) > 1:
         axes = [h.axes for h in shardings]
         raise ValueError(
@@ -261,18 +266,6 @@ def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
             "or replicate="
         )
     return shardings[0] if shardings else None
-
-
-def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
-    """Raises if parameters are to be offloaded, and would not be."""
-    if stores.params is None:
-        return
-    if not shardings:
-        raise ValueError(
-            f"offload(params={str(stores.params)!r}) without shard, which fetches "
-            "parameters unit by unit: on one device, ff.shard(step, "
-            'ff.make_mesh({"data": 1}), "data"), within the offload or around it'
-        )
 
 
 def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:

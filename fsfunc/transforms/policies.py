@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -210,29 +209,6 @@ class Tape:
                 self.makers[x] = _Made(number, func, many, others, i, shape, states)
         return out
 
-    def _again(
-        self,
-        values: dict[int, Tensor],
-        number: int,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Runs an op of the second run, or returns what was kept in its place."""
-        made = self.kept.get(number)
-        if made is None:
-            return func(*args, **kwargs)
-        if made.func is not func:
-            raise RuntimeError(
-                f"the recompute of a unit called {func} where its first run called "
-                f"{made.func}: a unit under remat must do the same again"
-            )
-        outs = list(made.outs)
-        outs[made.place] = values[number]
-        outs = [x.detach() if isinstance(x, Tensor) else x for x in outs]
-        set_generators(made.states)
-        return outs[0] if made.many is None else made.many(outs)
-
     @contextmanager
     def keep(self) -> Iterator[None]:
         """The first run."""
@@ -243,9 +219,25 @@ class Tape:
             self.makers = StorageTable()
 
     def replay(self, values: Sequence[Tensor]) -> _Counting:
-        """The second run."""
-        kept = dict(zip(self.kept, values, strict=True))
-        return _Counting(partial(self._again, kept))
+        """The second run: an op whose output was kept does not run, and returns it."""
+        given = dict(zip(self.kept, values, strict=True))
+
+        def again(number: int, func: Any, args: Any, kwargs: Any) -> Any:
+            made = self.kept.get(number)
+            if made is None:
+                return func(*args, **kwargs)
+            if made.func is not func:
+                raise RuntimeError(
+                    f"the recompute of a unit called {func} where its first run called "
+                    f"{made.func}: a unit under remat must do the same again"
+                )
+            outs = list(made.outs)
+            outs[made.place] = given[number]
+            outs = [x.detach() if isinstance(x, Tensor) else x for x in outs]
+            set_generators(made.states)
+            return outs[0] if made.many is None else made.many(outs)
+
+        return _Counting(again)
 
 
 class _Counting(_torch.OperatorMode):
