@@ -16,8 +16,8 @@ All runs begin alike (`runs.without_data`); each adds its own observer:
   with the dependencies and costs of its inputs (`dataflow`). Pipelines cut it.
 
 Recorder and checker are the frame's tracer, a `tracers.Tracer`; the third decides about
-unit calls, as a `frames.Stage` does. Operators are seen in a dispatch mode of
-`operators`, or in a mode of torch functions. Two more rooms trace so: ``plan`` a step
+unit calls, as a `frames.Stage` does. Operators are seen in an `_torch.OperatorMode`, or
+in a mode of torch functions. Two more rooms trace so: ``plan`` a step
 (``planning.observer``), and ``init_state`` an init function, whose operators it keeps
 to run them again in part (``state.init_tape``).
 
