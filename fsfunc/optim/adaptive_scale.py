@@ -27,7 +27,7 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
 from fsfunc.optim.leaves import Tree, check_unfollowed, computing_device
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.optimizer import Optimizer, Reading, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -81,22 +81,10 @@ def observe_gradients(
     (tensor(2.), tensor(10.), 2)
     """
     check_function(grad_fn, "observe_gradients")
-    return observe_means(grad_fn, measure)
-
-
-def observe_means(
-    grad_fn: Callable[..., Any],
-    measure: Callable[[Tensor], Tensor],
-    mean: Callable[[Any], None] | None = None,
-) -> Callable[..., Any]:
-    """:func:`observe_gradients`; ``mean`` is called with the gradient call's mean.
-
-    That is before ``grad_fn`` changes it, if it does.
-    """
 
     @functools.partial(Transformed, grad_fn, "observe_gradients", tuple)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
-        seen, f = _Measure(measure, mean), frame()
+        seen, f = _Measure(measure), frame()
         with inside(f.replace(handlers=(*f.handlers, seen))):
             out = grad_fn(*args, **keywords)
         return out, seen.total(), seen.samples
@@ -109,9 +97,10 @@ class _Measure(GradientObserver):
 
     called = "observe_gradients"
 
-    def __init__(self, measure: Callable[[Tensor], Tensor], mean: Any):
+    sees_mean = False
+
+    def __init__(self, measure: Callable[[Tensor], Tensor]):
         self.measure, self.samples, self.scale = measure, 0, 1.0
-        self.mean = mean
         self.found: dict[tuple[str, ...], Tensor] = {}
         self.begun: set[Any] = set()  # the microbatches
         # Where leaves are on ranks of a pipeline: its axes, and a zero of their sum.
@@ -126,14 +115,17 @@ class _Measure(GradientObserver):
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
             outcome = run(call)
-            return outcome if self.mean is None else outcome.replace(shown=self._ended)
+            return outcome.replace(shown=self._ended) if self.sees_mean else outcome
 
         return seen
 
     def _ended(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         with internal(), ignoring_axes(), torch.no_grad():
-            self.mean(grads)
+            self.take_mean(grads)
         return grads
+
+    def take_mean(self, grads: Tree) -> None:
+        """Hears the mean of all samples, before anything clips it or adds to it."""
 
     def begins(self, call: GradientCall) -> None:
         micro = frame().micro
@@ -189,6 +181,53 @@ class _Measure(GradientObserver):
         axes, zero = self.along
         found = functools.reduce(torch.add, parts, zero)
         return psum(found.to(zero.dtype), axes)
+
+
+class _Samples(NamedTuple):
+    """The sum of all samples' squares, how many they are, the square of their mean."""
+
+    squares: Tensor
+    count: int
+    mean: Tensor
+
+
+class _Squares(_Measure):
+    """Measures the squares of one step's samples, and that of their mean."""
+
+    sees_mean = True
+
+    def __init__(self):
+        super().__init__(_square)
+        self.means: list[Tensor] = []
+
+    def take_mean(self, grads: Tree) -> None:
+        self.means.append(global_norm(grads) ** 2)
+
+    def all(self) -> _Samples:
+        """What the samples of all ranks gave.
+
+        Raises:
+            LawError: gradients that nobody saw.
+            ValueError: one sample.
+        """
+        squares, n = self.total(), self.samples
+        if len(self.means) != 1:
+            raise LawError(UNSEEN.format("a transform replaces the gradients"))
+        if axes := averaged_axes():
+            squares, n = psum(squares, axes), n * group(axes).size
+        if frame().tracer is not None:
+            n = max(n, 2)  # a step may be tried on one microbatch of several
+        if n < 2:
+            raise ValueError(
+                "adascale compares the samples of a step, and this step has one: shard "
+                "it over two ranks or more, or accumulate(step, 2)"
+            )
+        return _Samples(squares, n, self.means[0])
+
+
+def _square(gradient: Tensor) -> Tensor:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return vector_norm(gradient, dtype=wide) ** 2
 
 
 class AdaScaleState(NamedTuple):
@@ -257,7 +296,7 @@ def adascale(
     >>> step(state, torch.eye(2))[0].opt_state.gain  # of two with nothing in common
     tensor(2.)
     """
-    return Optimizer.of(_AdaScale(optimizer, scale, smoothing))
+    return _AdaScale(optimizer, scale, smoothing).functions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,14 +304,16 @@ class _AdaScale:
     """The functions of such an optimizer.
 
     Args:
-        seen: what one step's samples gave: the sum of the squares of all, how many, and
-            the square of their mean, before anything clips it or adds to it.
+        seen: has seen one step's samples, and their mean.
     """
 
     optimizer: Optimizer
     scale: float | None
     smoothing: float | None
-    seen: tuple[Tensor, int, Tensor] | None = None
+    seen: _Squares | None = None
+
+    def functions(self) -> Optimizer:
+        return Optimizer(self.init, self.update, interprets=self.interprets)
 
     def init(self, params: Tree) -> AdaScaleState:
         wide = by_axes(params)[1].to_real()
@@ -286,32 +327,11 @@ class _AdaScale:
         check_unfollowed("adascale", inner)
         return AdaScaleState(variance, square, gain, iterations, inner)
 
-    def take(self, run: Run, state: AdaScaleState) -> tuple[Any, Tree, Optimizer]:
-        found: list[Any] = []
-        means: list[Tensor] = []
-
-        def mean(grads: Tree) -> None:
-            means.append(global_norm(grads) ** 2)
-
-        def observed() -> tuple[Any, Tree]:
-            out, *found[:] = observe_means(run, _square, mean)()
-            return out
-
-        value, grads, inner = self.optimizer.gradients(observed, state.inner)
-        squares, n = found
-        if len(means) != 1:
-            raise LawError(UNSEEN.format("a transform replaces the gradients"))
-        if axes := averaged_axes():
-            squares, n = psum(squares, axes), n * group(axes).size
-        if frame().tracer is not None:
-            n = max(n, 2)  # a step may be tried on one microbatch of several
-        if n < 2:
-            raise ValueError(
-                "adascale compares the samples of a step, and this step has one: shard "
-                "it over two ranks or more, or accumulate(step, 2)"
-            )
-        seen = squares, n, means[0]
-        return value, grads, Optimizer.of(replace(self, optimizer=inner, seen=seen))
+    def interprets(self, state: AdaScaleState) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
+        seen = _Squares()
+        after = replace(self, optimizer=inner, seen=seen).functions()
+        return Reading((*handlers, seen), after)
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):
         if self.seen is None:
@@ -319,7 +339,7 @@ class _AdaScale:
                 "adascale has not seen these gradients before they were reduced: make "
                 "the step by adascale(...)(grad_fn)"
             )
-        squares, n, mean = self.seen
+        squares, n, mean = self.seen.all()
         scale = n if self.scale is None else self.scale
         keep = max(1 - n / 1000, 0.0) if self.smoothing is None else self.smoothing
         variance = (squares - n * mean) * (scale / n / (n - 1))
@@ -332,8 +352,3 @@ class _AdaScale:
         updates, inner = self.optimizer.update(grads, state.inner, params)
         after = AdaScaleState(v, s, gain, state.iterations + gain, inner)
         return tree_scale(updates, gain), after
-
-
-def _square(gradient: Tensor) -> Tensor:
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return vector_norm(gradient, dtype=wide) ** 2

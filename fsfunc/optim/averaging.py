@@ -14,9 +14,9 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, along, chosen, copied, floating, held_dtype
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
-    Commit,
     Optimizer,
-    begun_by,
+    Phases,
+    by_phases,
     check_takes_plainly,
     described,
     summed,
@@ -179,23 +179,18 @@ def _averaged(
             warn_narrow(name, average, least, "dtype=torch.float32, or ")
         return AverageState(0, 0, average, optimizer.init(params))
 
-    def begin(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Commit:
+    def phases(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Phases:
         check_params_given(params, name)
         Matched.of(state.average, floating(params))  # which raises in time
-        commit = optimizer.begin(grads, state.inner, params, adds)
+        result, inner = yield from optimizer.phases(grads, state.inner, params, adds)
+        count, averaged, average, _ = state
+        if count >= start and (count - start) % every == 0:
+            now = result if adds else summed(params, result)
+            average = _moved(average, floating(now), weight(averaged), adds)
+            averaged += 1
+        return result, AverageState(count + 1, averaged, average, inner)
 
-        def finish() -> tuple[Tree, AverageState]:
-            result, inner = commit()
-            count, averaged, average, _ = state
-            if count >= start and (count - start) % every == 0:
-                now = result if adds else summed(params, result)
-                average = _moved(average, floating(now), weight(averaged), adds)
-                averaged += 1
-            return result, AverageState(count + 1, averaged, average, inner)
-
-        return finish
-
-    return begun_by(init, begin, elementwise=optimizer.elementwise)
+    return by_phases(init, phases, elementwise=optimizer.elementwise)
 
 
 def _moved(average: Tree, params: Tree, to: float, writes: bool) -> Tree:
@@ -203,7 +198,7 @@ def _moved(average: Tree, params: Tree, to: float, writes: bool) -> Tree:
     matched = Matched.of(average, params)
     if not writes:
         return matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
-    return fused(matched, partial(torch._foreach_lerp_, weight=to))()[0]
+    return fused(matched, partial(torch._foreach_lerp_, weight=to))[0]
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:

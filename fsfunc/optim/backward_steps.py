@@ -17,7 +17,14 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.matching import MirroredState
-from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Phases,
+    Reading,
+    State,
+    described,
+    finished,
+)
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 
@@ -79,7 +86,7 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     >>> ff.spmd(main, mesh)()[0]
     [tensor([ 0.5000, -0.5000]), tensor([ 0.5000, -0.5000])]
     """
-    if optimizer.take is not None or isinstance(optimizer, _InBackward):
+    if optimizer.interprets is not None or isinstance(optimizer, _InBackward):
         raise ValueError(
             "step_in_backward is given an optimizer that takes gradients in a way of "
             "its own, as loss_scale does, which sees them all before it steps: use "
@@ -97,23 +104,20 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
 
 
 class _InBackward(Optimizer):
-    """Such an optimizer: its functions raise, but for the one that takes gradients."""
+    """Such an optimizer: its functions raise, but for how gradients are taken."""
 
-    inner: Optimizer
-
-    def __new__(cls, inner: Optimizer) -> _InBackward:
+    def __init__(self, inner: Optimizer):
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        self: Any = super().__new__(cls, inner.init, unseen, prepare=unseen)
+        super().__init__(inner.init, unseen, unseen)
         self.inner = inner
-        return self
 
-    def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        steps, f = BackwardSteps(self.inner, state.opt_state, state.params), frame()
-        with inside(f.replace(handlers=(*f.handlers, steps))):
-            value, grads = run()
-        return value, grads, steps.rest()
+    def reading(self, state: State, params: Tree = None) -> Reading:
+        if params is None:  # something is around, and would see gradients used up
+            return Reading((), self)
+        steps = BackwardSteps(self.inner, state, params)
+        return Reading((steps,), steps.rest())
 
 
 APPLIED = (
@@ -219,15 +223,15 @@ class BackwardSteps(GradientSteps):
             made = zip(shard.members, shard.like(grad).leaves(), strict=True)
             by = {id(layout): leaf for layout, leaf in made}
             grads = {self.paths[i]: by[id(self.old[i].layout)] for i in positions}
-            self._commit(positions, self._prepared(positions, grads))
+            self._commit(positions, self._phases(positions, grads))
         self.done[id(shard)] = shard
 
-    def _prepared(self, positions: list[int], grads: dict[str, Any]) -> Any:
+    def _phases(self, positions: list[int], grads: dict[str, Any]) -> Phases:
         params = {self.paths[i]: self.old[i] for i in positions}
-        return self.optimizer.prepare(grads, self.kept.part(positions), params)
+        return self.optimizer.phases(grads, self.kept.part(positions), params, True)
 
-    def _commit(self, positions: list[int], commit: Callable[[], Any]) -> None:
-        params, state = commit()
+    def _commit(self, positions: list[int], phases: Phases) -> None:
+        params, state = finished(phases)
         for i in positions:
             self.new[i] = params[self.paths[i]]
         self.kept.take(positions, state)
@@ -236,17 +240,19 @@ class BackwardSteps(GradientSteps):
 
     def rest(self) -> Optimizer:
         """The optimizer that steps the other leaves, and returns the whole state."""
+        inner = self.optimizer
+
+        def update(grads: Tree, state: State, params: Tree = None) -> Any:
+            if self.done:
+                raise ValueError(_UNSEEN)
+            return inner.update(grads, state, params)
+
+        made = Optimizer(inner.init, update, self._apply)
+        return made.known_as(inner.called, dict(inner.configuration))
+
+    def _apply(self, grads: Tree, state: State, params: Tree) -> Phases:
         if not self.done:
-            return self.optimizer
-
-        def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
-            raise ValueError(_UNSEEN)
-
-        return Optimizer(self.optimizer.init, unseen, prepare=self._prepare)
-
-    def _prepare(
-        self, grads: Tree, state: State, params: Tree
-    ) -> Callable[[], tuple[Tree, State]]:
+            return (yield from self.optimizer.phases(grads, state, params, True))
         leaves, treedef = tree.flatten(params, is_sharded)
         found = along(treedef, grads, "gradients")
         stepped = {i for key in self.done for i in self.at[key]}
@@ -257,16 +263,14 @@ class BackwardSteps(GradientSteps):
         ):
             raise ValueError(_OTHERS)
         rest = [i for i, g in enumerate(found) if g is not None and i not in stepped]
-        commit = None
+        step = None
         if rest:
-            commit = self._prepared(rest, {self.paths[i]: found[i] for i in rest})
-
-        def finish() -> tuple[Tree, State]:
-            if commit is not None:
-                self._commit(rest, commit)
-            return tree.unflatten(self.treedef, self.new), self.kept.whole()
-
-        return finish
+            step = self._phases(rest, {self.paths[i]: found[i] for i in rest})
+            next(step)
+        yield
+        if step is not None:
+            self._commit(rest, step)
+        return tree.unflatten(self.treedef, self.new), self.kept.whole()
 
 
 def _is_of(grad: Any, leaf: Any) -> bool:

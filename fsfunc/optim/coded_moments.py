@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from fsfunc.optim.element_rules import Codec, ElementRule, Scaled
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, check_width, local, paths_of, split, trainable
 from fsfunc.optim.matching import update_of
-from fsfunc.optim.optimizer import Commit
+from fsfunc.optim.optimizer import Phases, finished
 from fsfunc.optim.places import room_like
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -105,20 +104,17 @@ class Coded(Codec):
 
         return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
-    def begin(
+    def phases(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
-    ) -> Commit:
-        if adds:
-            return self._prepared(rule, grads, state, params)
-        rule.matched(grads, params, ())  # which checks that parameters are given
-        like = grads if params is None else params
-        start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-        done = update_of(partial(self._prepared, rule), grads, state, start)
-        return lambda: done
-
-    def _prepared(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree
-    ) -> Commit:
+    ) -> Phases:
+        if not adds:
+            rule.matched(grads, params, ())  # which checks that parameters are given
+            like = grads if params is None else params
+            start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
+            apply = lambda *args: finished(self.phases(rule, *args, True))  # noqa: E731
+            done = update_of(apply, grads, state, start)
+            yield
+            return done
         matched = rule.matched(grads, params, ())
         if composable() or matched.differentiated:
             raise RuntimeError(
@@ -134,28 +130,24 @@ class Coded(Codec):
                 "with these layouts (ff.init_state does), and load them there"
             )
         decays, count = rule.decays(matched), state.count
-        writing, kernel = Writing(matched), rule.writer(count)
-
-        def commit() -> tuple[Tree, Any]:
-            with torch.no_grad():
-                (new,) = writing.targets([matched.trees[0]])
-                count_write(new.tensors)
-                columns = [column for codes in state[1:-1] for column in codes]
-                held = [
-                    (x, writing.target(list(x), split([x])[0]).leaves) for x in columns
-                ]
-                cuts = stretches(matched, new, decays, groups)
-                step = CodedStep(kernel, state.coders, count)
-                for i, group in enumerate(groups):
-                    where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
-                    step.write(i, group, cuts.get(i, []), where)
-            writing.end()
-            made = [tuple(to) for _, to in held]
-            moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
-            params = matched.restore(new.leaves, matched.trees[0])
-            return params, self.state(count + 1, *moments, places)
-
-        return commit
+        kernel = rule.writer(count)
+        yield
+        writing = Writing(matched)
+        with torch.no_grad():
+            (new,) = writing.targets([matched.trees[0]])
+            count_write(new.tensors)
+            columns = [column for codes in state[1:-1] for column in codes]
+            held = [(x, writing.target(list(x), split([x])[0]).leaves) for x in columns]
+            cuts = stretches(matched, new, decays, groups)
+            step = CodedStep(kernel, state.coders, count)
+            for i, group in enumerate(groups):
+                where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
+                step.write(i, group, cuts.get(i, []), where)
+        writing.end()
+        made = [tuple(to) for _, to in held]
+        moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
+        params = matched.restore(new.leaves, matched.trees[0])
+        return params, self.state(count + 1, *moments, places)
 
 
 def codec_of(

@@ -28,7 +28,7 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Commit, Optimizer, apply_updates, begun_by, then
+from fsfunc.optim.optimizer import Optimizer, Phases, apply_updates, by_phases
 from fsfunc.optim.places import brought_with
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.memory_spaces import any_offloaded
@@ -143,9 +143,9 @@ class Codec:
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.after(0, moments)
 
-    def begin(
+    def phases(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
-    ) -> Commit:
+    ) -> Phases:
         kind = self.state or rule.state
         if type(state) is not kind:
             raise unlike(rule.name.split(" ")[0], state, kind)
@@ -154,26 +154,20 @@ class Codec:
         decays = rule.decays(matched)
         if adds and not matched.differentiated:
             write = compiled_writer(rule, count, matched) if self.compiles else None
-            cast = write is None
-            commit = fused(matched, write or rule.writer(count), decays, cast=cast)
+            kernel = write or rule.writer(count)
+            yield
+            result, *new = fused(matched, kernel, decays, cast=write is None)
         else:
-            updates, *new = matched.composed(rule.step(count), decays)
-            commit = lambda: [  # noqa: E731
-                apply_updates(params, updates) if adds else updates,
-                *new,
-            ]
-
-        def finish() -> tuple[Tree, Any]:
-            result, *new = commit()
-            return result, rule.after(count + 1, new)
-
-        return finish
+            result, *new = matched.composed(rule.step(count), decays)
+            yield
+            result = apply_updates(params, result) if adds else result
+        return result, rule.after(count + 1, new)
 
 
 def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
     """The optimizer of an equation, whose moments are stored by a codec."""
-    init, begin = partial(codec.init, rule), partial(codec.begin, rule)
-    return begun_by(init, begin, elementwise=codec.elementwise)
+    init, phases = partial(codec.init, rule), partial(codec.phases, rule)
+    return by_phases(init, phases, elementwise=codec.elementwise)
 
 
 _LARGEST, _INTERVAL = 2.0**16, 2000
@@ -208,22 +202,19 @@ class Scaled(Codec):
     def init(self, rule: ElementRule, params: Tree) -> Any:
         return self.state(*super().init(rule, params), _LARGEST, 0)
 
-    def begin(
+    def phases(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
-    ) -> Commit:
+    ) -> Phases:
         matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
         scaled, scale, lost = self._chosen(rule, matched, state)
-
-        def after(new: Any) -> Any:
-            if not lost:
-                good = 0 if scale != state.scale else state.good_steps + 1
-                return self.state(*new, scale, good)
-            count, *moments = new
-            if any(_resting(matched)):  # what has no gradient stands for what it did
-                moments = [_halved(matched, m) for m in moments]
-            return self.state(count, *moments, scale, 0)
-
-        return then(super().begin(scaled, grads, state, params, adds), after)
+        step = super().phases(scaled, grads, state, params, adds)
+        result, (count, *moments) = yield from step
+        if not lost:
+            good = 0 if scale != state.scale else state.good_steps + 1
+            return result, self.state(count, *moments, scale, good)
+        if any(_resting(matched)):  # what has no gradient stands for what it did
+            moments = [_halved(matched, m) for m in moments]
+        return result, self.state(count, *moments, scale, 0)
 
     def _chosen(
         self, rule: ElementRule, matched: Matched, state: Any

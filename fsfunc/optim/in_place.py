@@ -43,8 +43,8 @@ def fused(
     decays: Sequence[Any] | None = None,
     *,
     cast: bool = True,
-) -> Callable[[], list[Tree]]:
-    """A function that runs ``kernel`` on params and moments, and returns them.
+) -> list[Tree]:
+    """Runs ``kernel`` on params and moments, and returns them.
 
     Under `donate` it writes into the tensors given, where nothing else holds their
     memory, else into copies (on fresh memory the page faults cost most, whatever the
@@ -60,21 +60,11 @@ def fused(
         run = lambda *columns, weight_decay: kernel(*columns)  # noqa: E731
         by_leaf = [0.0] * len(matched.active)
     writing = Writing(matched)
-
-    def commit() -> list[Tree]:
-        try:
-            found = write()
-        except BaseException:
-            settle(failed=True)
-            raise
-        settle()  # what was sent to the host is read by anybody from here on
-        return found
-
-    def write() -> list[Tree]:
-        kept = [matched.trees[0], *matched.trees[2:]]
+    old = [matched.trees[0], *matched.trees[2:]]
+    try:
         settle()  # no copy reads what is written on the host
         with torch.no_grad():
-            new = writing.targets(kept)
+            new = writing.targets(old)
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, by_leaf)
             for (_, dtype, decay), columns in groups.items():
@@ -84,12 +74,14 @@ def fused(
                 else:
                     run(*columns, weight_decay=decay)
         writing.end()
-        return [
-            matched.restore(target.leaves, leaves)
-            for target, leaves in zip(new, kept, strict=True)
-        ]
-
-    return commit
+    except BaseException:
+        settle(failed=True)
+        raise
+    settle()  # what was sent to the host is read by anybody from here on
+    return [
+        matched.restore(target.leaves, leaves)
+        for target, leaves in zip(new, old, strict=True)
+    ]
 
 
 class Writing:

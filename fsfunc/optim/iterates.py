@@ -17,9 +17,11 @@ from fsfunc.optim.masking import left_out
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
+    Phases,
     added,
     check_takes_plainly,
     described,
+    finished,
     summed,
 )
 from fsfunc.optim.schedules import (
@@ -109,8 +111,7 @@ def schedule_free(
     """
     check_takes_plainly("schedule_free", base)
     f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
-    elementwise = base.elementwise
-    return Optimizer(f.init, f.update, prepare=f.prepare, elementwise=elementwise)
+    return Optimizer(f.init, f.update, f.apply, elementwise=base.elementwise)
 
 
 @dataclass(frozen=True)
@@ -168,28 +169,26 @@ class _ScheduleFree:
         updates, _ = matched.composed(moved)
         return updates, state._replace(z=new_z, base=inner)
 
-    def prepare(self, grads: Tree, state: ScheduleFreeState, params: Tree):
+    def apply(self, grads: Tree, state: ScheduleFreeState, params: Tree) -> Phases:
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            return added(self.update)(grads, state, params)
+            return (yield from added(self.update)(grads, state, params))
         rate, c, counted = self.weighed(state)
         decays = matched.decays(rate * self.weight_decay, self.mask)
-        commit = self.base.prepare(grads, state.base, z)
+        base = self.base.phases(grads, state.base, z, True)
+        next(base)
+        yield
+        # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
+        old = copied(_only(matched, params)) if self.weight_decay else None
+        y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
+        new_z, inner = finished(base)
+        if self.weight_decay:
+            (new_z,) = fused(Matched.of(new_z, old), _decay, decays)
         k = self.b1 * c + 1 - self.b1
-
-        def finish() -> tuple[Tree, ScheduleFreeState]:
-            # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
-            old = copied(_only(matched, params)) if self.weight_decay else None
-            y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
-            new_z, inner = commit()
-            if self.weight_decay:
-                (new_z,) = fused(Matched.of(new_z, old), _decay, decays)()
-            with inside(frame().replace(donated=Everything())):  # y is ours by now
-                y = _mixed(y, _only(matched, new_z), 1.0, k)
-            return y, counted._replace(z=new_z, base=inner)
-
-        return finish
+        with inside(frame().replace(donated=Everything())):  # y is ours by now
+            y = _mixed(y, _only(matched, new_z), 1.0, k)
+        return y, counted._replace(z=new_z, base=inner)
 
 
 def _only(matched: Matched, values: Tree) -> Tree:
@@ -202,7 +201,7 @@ def _only(matched: Matched, values: Tree) -> Tree:
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
     """``by y + add z``, written over y where that may be."""
     matched = Matched.of(ys, zs)
-    return fused(matched, partial(_mix, by=by, add=add))()[0]
+    return fused(matched, partial(_mix, by=by, add=add))[0]
 
 
 def _mix(ys: Any, zs: Any, *, by: float, add: float) -> None:

@@ -21,7 +21,14 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, computing_device, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule, unlike
 from fsfunc.optim.norms import Row, row_norms, rows_of
-from fsfunc.optim.optimizer import Commit, Optimizer, State, added, begun_by, described
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Phases,
+    State,
+    added,
+    by_phases,
+    described,
+)
 from fsfunc.optim.places import brought_with, room_like
 from fsfunc.optim.reductions import into_parts
 from fsfunc.optim.schedules import (
@@ -225,12 +232,12 @@ def lamb(
     if moment_dtype in (torch.float16, torch.uint8):
         return Optimizer(adam.init, update)
 
-    def prepare(grads: Tree, state: AdamState, params: Tree):
+    def apply(grads: Tree, state: AdamState, params: Tree) -> Phases:
         if type(state) is not AdamState:
             raise unlike("lamb", state, AdamState)
         matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
-            return added(update)(grads, state, params)
+            return (yield from added(update)(grads, state, params))
         decays = rule.decays(matched)
         with torch.no_grad():
             step = compiled_direction(rule, state.count, matched)
@@ -248,16 +255,13 @@ def lamb(
             lr = rates[j].to(columns[0][0].device)  # norms are where one computes
             fused_adam(*columns, lr=lr, weight_decay=decay, **how)
 
+        yield
         # A fused call has one rate, so each leaf is one of its own.
-        commit = fused(matched, kernel, [(d, j) for j, d in enumerate(decays)])
+        leaf_by_leaf = [(d, j) for j, d in enumerate(decays)]
+        params, mu, nu = fused(matched, kernel, leaf_by_leaf)
+        return params, AdamState(state.count + 1, mu, nu)
 
-        def finish() -> tuple[Tree, AdamState]:
-            params, mu, nu = commit()
-            return params, AdamState(state.count + 1, mu, nu)
-
-        return finish
-
-    return Optimizer(adam.init, update, prepare=prepare)
+    return Optimizer(adam.init, update, apply)
 
 
 def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
@@ -327,13 +331,13 @@ def lars(
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
 
-    def begin(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Commit:
+    def phases(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Phases:
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
         directed = trust.scaled(grads, params, rate, own=own)
-        return descent.begin(directed, state, params, adds)
+        return (yield from descent.phases(directed, state, params, adds))
 
-    return begun_by(descent.init, begin)
+    return by_phases(descent.init, phases)

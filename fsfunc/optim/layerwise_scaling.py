@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.typed_maps import LawError
-from fsfunc.core.frames import Interpretation, composable, frame, inside
+from fsfunc.core.frames import Interpretation, composable, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.leaves import Tree, computing_device
 from fsfunc.optim.loss_scaling import ScaleRule, Skipping
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, Run, State, described
+from fsfunc.optim.optimizer import Optimizer, Reading, State, by_phases, described
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
@@ -223,16 +223,19 @@ def layerwise_loss_scale(
             "be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
-    return Optimizer.of(_Layerwise(optimizer, firsts, rule))
+    return _Layerwise(optimizer, firsts, rule).functions()
 
 
 @dataclass(frozen=True, eq=False)
 class _Layerwise(Skipping):
-    """The functions of such an optimizer; ``found``: who overflowed in this step."""
+    """The functions of such an optimizer; ``found``: who overflowed in its step."""
 
     firsts: dict[str, float]
     rule: ScaleRule
     found: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def functions(self) -> Optimizer:
+        return by_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
         counts = dict.fromkeys(self.firsts, 0)
@@ -270,16 +273,8 @@ class _Layerwise(Skipping):
                 blamed.add(name)
         return blamed or set(scales)
 
-    def take(
-        self, run: Run, state: LayerwiseLossScaleState
-    ) -> tuple[Any, Tree, Optimizer]:
+    def interprets(self, state: LayerwiseLossScaleState) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
         scaling = UnitScaling(state.scales)
-
-        def scaled() -> tuple[Any, Tree]:
-            f = frame()
-            with inside(f.replace(handlers=(*f.handlers, scaling))):
-                return run()
-
-        value, grads, inner = self.optimizer.gradients(scaled, state.inner)
-        after = replace(self, optimizer=inner, found=scaling.found)
-        return value, grads, Optimizer.of(after)
+        after = replace(self, optimizer=inner, found=scaling.found).functions()
+        return Reading((*handlers, scaling), after)

@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import Interpretation, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import (
-    Commit,
     Optimizer,
-    Run,
+    Phases,
+    Reading,
     State,
+    by_phases,
     check_takes_plainly,
     described,
-    then,
 )
 
 
@@ -37,18 +36,16 @@ class Skipping:
         """True if all ranks make the step, and the state that has counted it."""
         raise NotImplementedError
 
-    def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
+    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
         makes, after = self.counted(grads, state)
         if not makes:
-            still = params if adds else map_flat(_zeros, grads, rest=None)
-            return lambda: (still, after)
-        given = getattr(state, self.inner)
-        commit = self.optimizer.begin(grads, given, params, adds)
-        return then(commit, lambda inner: after._replace(**{self.inner: inner}))
-
-
-def _zeros(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(t) for t in tensors]
+            zeros = lambda ts: list(map(torch.zeros_like, ts))  # noqa: E731
+            still = params if adds else map_flat(zeros, grads, rest=None)
+            yield
+            return still, after
+        inner = getattr(state, self.inner)
+        result, inner = yield from self.optimizer.phases(grads, inner, params, adds)
+        return result, after._replace(**{self.inner: inner})
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -99,7 +96,8 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     (tensor([0., 0.]), 0, 1, 1)
     """
     check_takes_plainly("apply_if_finite", optimizer)
-    return Optimizer.of(_IfFinite(optimizer, max_consecutive_errors))
+    f = _IfFinite(optimizer, max_consecutive_errors)
+    return by_phases(f.init, f.phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +186,7 @@ def loss_scale(
     (tensor([1., 1.]), 4.0, 1)
     """
     rule = ScaleRule(growth, backoff, interval, minimum)
-    return Optimizer.of(_Scaled(optimizer, float(initial), rule))
+    return _Scaled(optimizer, float(initial), rule).functions()
 
 
 class ScaleRule(NamedTuple):
@@ -225,10 +223,11 @@ class ScaleRule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Scaled(Skipping):
-    """The functions of such an optimizer."""
-
     initial: float
     rule: ScaleRule
+
+    def functions(self) -> Optimizer:
+        return by_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LossScaleState:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
@@ -241,11 +240,10 @@ class _Scaled(Skipping):
         skipped = state.skipped + (not finite)
         return finite, LossScaleState(scale, good, skipped, state.inner)
 
-    def take(self, run: Run, state: LossScaleState) -> tuple[Any, Tree, Optimizer]:
-        f = frame()
-        with inside(f.replace(handlers=(*f.handlers, _Scaling(state.scale)))):
-            value, grads, inner = self.optimizer.gradients(run, state.inner)
-        return value, grads, Optimizer.of(replace(self, optimizer=inner))
+    def interprets(self, state: LossScaleState) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
+        after = replace(self, optimizer=inner).functions()
+        return Reading((_Scaling(state.scale), *handlers), after)
 
 
 class _Scaling(Interpretation):

@@ -8,7 +8,13 @@ from typing import Any
 
 from fsfunc import tree
 from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
-from fsfunc.optim.optimizer import Commit, Optimizer, described
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Phases,
+    by_phases,
+    described,
+    finished,
+)
 from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
@@ -58,7 +64,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
 
     Raises:
         ValueError: a label that names no optimizer; no leaf with both a label and a
-            gradient; a state of other labels; an optimizer with a ``take``.
+            gradient; a state of other labels; an optimizer with a say in
+            how gradients are taken.
 
     Cost: the sum of theirs on their leaves; all collectives come before the first
     write. A flat buffer that the labels cut is visited leaf by leaf.
@@ -75,13 +82,14 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     """
 
     for label, optimizer in optimizers.items():
-        if optimizer.take is not None:
+        if optimizer.interprets is not None:
             raise ValueError(
                 f"the optimizer of {label!r} takes the gradients of all leaves in a "
                 "way of its own, as loss_scale does: put it around the partition"
             )
     each = all(x.elementwise for x in optimizers.values())
-    return Optimizer.of(_Partitioned(optimizers, labels), elementwise=each)
+    f = _Partitioned(optimizers, labels)
+    return by_phases(f.init, f.phases, elementwise=each)
 
 
 def left_out(optimizer: Optimizer, params: Tree) -> Iterator[str]:
@@ -176,15 +184,14 @@ class _Partitioned:
             for label in self.optimizers
         }
 
-    def begin(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
+    def phases(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
-        commits = {k: self.optimizers[k].begin(*x, adds) for k, x in shares.items()}
+        steps = {k: self.optimizers[k].phases(*x, adds) for k, x in shares.items()}
+        for step in steps.values():
+            next(step)
+        yield
+        done = {label: finished(step) for label, step in steps.items()}
         frozen = parts.leaves if adds else [None] * len(parts.leaves)
-
-        def finish() -> tuple[Tree, dict[str, Any]]:
-            done = {label: commit() for label, commit in commits.items()}
-            merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
-            return merged, {label: state for label, (_, state) in done.items()}
-
-        return finish
+        merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
+        return merged, {label: state for label, (_, state) in done.items()}

@@ -196,11 +196,11 @@ class Matched:
 
 
 def update_of(
-    prepare: Callable[..., Any], grads: Tree, state: Any, params: Tree
+    apply: Callable[..., Any], grads: Tree, state: Any, params: Tree
 ) -> tuple[Tree, Any]:
-    """The `update` of a ``prepare``: the differences that it makes to parameters."""
+    """The update of an ``apply``: the differences that it makes to parameters."""
     with inside(replace(frame(), donated=None)):
-        new, after = prepare(grads, state, params)()
+        new, after = apply(grads, state, params)
     matched = Matched.of(params, grads, new)
     return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 

@@ -1,16 +1,63 @@
-"""The optimizer interface: two functions, and what follows from them.
+"""The protocol of an optimizer: what to write for one, and all that follows from it.
 
-``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
-updates, which are **added** to the parameters (optax's contract; so the learning rate
-enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
-where the optimizer has one.
+An optimizer is two functions, and a third where a kernel does the step in one pass::
+
+    init(params) -> state
+    update(grads, state, params) -> (updates, state)
+    apply(grads, state, params) -> (params, state)
+
+``update`` is the equation of the paper: pure, made of operations that differentiate;
+updates are **added** to the parameters (optax's contract; so the learning rate enters
+with its sign). ``apply`` is `update` and the addition. Left out, it is made of them.
+
+``apply`` has two phases, with a ``yield`` between them, and may write in place behind
+it. All checks, norms and collectives stand before the ``yield``, so that of several
+optimizers that share a step none writes before all are ready, and a step that fails
+leaves the state as it was. An ``apply`` without a ``yield`` is all writing.
+
+A kernel is given to `in_place.fused`, which calls it with lists of dense tensors of one
+dtype on one device: the flat buffers of whatever this rank holds of the parameters, the
+gradients and the moments. It writes into parameters and moments, and knows nothing of
+layouts, donation or offload: under ``donate`` it is given the state's own memory, else
+copies; what lies with the host is brought, and sent back; complex numbers are pairs.
+
+>>> import torch
+>>> from fsfunc.optim.in_place import fused
+>>> from fsfunc.optim.leaves import zeros_like
+>>> from fsfunc.optim.matching import Matched
+>>> def heavy_ball(rate, beta):  # m = beta m + g, p = p - rate m
+...     def update(grads, m, params=None):
+...         step = lambda m, g, _: [beta * m + g]
+...         (m,) = Matched.of(m, grads).composed(step)
+...         return ff.tree_scale(m, -rate), m
+...     def kernel(params, grads, momenta):
+...         torch._foreach_mul_(momenta, beta)
+...         torch._foreach_add_(momenta, grads)
+...         torch._foreach_add_(params, momenta, alpha=-rate)
+...     def apply(grads, m, params):
+...         matched = Matched.of(params, grads, m)  # raises where they do not fit
+...         yield
+...         return fused(matched, kernel)
+...     return Optimizer(zeros_like, update, apply, elementwise=True)
+>>> import fsfunc as ff
+>>> optimizer, w = heavy_ball(0.5, 0.9), torch.ones(2)
+>>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
+[tensor([0.5000, 0.5000]), tensor([1., 1.])]
+
+Where each element is treated by itself, less is to be written: an equation, and perhaps
+its kernel, make an `element_rules.ElementRule`, and the rest follows, with moments in a
+dtype of their own or in 8 bits, and one compiled pass under ``jit`` (see `adam`).
+
+An optimizer around another hands the phases on, in one function for update and apply:
+see `by_phases`. One that has a say in how gradients are taken, as what scales a loss,
+gives the interpretations to take them in: see `Reading`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, Self
@@ -23,7 +70,7 @@ from fsfunc.comm.collective_ops import claim, claiming
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.core.frames import Transformed, frame
+from fsfunc.core.frames import Interpretation, Transformed, frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
@@ -35,23 +82,23 @@ from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_as, lay_leaves
 State = Any
 Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
-Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
-Commit = Callable[[], tuple[Tree, State]]
-Prepare = Callable[[Tree, State, Tree], Commit]
-Begin = Callable[..., Commit]  # (grads, state, params, adds)
-Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
-Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
+Phases = Generator[None, None, Any]  # ends with (params or updates, state)
+Apply = Callable[[Tree, State, Tree], Any]  # -> Phases, or (params, state) at once
 
 
-class _Functions(NamedTuple):
-    init: Init
-    update: Update
-    apply: Apply
-    prepare: Prepare
-    take: Take | None
+class Reading(NamedTuple):
+    """How the gradients of one step are taken, and what applies them then.
+
+    Args:
+        handlers: the interpretations inside which they are taken, outermost first.
+        optimizer: reads from these, when it makes the step, what they have seen.
+    """
+
+    handlers: tuple[Interpretation, ...]
+    optimizer: Optimizer
 
 
-class Optimizer(_Functions):
+class Optimizer:
     """The functions of an optimizer; called on a gradient function, a train step.
 
     Args:
@@ -62,21 +109,19 @@ class Optimizer(_Functions):
             stands for none. So it does in ``grads``, for what is no floating tensor or
             was not reached: `ff.tree.map` hands it to your function.
         apply: ``apply(grads, state, params) -> (params, state)``: the same as update
-            and addition. It may write into tensors of ``params`` and ``state`` of
-            which ``frame().donated`` says so (`Donation.may_write`), and then tells it
-            which leaves it took; never into ``grads``.
-        prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
-            checks, norms and collectives belong to the first; ``commit()`` only writes,
-            and returns what `apply` does. So several optimizers can share a step that,
-            failing, leaves the state as it was.
+            and addition, which may be left out. As a generator function it has two
+            phases: all checks, norms and collectives come before its ``yield``, and
+            behind it it only writes; so several optimizers can share a step that,
+            failing, leaves the state as it was. It may write into tensors of ``params``
+            and ``state`` of which ``frame().donated`` says so (`Donation.may_write`),
+            and then tells it which leaves it took; never into ``grads``.
+        interprets: ``interprets(state) -> Reading``: inside which interpretations a
+            train step takes its gradients, where the optimizer has a say in that.
         elementwise: your word that `update` treats each element by itself, so that a
             step of some leaves, or of parts of them, is that part of the step:
             `step_in_backward` asks for it.
         configuration: by name, what tells it from others of its kind. Ranks compare
             it, and its repr shows it; without it, the names of its functions alone.
-
-    `apply` and `prepare` may be left out; one follows from the other, both from
-    `update`.
 
     >>> import torch
     >>> halve = Optimizer(
@@ -87,33 +132,27 @@ class Optimizer(_Functions):
     ({'w': tensor([0.5000, 0.5000])}, ())
     """
 
-    called: str
-    configuration: tuple[tuple[str, Any], ...]
-    elementwise: bool
-    begin: Begin
-    _how: SimpleNamespace
-
-    def __new__(
-        cls,
+    def __init__(
+        self,
         init: Init,
         update: Update,
         apply: Apply | None = None,
-        prepare: Prepare | None = None,
-        take: Take | None = None,
         *,
+        interprets: Callable[[State], Reading] | None = None,
         elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
-    ) -> Optimizer:
-        if prepare is None:
-            prepare = added(update) if apply is None else _deferred(apply)
-        relaying = _relaying(_at_once(prepare) if apply is None else apply)
-        how = SimpleNamespace()  # not the optimizer, which would be a circle
-        told, does = (claiming(f, _APPLIES, how) for f in (update, relaying))
-        self = super().__new__(cls, _laying(init), told, does, prepare, take)
-        self._how, self.elementwise = how, elementwise
-        self.begin = _either(update, prepare)
+    ):
+        apply = added(update) if apply is None else apply
+        self._update = update
+        self._apply = apply if inspect.isgeneratorfunction(apply) else _written(apply)
+        # What claims it knows its names, not the optimizer, which would be a circle.
+        self._how = SimpleNamespace()
+        self.init = _laying(init)
+        self.update: Update = claiming(update, _APPLIES, self._how)
+        self.apply: Apply = claiming(_relaying(self._apply), _APPLIES, self._how)
+        self.interprets, self.elementwise = interprets, elementwise
         known = {"init": init, "update": update, **(configuration or {})}
-        return self.known_as("Optimizer", known)
+        self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
         """Itself, that says it was made by this call: see `described`."""
@@ -121,12 +160,26 @@ class Optimizer(_Functions):
         vars(self._how).update(called=called, configuration=self.configuration)
         return self
 
-    def _replace(self, **changes: Any) -> Optimizer:
-        other = Optimizer(**(self._asdict() | changes), elementwise=self.elementwise)
-        return other.known_as(self.called, dict(self.configuration) | changes)
-
     def __repr__(self) -> str:
         return stated(self)
+
+    def phases(self, grads: Tree, state: State, params: Tree, adds: bool) -> Phases:
+        """The step, for an optimizer around this one to run with ``yield from``.
+
+        Args:
+            adds: whether it ends as `apply` does, or as `update`.
+        """
+        if adds:
+            return self._apply(grads, state, params)
+        return _computed(self._update, grads, state, params)
+
+    def reading(self, state: State, params: Tree = None) -> Reading:
+        """How the gradients of a step are taken that begins in this state.
+
+        Args:
+            params: those of the train step, where nothing is around this optimizer.
+        """
+        return Reading((), self) if self.interprets is None else self.interprets(state)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -138,7 +191,7 @@ class Optimizer(_Functions):
 
         Returns:
             a step over any state with ``.params`` and ``.apply_gradients(grads,
-            optimizer)``, and ``.opt_state`` where the optimizer has a ``take``. Its
+            optimizer)``, and ``.opt_state`` where the optimizer ``interprets``. Its
             metrics are ``{"loss": value}``, and ``"aux"`` if any.
 
         >>> import torch
@@ -157,7 +210,15 @@ class Optimizer(_Functions):
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
             claim(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
-            value, grads, optimizer = self.taken(run, state)
+            handlers, optimizer = self.reading(
+                getattr(state, "opt_state", None), state.params
+            )
+            if handlers:
+                f = frame()
+                with inside(f.replace(handlers=(*f.handlers, *handlers))):
+                    value, grads = run()
+            else:
+                value, grads = run()
             if isinstance(value, tuple):
                 metrics = dict(zip(("loss", "aux"), value, strict=True))
             else:
@@ -165,23 +226,6 @@ class Optimizer(_Functions):
             return state.apply_gradients(grads, optimizer), metrics
 
         return Transformed(grad_fn, self.called, tuple, train_step, train_step)
-
-    def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        """(value, gradients, the optimizer that applies them), from a train state."""
-        return self.gradients(run, getattr(state, "opt_state", None))
-
-    def gradients(self, run: Run, opt_state: State) -> tuple[Any, Tree, Optimizer]:
-        """The same from the optimizer's own state."""
-        return (*run(), self) if self.take is None else self.take(run, opt_state)
-
-    @staticmethod
-    def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
-        """The optimizer of an object's functions, with ``update`` or ``begin``."""
-        init, take = functions.init, getattr(functions, "take", None)
-        if not hasattr(functions, "update"):
-            return begun_by(init, functions.begin, take, elementwise)
-        steps = functions.update, None, getattr(functions, "prepare", None)
-        return Optimizer(init, *steps, take, elementwise=elementwise)
 
 
 _P = ParamSpec("_P")
@@ -209,63 +253,71 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     return made
 
 
-def begun_by(
-    init: Init, begin: Begin, take: Take | None = None, elementwise: bool = False
+def by_phases(
+    init: Init,
+    phases: Callable[..., Phases],
+    *,
+    interprets: Callable[[State], Reading] | None = None,
+    elementwise: bool = False,
 ) -> Optimizer:
-    """The optimizer whose steps are made by one function.
+    """The optimizer whose update and apply are one function, as around another one's.
 
     Args:
-        begin: ``begin(grads, state, params, adds) -> commit``: as `Optimizer.prepare`
-            where it ``adds`` the updates to the parameters, as `Optimizer.update` with
-            its result for ``commit`` to return where it does not.
+        phases: ``phases(grads, state, params, adds)``, a generator function as `apply`
+            is. Where it ``adds`` it ends with (params, state), otherwise with
+            (updates, state). Of an optimizer within it runs ``yield from
+            optimizer.phases(grads, state.inner, params, adds)``; of several, each up
+            to its ``yield`` by ``next``, and then, behind its own, each to its end by
+            `finished`. No ``with`` may be open at a ``yield``: what runs between the
+            phases would be in it.
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return begin(grads, state, params, False)()
+        return finished(phases(grads, state, params, False))
 
-    adds: Any = partial(begin, adds=True)
-    made = Optimizer(init, update, prepare=adds, take=take, elementwise=elementwise)
-    made.begin = begin
-    return made
-
-
-def then(commit: Commit, after: Callable[[State], State]) -> Commit:
-    """``commit``, with ``after(state)`` in place of the state that it returns."""
-
-    def finish() -> tuple[Tree, State]:
-        result, state = commit()
-        return result, after(state)
-
-    return finish
+    apply = partial(phases, adds=True)
+    return Optimizer(
+        init, update, apply, interprets=interprets, elementwise=elementwise
+    )
 
 
-def _either(update: Update, prepare: Prepare) -> Begin:
-    def begin(grads: Tree, state: State, params: Tree, adds: bool) -> Commit:
-        if adds:
-            return prepare(grads, state, params)
-        done = update(grads, state, params)
-        return lambda: done
-
-    return begin
-
-
-def _deferred(apply: Apply) -> Prepare:
-    return lambda grads, state, params: lambda: apply(grads, state, params)
+def finished(phases: Phases) -> tuple[Any, State]:
+    """What a step ends with, all of whose phases that are left are run."""
+    while True:
+        try:
+            next(phases)
+        except StopIteration as end:
+            return end.value
 
 
-def _at_once(prepare: Prepare) -> Apply:
-    return lambda grads, state, params: prepare(grads, state, params)()
+def added(update: Update) -> Apply:
+    """The ``apply`` of an ``update``, which differentiates as that does."""
 
-
-def added(update: Update) -> Prepare:
-    """The ``prepare`` of an ``update``, which differentiates as that does."""
-
-    def prepare(grads: Tree, state: State, params: Tree):
+    def apply(grads: Tree, state: State, params: Tree) -> Phases:
         updates, state = update(grads, state, params)
-        add = prepare_updates(params, updates)
-        return lambda: (add(), state)
+        matched = Matched.of(params, updates)
+        yield
+        return _sum_of(matched), state
 
-    return prepare
+    return apply
+
+
+def _computed(update: Update, *args: Any) -> Phases:
+    """The phases of an update, which writes nothing."""
+    done = update(*args)
+    yield
+    return done
+
+
+def _written(apply: Apply) -> Apply:
+    """The phases of an ``apply`` that writes from its beginning."""
+
+    def phases(grads: Tree, state: State, params: Tree) -> Phases:
+        yield
+        done = apply(grads, state, params)
+        return finished(done) if isinstance(done, Generator) else done
+
+    return phases
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -284,21 +336,19 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> apply_updates({"w": torch.ones(2), "n": 3}, {"w": torch.ones(2), "n": None})
     {'w': tensor([2., 2.]), 'n': 3}
     """
-    return prepare_updates(params, updates)()
-
-
-def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
-    """A function that does the work of `apply_updates`; the trees are checked now."""
-    matched = Matched.of(params, updates)
-    if matched.differentiated:
-        return lambda: matched.summed(_sum)
-    commit = fused(matched, torch._foreach_add_)
-    return lambda: commit()[0]
+    return _sum_of(Matched.of(params, updates))
 
 
 def summed(params: Tree, updates: Tree) -> Tree:
     """The result of `apply_updates`, in memory of its own."""
     return Matched.of(params, updates).summed(_sum)
+
+
+def _sum_of(matched: Matched) -> Tree:
+    """The sums of two trees, in place where that may be and nobody asks for a graph."""
+    if matched.differentiated:
+        return matched.summed(_sum)
+    return fused(matched, torch._foreach_add_)[0]
 
 
 def _sum(p: Tensor, u: Tensor) -> Tensor:
@@ -307,19 +357,19 @@ def _sum(p: Tensor, u: Tensor) -> Tensor:
 
 def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
     """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
-    if optimizer.take is not None:
+    if optimizer.interprets is not None:
         raise ValueError(
             f"{what} is given an optimizer that takes gradients in a way of its own, "
             f"as loss_scale does: put that around, as in loss_scale({what}(...))"
         )
 
 
-def _relaying(apply: Apply) -> Apply:
-    """``apply``, whose plain leaves outside of steps are laid out as those before."""
+def _relaying(apply: Callable[..., Phases]) -> Apply:
+    """``apply`` at once; plain leaves outside of steps are laid out as those before."""
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
-        new = apply(grads, state, params)
+        new = finished(apply(grads, state, params))
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
             lay_as(new, (params, state))
         return new

@@ -16,7 +16,7 @@ from fsfunc.optim.descent import is_misread
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, filled_like
 from fsfunc.optim.matching import Matched, update_of
-from fsfunc.optim.optimizer import Optimizer
+from fsfunc.optim.optimizer import Optimizer, Phases, finished
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,
@@ -143,7 +143,8 @@ def from_torch(
     word = {} if known else told
     functions = _TorchFunctions(kind, lr, options, word)
     functions.kept()  # which raises where that is no word
-    made = Optimizer.of(functions, elementwise=True)
+    f = functions
+    made = Optimizer(f.init, f.update, f.apply, elementwise=True)
     described = {"kind": kind, **word, **functions.defaults}
     if lr is not None:
         described["lr"] = lr
@@ -214,9 +215,7 @@ class _TorchFunctions:
                 )
         return out
 
-    def prepare(
-        self, grads: Tree, state: TorchState, params: Tree
-    ) -> Callable[[], tuple[Tree, TorchState]]:
+    def apply(self, grads: Tree, state: TorchState, params: Tree) -> Phases:
         matched, kept = self._matched(grads, state, params), self.kept()
         make, first = self.at(state.count), state.count == 0
         after = self._following(state)
@@ -234,14 +233,10 @@ class _TorchFunctions:
                 if not _torch.is_data_dependent(error):
                     raise
 
-        commit = fused(matched, kernel)
-
-        def finish() -> tuple[Tree, TorchState]:
-            params, *moments = commit()
-            kept_now = dict(zip(kept.moments, moments, strict=True))
-            return params, TorchState(state.count + 1, after, kept_now)
-
-        return finish
+        yield
+        params, *moments = fused(matched, kernel)
+        kept_now = dict(zip(kept.moments, moments, strict=True))
+        return params, TorchState(state.count + 1, after, kept_now)
 
     def _following(self, state: TorchState) -> dict[str, Any]:
         """The numbers after a step, which follow from those before it."""
@@ -261,7 +256,8 @@ class _TorchFunctions:
             raise ValueError(
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
-        return update_of(self.prepare, grads, state, params)
+        apply = lambda *args: finished(self.apply(*args))  # noqa: E731
+        return update_of(apply, grads, state, params)
 
 
 def _check_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +18,12 @@ from fsfunc.optim.leaves import (
 from fsfunc.optim.matching import Matched, decayed, unlike
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
-    Commit,
     Optimizer,
-    Run,
+    Phases,
+    Reading,
     State,
-    begun_by,
+    by_phases,
     described,
-    then,
 )
 from fsfunc.optim.places import returned
 from fsfunc.optim.reductions import tree_scale
@@ -73,7 +71,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         check_unfollowed("chain", states[:-1])
         return states
 
-    def begin(grads: Tree, states: Any, params: Tree, adds: bool) -> Commit:
+    def phases(grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
         if type(states) not in (tuple, list):
             raise unlike("chain", states, tuple)
         if len(states) != len(transforms):
@@ -85,25 +83,20 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
             done.append(state)
-        commit = last.begin(grads, states[-1], params, adds)
-        return then(commit, lambda state: (*done, state))
+        result, state = yield from last.phases(grads, states[-1], params, adds)
+        return result, (*done, state)
 
-    def take(run: Run, states: Any) -> tuple[Any, Tree, Optimizer]:
-        taking = list(transforms)
+    def interprets(states: Any) -> Reading:
+        each = [t.reading(x) for t, x in zip(transforms, states, strict=False)]
+        handlers = tuple(h for reading in each for h in reading.handlers)
+        return Reading(handlers, _chained([reading.optimizer for reading in each]))
 
-        def taken(i: int) -> tuple[Any, Tree]:
-            if i == len(taking):
-                return run()
-            if (take := taking[i].take) is None:
-                return taken(i + 1)
-            value, grads, taking[i] = take(partial(taken, i + 1), states[i])
-            return value, grads
-
-        return *taken(0), _chained(taking)
-
-    alike = all(t.take is None for t in transforms)
-    each = all(t.elementwise for t in transforms)
-    return begun_by(init, begin, None if alike else take, each)
+    return by_phases(
+        init,
+        phases,
+        interprets=interprets if any(t.interprets for t in transforms) else None,
+        elementwise=all(t.elementwise for t in transforms),
+    )
 
 
 @described

@@ -30,12 +30,14 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched, unlike
 from fsfunc.optim.optimizer import (
-    Commit,
     Optimizer,
-    Run,
+    Phases,
+    Reading,
     State,
     apply_updates,
+    by_phases,
     described,
+    finished,
 )
 from fsfunc.optim.places import room_like
 from fsfunc.optim.schedules import check_params_given
@@ -91,8 +93,12 @@ class Widened:
     state: ClassVar[Any] = None  # what they keep
 
     def functions(self) -> Optimizer:
-        made = Optimizer.of(self, elementwise=self.optimizer.elementwise)
-        return made._replace(take=None) if self.optimizer.take is None else made
+        return by_phases(
+            self.init,
+            self.phases,
+            interprets=self.interprets if self.optimizer.interprets else None,
+            elementwise=self.optimizer.elementwise,
+        )
 
     def init(self, params: Tree) -> Any:
         raise NotImplementedError
@@ -108,7 +114,7 @@ class Widened:
     def after(self, state: Any, wide: Tree, inner: State) -> Any:
         raise NotImplementedError
 
-    def begin(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Commit:
+    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
         check_params_given(params, "an update of parameters of 16 bits")
         if type(state) is not self.state:
             raise unlike(self.called, state, self.state)
@@ -118,37 +124,33 @@ class Widened:
         kept = Matched.of(mine, low.only(wide))  # which checks that they fit
         graph = Matched.of(params, grads).differentiated or kept.differentiated
         if adds and not graph:
-            return self._written(grads, state, low, mine, wide)
+            # In place, where nobody asks for a graph.
+            within = frame().replace(donated=self.donation(low.only(wide)))
+            with inside(within):
+                step = self.optimizer.phases(grads, state.inner, wide, True)
+                next(step)
+            yield
+            with inside(within):
+                new, inner = finished(step)
+            copies = low.only(new)
+            matched = Matched.of(mine, self.rounded(state, copies))
+            (written,) = fused(matched, torch._foreach_copy_, cast=False)
+            return low.merged(new, written), self.after(state, copies, inner)
         updates, inner = self.optimizer.update(grads, state.inner, wide)
         with inside(frame().replace(donated=None)):
             new = low.only(apply_updates(wide, updates))
         change = _changes(mine, self.rounded(state, new))
         moved = low.merged(updates, low.where(updates, change))
         result = apply_updates(params, moved) if adds else moved
-        return lambda: (result, self.after(state, new, inner))
-
-    def _written(
-        self, grads: Tree, state: Any, low: Narrow, mine: Tree, wide: Tree
-    ) -> Commit:
-        """The step in place, where nobody asks for a graph."""
-        with inside(frame().replace(donated=self.donation(low.only(wide)))):
-            commit = self.optimizer.prepare(grads, state.inner, wide)
-
-        def finish() -> tuple[Tree, Any]:
-            new, inner = commit()
-            copies = low.only(new)
-            matched = Matched.of(mine, self.rounded(state, copies))
-            (written,) = fused(matched, torch._foreach_copy_, cast=False)()
-            return low.merged(new, written), self.after(state, copies, inner)
-
-        return finish
+        yield
+        return result, self.after(state, new, inner)
 
     def donation(self, wide: Tree) -> Donation | None:
         return frame().donated
 
-    def take(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        value, grads, inner = self.optimizer.gradients(run, state.inner)
-        return value, grads, replace(self, optimizer=inner).functions()
+    def interprets(self, state: Any) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
+        return Reading(handlers, replace(self, optimizer=inner).functions())
 
 
 def _changes(params: Tree, narrow: Tree) -> Tree:

@@ -45,7 +45,7 @@ class Updating(Pipelining):
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule)
-        if self.optimizer.take is not None:
+        if self.optimizer.interprets is not None:
             raise ValueError(
                 "the optimizer takes gradients in a way of its own, as loss_scale "
                 "does, and an asynchronous schedule updates stage by stage: use "

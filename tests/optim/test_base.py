@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim.norms import global_norm
+from fsfunc.optim.optimizer import finished
 from fsfunc.optim.reductions import tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
 from fsfunc.optim.transformations import clip_by_global_norm
@@ -62,9 +63,10 @@ def test_an_apply_of_ones_own_is_used_and_waits_for_its_commit():
 
     optimizer = ff.Optimizer(lambda params: 0, double, apply)
     assert optimizer.apply(1, 2, 3) == (3, 2) and called == [2]
-    commit = optimizer.prepare(1, 5, 3)
+    step = optimizer.phases(1, 5, 3, True)
+    next(step)
     assert called == [2]
-    assert commit() == (3, 5) and called == [2, 5]
+    assert finished(step) == (3, 5) and called == [2, 5]
 
 
 def test_called_on_a_gradient_function_it_is_a_train_step():

@@ -25,7 +25,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     directions,
     matched_matrices,
 )
-from fsfunc.optim.optimizer import Commit, Optimizer, described
+from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described, finished
 from fsfunc.optim.places import brought
 from fsfunc.optim.schedules import Schedule
 
@@ -186,7 +186,7 @@ def muon(
     rule = descent_rule("muon", learning_rate, weight_decay, mask)
     ratio = _RATIOS[adjust_lr_fn]
     functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
-    return Optimizer.of(functions)
+    return by_phases(functions.init, functions.phases)
 
 
 def _original(rows: int, columns: int) -> float:
@@ -215,25 +215,22 @@ class _Muon:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
-    def begin(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Commit:
+    def phases(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Phases:
         if type(state) is not MuonState:
             raise unlike("muon", state, MuonState)
         like = grads if params is None else params
         matched = matched_matrices("muon", like, grads, state.momentum)
         ways, before = self._ways(matched), Descent(state.count, None)
-        move = PLAIN.begin(self.rule, ways, before, params, adds)
+        move = PLAIN.phases(self.rule, ways, before, params, adds)
+        next(move)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
+        yield
         if adds and not matched.differentiated:
-            turn = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
+            (v,) = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
             v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
-            turn = lambda: [v]  # noqa: E731
-
-        def finish() -> tuple[Tree, MuonState]:
-            (v,), (result, _) = turn(), move()
-            return result, MuonState(state.count + 1, v)
-
-        return finish
+        result, _ = finished(move)
+        return result, MuonState(state.count + 1, v)
 
     def _ways(self, matched: Matched) -> Tree:
         """The direction of each parameter; of a graph if one is asked for."""

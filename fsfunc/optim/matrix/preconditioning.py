@@ -31,7 +31,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     directions,
     matched_matrices,
 )
-from fsfunc.optim.optimizer import Commit, Optimizer, described, then
+from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described
 from fsfunc.optim.places import on_device, returned
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
@@ -248,7 +248,7 @@ def shampoo(
     preconditioning = Preconditioning(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
     functions = _Shampoo(preconditioning, rule)
-    return Optimizer.of(functions)
+    return by_phases(functions.init, functions.phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,14 +271,15 @@ class _Shampoo:
         momentum = zeros_like(params) if self.rule.moments else None
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
-    def begin(
+    def phases(
         self, grads: Tree, state: ShampooState, params: Tree, adds: bool
-    ) -> Commit:
+    ) -> Phases:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
         before = Descent(state.count, state.momentum)
-        commit = PLAIN.begin(self.rule, ways, before, params, adds)
-        return then(commit, lambda x: ShampooState(x.count, kept, x.momentum))
+        step = PLAIN.phases(self.rule, ways, before, params, adds)
+        result, (count, momentum) = yield from step
+        return result, ShampooState(count, kept, momentum)
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)

@@ -232,7 +232,7 @@ def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
         kernel: ``kernel(params, means, *moments)`` over lists of tensors.
     """
     matched = Matched.of(params, means, *moments)
-    return fused(matched, kernel)()
+    return fused(matched, kernel)
 
 
 def assign(params: Any, means: Any) -> None:

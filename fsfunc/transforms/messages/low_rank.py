@@ -109,7 +109,7 @@ def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimize
         return owed, _joined(_orthonormal(starts), owed)
 
     feed = partial(_LowRank, rank=rank, min_rate=min_rate)
-    return Optimizer.of(WithFeedback(optimizer, PowerSGDState, begin, feed))
+    return WithFeedback(optimizer, PowerSGDState, begin, feed).functions()
 
 
 class _Matrix(NamedTuple):

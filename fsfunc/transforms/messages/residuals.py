@@ -14,14 +14,16 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import here
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import ReductionFeedback
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import (
     Optimizer,
-    Run,
+    Phases,
+    Reading,
     State,
+    by_phases,
     described,
 )
 from fsfunc.sharded.layout import Layout, Split
@@ -84,9 +86,8 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     >>> ff.spmd(main, mesh)()[0]  # 5 times the mean; without it, the 1.5 is 0
     tensor([-635.0000,   -1.5000])
     """
-    return Optimizer.of(
-        WithFeedback(optimizer, ErrorFeedbackState, _nothing_owed, _Owing)
-    )
+    f = WithFeedback(optimizer, ErrorFeedbackState, _nothing_owed, _Owing)
+    return f.functions()
 
 
 def _nothing_owed(shard: FlatShard) -> tuple[Tensor]:
@@ -107,14 +108,17 @@ class WithFeedback:
             [ranks, elements]}``, and the state within.
         begin: what a rank remembers of a buffer before the first step, each 1-D.
         feed: the `Feedback` of one step, of what the state remembers.
-        after: what is remembered after that step.
+        fed: that of the step whose gradients it applies.
     """
 
     optimizer: Optimizer
     state: Callable[..., Any]
     begin: Callable[[FlatShard], tuple[Tensor, ...]]
     feed: Callable[[Kept], Feedback]
-    after: Kept | None = None
+    fed: Feedback | None = None
+
+    def functions(self) -> Optimizer:
+        return by_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> Any:
         found: dict[str, list[Sharded]] = {}
@@ -128,38 +132,21 @@ class WithFeedback:
         kept = [{name: rows[i] for name, rows in found.items()} for i in range(count)]
         return self.state(*kept, self.optimizer.init(params))
 
-    def update(self, grads: Tree, state: Any, params: Tree = None):
-        updates, inner = self.optimizer.update(grads, state.inner, params)
-        return updates, self._next(state, inner)
-
-    def prepare(self, grads: Tree, state: Any, params: Tree):
-        commit = self.optimizer.prepare(grads, state.inner, params)
-
-        def finish() -> tuple[Tree, Any]:
-            params, inner = commit()
-            return params, self._next(state, inner)
-
-        return finish
-
-    def _next(self, state: Any, inner: State) -> Any:
-        if self.after is None:
+    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+        if self.fed is None:
             raise RuntimeError(
                 f"{self.feed(state[:-1]).called} saw no gradients being reduced: have "
                 "it make the train step, optimizer(grad_fn)"
             )
-        return self.state(*self.after, inner)
+        step = self.optimizer.phases(grads, state.inner, params, adds)
+        result, inner = yield from step
+        return result, self.state(*self.fed.after(), inner)
 
-    def take(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        feedback = self.feed(state[:-1])
-
-        def fed() -> tuple[Any, Tree]:
-            f = frame()
-            with inside(f.replace(handlers=(*f.handlers, feedback))):
-                return run()
-
-        value, grads, inner = self.optimizer.gradients(fed, state.inner)
-        after = replace(self, optimizer=inner, after=feedback.after())
-        return value, grads, Optimizer.of(after)
+    def interprets(self, state: Any) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
+        fed = self.feed(state[:-1])
+        after = replace(self, optimizer=inner, fed=fed).functions()
+        return Reading((*handlers, fed), after)
 
 
 @dataclass(eq=False)
