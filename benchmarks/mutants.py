@@ -77,7 +77,7 @@ IDEAS = {
     ),
     "optimizers": (
         "optim/adam.py optim/descent.py optim/factored.py optim/layerwise.py "
-        "optim/norms.py optim/averaging.py",
+        "optim/reductions.py optim/averaging.py",
         "tests/optim",
     ),
 }

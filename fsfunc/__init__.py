@@ -74,9 +74,14 @@ with _uncollected():  # it would walk all of torch, for as long as these take
     from fsfunc.core.units import unit
     from fsfunc.optim.adam import sharded_adam
     from fsfunc.optim.adaptive_scale import observe_gradients
-    from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
     from fsfunc.optim.optimizer import Optimizer
-    from fsfunc.optim.reductions import tree_scale, tree_sum
+    from fsfunc.optim.reductions import (
+        all_finite,
+        global_norm,
+        leaf_norms,
+        tree_scale,
+        tree_sum,
+    )
     from fsfunc.optim.schedules import (
         constant,
         cosine_decay,
@@ -129,14 +134,16 @@ if TYPE_CHECKING:
         init_statistics,
     )
     from fsfunc.optim.adaptive_scale import adascale
-    from fsfunc.optim.averaging import ema, eval_params, swa
+    from fsfunc.optim.averaging import ema, eval_params, schedule_free, swa
     from fsfunc.optim.backward_steps import step_in_backward
     from fsfunc.optim.descent import lion, sgd
     from fsfunc.optim.factored import adafactor
-    from fsfunc.optim.iterates import schedule_free
     from fsfunc.optim.layerwise import lamb, lars, scale_by_trust_ratio
-    from fsfunc.optim.layerwise_scaling import layerwise_loss_scale
-    from fsfunc.optim.loss_scaling import apply_if_finite, loss_scale
+    from fsfunc.optim.loss_scaling import (
+        apply_if_finite,
+        layerwise_loss_scale,
+        loss_scale,
+    )
     from fsfunc.optim.masking import masked, partition
     from fsfunc.optim.matrix.orthogonal_momentum import muon
     from fsfunc.optim.matrix.preconditioning import shampoo
@@ -193,14 +200,12 @@ _LATER = {
         "fsfunc.nn.statistics": "RunningStatistics batch_norm commit_statistics "
         "init_statistics",
         "fsfunc.optim.adaptive_scale": "adascale",
-        "fsfunc.optim.averaging": "ema eval_params swa",
+        "fsfunc.optim.averaging": "ema eval_params schedule_free swa",
         "fsfunc.optim.backward_steps": "step_in_backward",
         "fsfunc.optim.descent": "lion sgd",
         "fsfunc.optim.factored": "adafactor",
-        "fsfunc.optim.iterates": "schedule_free",
         "fsfunc.optim.layerwise": "lamb lars scale_by_trust_ratio",
-        "fsfunc.optim.layerwise_scaling": "layerwise_loss_scale",
-        "fsfunc.optim.loss_scaling": "apply_if_finite loss_scale",
+        "fsfunc.optim.loss_scaling": "apply_if_finite layerwise_loss_scale loss_scale",
         "fsfunc.optim.masking": "masked partition",
         "fsfunc.optim.matrix.orthogonal_momentum": "muon",
         "fsfunc.optim.matrix.preconditioning": "shampoo",

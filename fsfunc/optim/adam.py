@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.coded_moments import Codes, codec_of
-from fsfunc.optim.coded_steps import MEAN, SQUARE
+from fsfunc.optim.coded_moments import MEAN, SQUARE, Codes, codec_of
 from fsfunc.optim.element_rules import ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decays
@@ -147,26 +146,35 @@ def adam_rule(
         t = count + 1
         return -rate_at(learning_rate, count), 1 - b1**t, (1 - b2**t) ** 0.5
 
-    def formula(rate: Any, mean: Any, root: Any):
-        def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
-            m = m.lerp(g, 1 - b1)
-            v = v * b2 + (1 - b2) * g * g
+    def equation(
+        numbers: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay
+    ):
+        rate, mean, root = numbers
+        m = m.lerp(g, 1 - b1)
+        v = v * b2 + (1 - b2) * g * g
 
-            def update() -> Tensor:
-                denominator = v.sqrt() / root + eps
-                u = m / denominator * (rate / mean)
-                return u + rate * decay * p if decays(decay) else u
+        def update() -> Tensor:
+            denominator = v.sqrt() / root + eps
+            u = m / denominator * (rate / mean)
+            return u + rate * decay * p if decays(decay) else u
 
-            return update, m, v
-
-        return step
+        return update, m, v
 
     def kernel(count: Any):
         rate = rate_at(learning_rate, count)
         return partial(fused_adam, count=count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
-    name, decaying = "sharded_adam", (weight_decay, mask)
-    return ElementRule(name, AdamState, 2, numbers, formula, kernel, *decaying, b2)
+    return ElementRule(
+        name="sharded_adam",
+        state=AdamState,
+        moments=2,
+        numbers=numbers,
+        equation=equation,
+        kernel=kernel,
+        weight_decay=weight_decay,
+        mask=mask,
+        memory=b2,
+    )
 
 
 def fused_adam(

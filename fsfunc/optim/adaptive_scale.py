@@ -25,10 +25,10 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
-from fsfunc.optim.leaves import Tree, check_unfollowed, computing_device
-from fsfunc.optim.norms import global_norm
+from fsfunc.optim.leaves import Tree, check_unfollowed
 from fsfunc.optim.optimizer import Optimizer, Reading, State, described
-from fsfunc.optim.reductions import by_axes, tree_scale
+from fsfunc.optim.places import computing_device
+from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 

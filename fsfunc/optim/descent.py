@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.coded_moments import Codes, codec_of
-from fsfunc.optim.coded_steps import MEAN
+from fsfunc.optim.coded_moments import MEAN, Codes, codec_of
 from fsfunc.optim.element_rules import Codec, ElementRule, chunks, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
@@ -88,16 +87,13 @@ def sgd(
     def numbers(count: Any) -> tuple[Any, ...]:
         return rate_at(learning_rate, count), first(count)
 
-    def formula(rate: Any, starts: bool):
-        def step(p: Tensor, g: Tensor, *rest: Any):
-            *moments, decay = rest
-            d = decayed(g, p, decay)
-            if not moments:
-                return (lambda: -rate * d,)
-            v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
-            return lambda: -rate * (d + momentum * v if nesterov else v), v
-
-        return step
+    def equation(numbers: Any, p: Tensor, g: Tensor, *rest: Any):
+        (rate, starts), (*moments, decay) = numbers, rest
+        d = decayed(g, p, decay)
+        if not moments:
+            return (lambda: -rate * d,)
+        v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
+        return lambda: -rate * (d + momentum * v if nesterov else v), v
 
     def kernel(count: Any):
         return partial(
@@ -109,9 +105,15 @@ def sgd(
             is_first_step=first(count),
         )
 
-    name, moments = "sgd with weight_decay", 1 if momentum else 0
     rule = ElementRule(
-        name, SgdState, moments, numbers, formula, kernel, weight_decay, mask
+        name="sgd with weight_decay",
+        state=SgdState,
+        moments=1 if momentum else 0,
+        numbers=numbers,
+        equation=equation,
+        kernel=kernel,
+        weight_decay=weight_decay,
+        mask=mask,
     )
     return elementwise(rule, Codec())
 
@@ -212,16 +214,23 @@ def lion(
     def numbers(count: Any) -> tuple[Any, ...]:
         return (rate_at(learning_rate, count),)
 
-    def formula(rate: Any):
-        def step(p: Tensor, g: Tensor, m: Tensor, decay: Decay):
-            def update() -> Tensor:
-                u = m.lerp(g, 1 - b1).sign()
-                return -rate * (u + decay * p if decays(decay) else u)
+    def equation(numbers: Any, p: Tensor, g: Tensor, m: Tensor, decay: Decay):
+        (rate,) = numbers
 
-            return update, m.lerp(g, 1 - b2)
+        def update() -> Tensor:
+            u = m.lerp(g, 1 - b1).sign()
+            return -rate * (u + decay * p if decays(decay) else u)
 
-        return step
+        return update, m.lerp(g, 1 - b2)
 
-    decaying = weight_decay, mask
-    rule = ElementRule("lion", LionState, 1, numbers, formula, None, *decaying, b2)
+    rule = ElementRule(
+        name="lion",
+        state=LionState,
+        moments=1,
+        numbers=numbers,
+        equation=equation,
+        weight_decay=weight_decay,
+        mask=mask,
+        memory=b2,
+    )
     return elementwise(rule, codec_of(moment_dtype, CodedLionState))

@@ -1,45 +1,51 @@
-"""Optimizers that treat each element by itself, made of one equation.
+"""Optimizers that treat each element by itself: an equation, and all that runs it.
 
-A rule is the equation of a paper, by operations that differentiate. A codec says how
-its moments are stored, and a fused kernel may do the same step in one pass over memory.
+An `ElementRule` is the equation of a paper, written once, by operations that
+differentiate, and perhaps a kernel of torch's that makes the same step in one pass over
+memory. What runs them knows no optimizer: an update composes the equation, an apply is
+given the kernel or writes what the equation gives, ``jit`` compiles it to one pass, and
+a `Codec` says how the moments are stored (also in float16 with a scale; in 8 bits, see
+`coded_moments`). `elementwise` makes the optimizer.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc.optim.block_codes import CHUNK
-from fsfunc.optim.compiled_rules import compiled_writer
+from fsfunc import _torch
+from fsfunc.core.frames import frame
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
     chosen,
-    computing_device,
     map_flat,
     warn_narrow_moments,
     zeros_like,
 )
-from fsfunc.optim.matching import Matched, Rule, unlike
-from fsfunc.optim.norms import all_finite, holds
+from fsfunc.optim.matching import Decay, Matched, Rule, unlike
 from fsfunc.optim.optimizer import Optimizer, Phases, apply_updates, by_phases
-from fsfunc.optim.places import brought_with
+from fsfunc.optim.places import brought_with, computing_device, some_offloaded
+from fsfunc.optim.reductions import all_finite, holds
 from fsfunc.optim.schedules import check_params_given
-from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import is_sharded
 
 Kernel = Callable[..., None]
-# (param, grad, *moments, decay) -> (update, *moments), where update() is a tensor
+# (numbers, param, grad, *moments, decay) -> (update, *moments); update() is a tensor
 Equation = Callable[..., Sequence[Any]]
 
+CHUNK = 1 << 17
+"""Elements worked on at a time on a CPU: few enough to stay in its cache."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ElementRule:
     """The equation of an optimizer, of one element.
 
@@ -49,10 +55,10 @@ class ElementRule:
             moment.
         moments: the number of moments; what the state has beyond them is None.
         numbers: ``numbers(count)``: what changes from step to step, such as the rate.
-        formula: ``formula(*numbers)(param, grad, *moments, decay) -> (update,
+        equation: ``equation(numbers, param, grad, *moments, decay) -> (update,
             *moments)``, of tensors of one dtype; ``update()`` is what the parameter
-            gains, and ``decay`` a number, or a tensor where it differs within a flat
-            buffer.
+            gains (a function, as who asks for the moments alone need not compute it),
+            and ``decay`` a number, or a tensor where it differs within a flat buffer.
         kernel: ``kernel(count)(params, grads, *moments, weight_decay=)`` writes the
             same step into lists of dense tensors of one dtype.
         weight_decay, mask: the decay of a leaf.
@@ -64,15 +70,11 @@ class ElementRule:
     state: Callable[..., Any]
     moments: int
     numbers: Callable[[Any], tuple[Any, ...]]
-    formula: Callable[..., Equation]
+    equation: Equation
     kernel: Callable[[Any], Kernel] | None = None
     weight_decay: float = 0.0
     mask: Mask | None = None
     memory: float = 0.0
-
-    def equation(self, count: Any) -> Equation:
-        """The formula of one step."""
-        return self.formula(*self.numbers(count))
 
     def after(self, count: Any, moments: Sequence[Tree], *more: Any) -> Any:
         """The state of these moments."""
@@ -89,14 +91,11 @@ class ElementRule:
 
     def step(self, count: Any) -> Rule:
         """The equation in the widest dtype of parameter and moments."""
-        equation = self.equation(count)
+        numbers = self.numbers(count)
 
         def step(p: Tensor, g: Tensor, *rest: Any) -> list[Tensor]:
             *moments, decay = rest
-            dtype = p.dtype
-            for m in moments:
-                dtype = torch.promote_types(dtype, m.dtype)
-            u, *new = equation(*(x.to(dtype) for x in (p, g, *moments)), decay)
+            u, *new = _stepped(self.equation, numbers, (p, g, *moments), decay)
             return [u(), *(x.to(m.dtype) for x, m in zip(new, moments, strict=True))]
 
         return step
@@ -105,17 +104,27 @@ class ElementRule:
         """The fused kernel, or one that writes what the equation gives."""
         if self.kernel is not None:
             return self.kernel(count)
-        equation = self.equation(count)
+        numbers = self.numbers(count)
 
         def write(*columns: Sequence[Tensor], weight_decay: float) -> None:
             for row in zip(*columns, strict=True):
                 for p, g, *moments in chunks(row):
-                    u, *new = equation(p, g, *moments, weight_decay)
+                    u, *new = self.equation(numbers, p, g, *moments, weight_decay)
                     p.add_(u())
                     for m, x in zip(moments, new, strict=True):
                         m.copy_(x)
 
         return write
+
+
+def _stepped(
+    equation: Equation, numbers: Any, row: Sequence[Tensor], decay: Decay
+) -> Sequence[Any]:
+    """The equation's results in the widest dtype of parameter and moments."""
+    dtype = row[0].dtype
+    for m in row[2:]:
+        dtype = torch.promote_types(dtype, m.dtype)
+    return equation(numbers, *(x.to(dtype) for x in row), decay)
 
 
 def chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -206,7 +215,7 @@ class Scaled(Codec):
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
     ) -> Phases:
         matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
-        scaled, scale, lost = self._chosen(rule, matched, state)
+        scaled, scale, lost = _choose(rule, matched, state)
         step = super().phases(scaled, grads, state, params, adds)
         result, (count, *moments) = yield from step
         if not lost:
@@ -216,24 +225,30 @@ class Scaled(Codec):
             moments = [_halved(matched, m) for m in moments]
         return result, self.state(count, *moments, scale, 0)
 
-    def _chosen(
-        self, rule: ElementRule, matched: Matched, state: Any
-    ) -> tuple[ElementRule, float, bool]:
-        """The step that all ranks agree on, its scale, and whether moments are lost."""
-        largest, scale = _largest(rule, matched, state), state.scale
-        more = state.good_steps + 1 >= _INTERVAL and scale < _LARGEST
-        more = more and not any(_resting(matched))
-        if more and _fit(matched, largest, scale * 2):
-            return _scaled(rule, state.scale, scale * 2), scale * 2, False
-        if _fit(matched, largest, scale):
-            return _scaled(rule, state.scale, scale), scale, False
-        if scale / 2 < 1:
-            raise RuntimeError(
-                f"float16 moments overflow at a scale of {scale:g}, and 1 is the "
-                "least: gradients are not finite, or too large for float16; the state "
-                "is as it was. Clip them, or give moment_dtype=torch.bfloat16"
-            )
-        return _scaled(rule, state.scale, 0.0), scale / 2, True
+
+class _Choice(NamedTuple):
+    """The step of scaled moments that all ranks agree on."""
+
+    rule: ElementRule
+    scale: float
+    lost: bool  # whether the moments are set to 0
+
+
+def _choose(rule: ElementRule, matched: Matched, state: Any) -> _Choice:
+    largest, scale = _largest(rule, matched, state), state.scale
+    more = state.good_steps + 1 >= _INTERVAL and scale < _LARGEST
+    more = more and not any(_resting(matched))
+    if more and _fit(matched, largest, scale * 2):
+        return _Choice(_scaled(rule, state.scale, scale * 2), scale * 2, False)
+    if _fit(matched, largest, scale):
+        return _Choice(_scaled(rule, state.scale, scale), scale, False)
+    if scale / 2 < 1:
+        raise RuntimeError(
+            f"float16 moments overflow at a scale of {scale:g}, and 1 is the "
+            "least: gradients are not finite, or too large for float16; the state "
+            "is as it was. Clip them, or give moment_dtype=torch.bfloat16"
+        )
+    return _Choice(_scaled(rule, state.scale, 0.0), scale / 2, True)
 
 
 def _resting(matched: Matched) -> list[bool]:
@@ -253,18 +268,13 @@ def _halved(matched: Matched, moments: Tree) -> Tree:
 def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
     """The rule of moments that are kept times a scale; 0 forgets them."""
 
-    def formula(*numbers: Any) -> Equation:
-        plain = rule.formula(*numbers)
-
-        def step(p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
-            *moments, decay = rest
-            p, g, *moments = _wide([p, g, *moments])
-            u, *made = plain(p, g, *(m / old for m in moments), decay)
-            if new == 1:
-                return [u, *made]
-            return [u, *(m * new if new else torch.zeros_like(m) for m in made)]
-
-        return step
+    def equation(numbers: Any, p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
+        *moments, decay = rest
+        p, g, *moments = _wide([p, g, *moments])
+        u, *made = rule.equation(numbers, p, g, *(m / old for m in moments), decay)
+        if new == 1:
+            return [u, *made]
+        return [u, *(m * new if new else torch.zeros_like(m) for m in made)]
 
     def kernel(count: Any) -> Kernel:
         write = rule.writer(count)
@@ -283,7 +293,7 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
 
         return scaled
 
-    return replace(rule, formula=formula, kernel=kernel)
+    return replace(rule, equation=equation, kernel=kernel)
 
 
 def _wide(row: Sequence[Tensor]) -> list[Tensor]:
@@ -295,44 +305,161 @@ def _wide(row: Sequence[Tensor]) -> list[Tensor]:
 
 def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
     """By flat tensor, the largest magnitude of the next moments: [1]."""
-    step = _scaled(rule, state.scale, 1.0).equation(state.count)
+    plain = _scaled(rule, state.scale, 1.0)
+    step = partial(plain.equation, plain.numbers(state.count))
     columns = [b.tensors for b in matched.buffers]
+    decays = matched.spread(rule.decays(matched))
+    found = []
     with torch.no_grad():
-        return [
-            _most(*brought_with(row, decay), step=step)
-            for *row, decay in zip(
-                *columns, matched.spread(rule.decays(matched)), strict=True
-            )
-        ]
-
-
-def _most(*given: Any, step: Equation) -> Tensor:
-    *row, decay = given
-    p = row[0]
-    most = torch.zeros(1, dtype=torch.float32, device=p.device)
-    if not p.numel():
-        return most
-    if isinstance(decay, Tensor):
-        pieces = [(row, decay)]
-    else:
-        pieces = [(piece, decay) for piece in chunks(row)]
-    for piece, by in pieces:
-        for m in step(*piece, by)[1:]:
-            low, high = torch.aminmax(m)  # of a NaN both are
-            most = torch.maximum(most, torch.maximum(-low, high).float())
-    return most
+        for *row, decay in zip(*columns, decays, strict=True):
+            *row, decay = brought_with(row, decay)
+            most = torch.zeros(1, dtype=torch.float32, device=row[0].device)
+            if not row[0].numel():
+                pieces = ()
+            elif isinstance(decay, Tensor):
+                pieces = [row]  # whose decay is of the whole
+            else:
+                pieces = chunks(row)
+            for piece in pieces:
+                for m in step(*piece, decay)[1:]:
+                    low, high = torch.aminmax(m)  # of a NaN both are
+                    most = torch.maximum(most, torch.maximum(-low, high).float())
+            found.append(most)
+    return found
 
 
 def _fit(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
     """True if the next moments, times ``scale``, fit float16 on every rank."""
     leaves = [matched.trees[0][matched.active[k[0]]] for k in matched.members]
-    if any_offloaded():  # ranks agree on their devices
-        pairs = zip(largest, matched.buffers[0].tensors, strict=True)
-        largest = [most.to(computing_device(p)) for most, p in pairs]
-    flags = [
-        torch.where(most * scale < _LIMIT, torch.zeros_like(most), torch.inf)
-        for most in largest
-    ]
-    pairs = zip(leaves, flags, strict=True)
-    found = [x.with_local(f) if is_sharded(x) else f for x, f in pairs]
+    found = []
+    for leaf, p, most in zip(leaves, matched.buffers[0].tensors, largest, strict=True):
+        most = most.to(computing_device(p))  # ranks agree on their devices
+        flag = torch.where(most * scale < _LIMIT, torch.zeros_like(most), torch.inf)
+        found.append(leaf.with_local(flag) if is_sharded(leaf) else flag)
     return holds(all_finite(found))
+
+
+# Under ``jit`` an update is one pass over memory where the equation alone takes one for
+# each operation. Numbers that change from step to step (rates, corrections of a bias)
+# and sizes are no part of what is compiled: a rule is compiled once for each set of
+# dtypes, with a decay and without.
+
+
+def compiled_writer(rule: ElementRule, count: Any, matched: Matched) -> Any:
+    """The compiled kernel that writes a rule's step; None where the plain one is run.
+
+    That is outside of ``jit``, while a step is recorded, where something is offloaded,
+    and where the rule has a fused kernel of torch's, which is as fast.
+    """
+    compiler = frame().compiler
+    if compiler is None or rule.kernel is not None and not compiler.whole:
+        return None  # a fused kernel is no node of a graph
+    if not (matched.active if compiler.whole else _is_plain(matched)):
+        return None
+    if (numbers := _Numbers.of(rule, count, compiler.whole)) is None:
+        return None
+    made = partial(_writing, rule.equation, len(numbers.values))
+    run = compiler.update(rule, made, f"the update of {rule.name}")
+
+    def write(*columns: Sequence[Tensor], weight_decay: float) -> None:
+        for row in zip(*columns, strict=True):
+            if row[0].numel() > 1 and all(
+                x.is_contiguous() for x in (row[0], *row[2:])
+            ):
+                flat = list(map(_flat, row))
+                run(numbers.on(row[0].device, weight_decay), *flat)
+            else:
+                u, *new = rule.step(count)(*row, weight_decay)
+                for x, y in zip((row[0], *row[2:]), (row[0] + u, *new), strict=True):
+                    x.copy_(y)
+
+    return write
+
+
+def compiled_direction(rule: ElementRule, count: Any, matched: Matched) -> Any:
+    """``step(param, grad, *moments, decay) -> [update]``, compiled; None as above."""
+    if (compiler := frame().compiler) is None or not _is_plain(matched):
+        return None
+    if (numbers := _Numbers.of(rule, count)) is None:
+        return None
+    made = partial(_directing, rule.equation, len(numbers.values))
+    run = compiler.update(rule, made, f"the direction of {rule.name}")
+
+    def step(p: Tensor, *rest: Any) -> list[Tensor]:
+        *others, decay = rest
+        if p.numel() < 2:
+            return rule.step(count)(p, *rest)[:1]
+        shaped = list(map(_flat, (p, *others)))
+        if isinstance(decay, Tensor):
+            at = (*numbers.on(p.device, 0.0), decay.reshape(-1))
+        else:
+            at = numbers.on(p.device, decay)
+        return [run(at, *shaped).view(p.shape)]
+
+    return step
+
+
+def _is_plain(matched: Matched) -> bool:
+    """True if real tensors are updated, all on the device."""
+    if frame().tracer is not None or _torch.fake_active() or not matched.active:
+        return False
+    return not some_offloaded(*(b.tensors for b in matched.buffers))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``x`` as all that is given look alike: of one dim, and a view of nothing."""
+    return x.contiguous().view(-1).detach()
+
+
+class _Numbers:
+    """The numbers of one step, as tensors: no other number is compiled anew."""
+
+    def __init__(self, values: Sequence[Any], plain: bool = False):
+        self.values, self.plain = values, plain
+        self.made: dict[Any, tuple[Tensor, ...]] = {}
+
+    @classmethod
+    def of(cls, rule: ElementRule, count: Any, whole: bool = False) -> _Numbers | None:
+        """Those of a rule; None where one is a choice, not a number.
+
+        ``whole``: in a step that is one graph they stay what they are, choices too.
+        """
+        values = rule.numbers(count)
+        known = all(type(x) in (int, float) or isinstance(x, Tensor) for x in values)
+        return cls(values, whole) if known or whole else None
+
+    def on(self, device: torch.device, decay: float) -> Sequence[Any]:
+        """They and the decay, if any, on a device: each a tensor without a dim."""
+        if self.plain:
+            return (*self.values, decay) if decay else self.values
+        if (device, decay) not in self.made:
+            values = (*self.values, decay) if decay else self.values
+            how: Any = {"dtype": torch.float64, "device": device}
+            found = [torch.as_tensor(x, **how) for x in values]
+            self.made[device, decay] = torch.stack(found).unbind()
+        return self.made[device, decay]
+
+
+def _writing(equation: Equation, count: int) -> Callable[..., None]:
+    def update(numbers: Any, p: Tensor, g: Tensor, *moments: Tensor) -> None:
+        decay = numbers[count] if len(numbers) > count else 0.0
+        u, *new = _stepped(equation, numbers[:count], (p, g, *moments), decay)
+        p.add_(u())
+        for m, x in zip(moments, new, strict=True):
+            m.copy_(x)
+
+    return _apart(update)
+
+
+def _directing(equation: Equation, count: int) -> Callable[..., Tensor]:
+    def update(numbers: Any, p: Tensor, g: Tensor, *moments: Tensor) -> Tensor:
+        decay = numbers[count] if len(numbers) > count else 0.0
+        return _stepped(equation, numbers[:count], (p, g, *moments), decay)[0]()
+
+    return _apart(update)
+
+
+def _apart(fn: Any) -> Any:
+    """``fn`` with a code of its own: what is compiled of a code is limited."""
+    code = fn.__code__.replace()
+    return types.FunctionType(code, fn.__globals__, closure=fn.__closure__)

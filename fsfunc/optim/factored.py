@@ -18,8 +18,6 @@ from fsfunc.optim.leaves import (
     Tree,
     along,
     check_real,
-    computing_device,
-    device_with,
     local,
     paths_of,
     said,
@@ -27,7 +25,13 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, described
-from fsfunc.optim.places import brought, returned, room_like
+from fsfunc.optim.places import (
+    brought,
+    computing_device,
+    device_with,
+    returned,
+    room_like,
+)
 from fsfunc.optim.reductions import over_axes
 from fsfunc.optim.schedules import (
     Schedule,

@@ -66,9 +66,14 @@ def fused(
         with torch.no_grad():
             new = writing.targets(old)
             count_write([t for target in new for t in target.tensors])
-            groups = _groups(matched, new, by_leaf)
+            away = some_offloaded(
+                matched.buffers[1].tensors, *(target.tensors for target in new)
+            )
+            groups = None if away else _alike(matched, new, by_leaf)
+            groups = _groups(matched, new, by_leaf) if groups is None else groups
             for (_, dtype, decay), columns in groups.items():
-                if cast and not _ready(matched, columns, dtype):
+                brings = away and some_offloaded(*columns)
+                if cast and (brings or not _ready(matched, columns, dtype)):
                     for row in zip(*columns, strict=True):
                         _write_row(run, row, dtype, decay)
                 else:
@@ -182,8 +187,6 @@ def _groups(
     matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay."""
-    if (alike := _alike(matched, new, decays)) is not None:
-        return alike
     groups: dict[Any, list[list[Tensor]]] = {}
     grads = Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
@@ -214,8 +217,6 @@ def _alike(
         return None
     params, *moments = (target.tensors for target in new)
     grads = matched.buffers[1].tensors
-    if some_offloaded(params, grads, *moments):
-        return None
     if (kind := matched.kind) is not None:
         kind = kind[:2]
     else:
@@ -242,8 +243,6 @@ def count_write(tensors: Sequence[Tensor]) -> None:
 def _ready(matched: Matched, columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
     """True if a kernel can read and write all columns as they are."""
     known = matched.kind is not None and matched.kind.dense
-    if some_offloaded(*columns):
-        return False
     return known or all(map(partial(_are, dtype), columns))
 
 

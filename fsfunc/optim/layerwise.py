@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
-from fsfunc.optim.compiled_rules import compiled_direction
 from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.element_rules import compiled_direction
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, computing_device, local, map_flat, scaled
+from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule, unlike
-from fsfunc.optim.norms import Row, row_norms, rows_of
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
@@ -29,8 +28,8 @@ from fsfunc.optim.optimizer import (
     by_phases,
     described,
 )
-from fsfunc.optim.places import brought_with, room_like
-from fsfunc.optim.reductions import into_parts
+from fsfunc.optim.places import brought_with, computing_device, room_like
+from fsfunc.optim.reductions import Row, into_parts, row_norms, rows_of
 from fsfunc.optim.schedules import (
     Schedule,
     check_params_given,

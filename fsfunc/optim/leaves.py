@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.groups import strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
-from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
+from fsfunc.optim.places import kept_like, meet, room_like, some_offloaded
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
@@ -71,7 +71,7 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """
     check_width(params, dtype)
     return map_flat(
-        lambda tensors: [_zeros(t, dtype) for t in tensors],
+        lambda tensors: [kept_like(t, _like(t, dtype), zeros=True) for t in tensors],
         params,
         rest=None,
     )
@@ -81,7 +81,7 @@ def filled_like(params: Tree, value: float) -> Tree:
     """The same, of any one number: of a complex leaf both parts are."""
 
     def filled(x: Tensor) -> Tensor:
-        made = _room(x, None)
+        made = kept_like(x)
         return made.fill_(complex(value, value) if made.is_complex() else value)
 
     return map_flat(
@@ -99,7 +99,9 @@ def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """
     check_width(params, dtype)
     return map_flat(
-        lambda tensors: [_room(t, dtype).copy_(t.detach()) for t in tensors],
+        lambda tensors: [
+            kept_like(t, _like(t, dtype)).copy_(t.detach()) for t in tensors
+        ],
         params,
         rest=None,
     )
@@ -115,26 +117,6 @@ def check_width(params: Tree, dtype: torch.dtype | None) -> None:
 def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
     """``dtype``, or the complex one of such parts."""
     return dtype.to_complex() if dtype is not None and x.is_complex() else dtype
-
-
-def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    dtype = _like(x, dtype)
-    if moments_store() is None:
-        return torch.zeros_like(x, dtype=dtype, device=computing_device(x))
-    return _room(x, dtype).zero_()
-
-
-def _room(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
-    store, device, dtype = moments_store(), computing_device(x), _like(x, dtype)
-    if store is None:
-        return torch.empty_like(x, dtype=dtype, device=device, requires_grad=False)
-    return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
-
-
-def computing_device(x: Tensor) -> torch.device:
-    """The device that computes with ``x``, also where it lies with the host."""
-    return _torch.device_of(space_of(x).on_device(x))
 
 
 def warn_narrow_moments(
@@ -385,25 +367,7 @@ def _fits(leaf: Any, other: Any) -> bool:
         mine, its = leaf.dtype, other.dtype
     if mine is not its and mine.is_complex is not its.is_complex:
         return False
-    return leaf.device == other.device or _meet(leaf, other)
-
-
-def _meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
-    """True if leaves of two devices are computed with on one.
-
-    Some of a state may be offloaded, others not; and what was computed of an offloaded
-    one, by the host, lies beside it and is no part of its store.
-    """
-    return any_offloaded() and device_with(leaf) == device_with(other)
-
-
-def device_with(leaf: Sharded | Tensor) -> torch.device:
-    """The device that computes with a leaf; see `computing_device`."""
-    if not any_offloaded():
-        return leaf.device
-    if not isinstance(leaf, Sharded):
-        return computing_device(leaf)
-    return computing_device(leaf.local if leaf.packed is None else leaf.packed.flat)
+    return meet(leaf, other)
 
 
 def said(leaf: Any) -> str:
@@ -423,17 +387,14 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
-    away = any_offloaded() and any(space_of(t).offloaded for t in tensors)
-    if isinstance(factor, Tensor) and (away or _apart(factor, tensors)):
-        each = [factor.to(t.device) for t in tensors]
-        if not away:
-            return [t * by for t, by in zip(tensors, each, strict=True)]
-    elif away:
-        each = [factor] * len(tensors)
-    if away:
-        outs = [space_of(t).empty_like(t, scratch=True) for t in tensors]
-        rows = zip(tensors, each, outs, strict=True)
-        return [torch.mul(t, by, out=o) for t, by, o in rows]
+
+    def by(t: Tensor) -> float | Tensor:
+        return factor.to(t.device) if isinstance(factor, Tensor) else factor
+
+    if some_offloaded(tensors):
+        return [torch.mul(t, by(t), out=room_like(t)) for t in tensors]
+    if isinstance(factor, Tensor) and _apart(factor, tensors):
+        return [t * by(t) for t in tensors]
     found = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
     if isinstance(factor, Tensor) and not all(t.ndim for t in tensors):
         # Two numbers without dims give one of the wider dtype.

@@ -1,18 +1,21 @@
-"""Steps that are skipped where gradients are not finite; loss_scale."""
+"""Scales of a loss, one or one for each unit, and steps that are skipped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fsfunc.core.frames import Interpretation, frame
+from fsfunc import _torch, tree
+from fsfunc.comm.typed_maps import LawError
+from fsfunc.core.frames import Interpretation, composable, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.units import Call
 from fsfunc.optim.leaves import Tree, map_flat
-from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
@@ -22,6 +25,9 @@ from fsfunc.optim.optimizer import (
     check_takes_plainly,
     described,
 )
+from fsfunc.optim.places import computing_device
+from fsfunc.optim.reductions import all_finite, holds
+from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,3 +268,262 @@ class _Scaling(Interpretation):
             return run(call.replace(cotangent=call.cotangent * self.scale))
 
         return scaled
+
+
+class UnitScaling(Interpretation):
+    """Multiplies by a unit's scale where its backward begins, and divides at its ends.
+
+    Innermost, it sees parameters as they are gathered.
+    """
+
+    called = "layerwise_loss_scale"
+    scales = True
+
+    def __init__(self, by_name: Mapping[str, float]):
+        self.by_name, self.met = by_name, set()
+        self.found: dict[str, Tensor] = {}  # whether a unit made what is not finite
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(call: GradientCall) -> Outcome:
+            f, outcome = frame(), run(call)
+            # A derivative that the loss itself takes, or an evaluation of it.
+            if f.in_loss or not call.argnums:
+                return outcome
+            unmet = set(self.by_name) - self.met
+            if unmet and not any(h.same_batch for h in f.handlers):
+                raise ValueError(
+                    f"scales of layerwise_loss_scale has {min(unmet)!r}, and the units "
+                    f"of the loss are {', '.join(sorted(self.met)) or 'none'}"
+                )
+            return outcome
+
+        return scaled
+
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        if call.frame.path or not call.frame.in_loss:
+            return run
+        self.met.add(call.name)
+        if call.name not in self.by_name:
+            return run
+
+        def scaled(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+            if composable() or not torch.is_grad_enabled():
+                return run(params, *inputs, **keywords)
+            ends = _Ends(self, call)
+            given = tree.map(ends.begin, (params, inputs, keywords), is_leaf=is_sharded)
+            params, inputs, keywords = given
+            out = run(params, *inputs, **keywords)
+            return tree.map(ends.end, out, is_leaf=is_sharded)
+
+        return scaled
+
+
+class _Ends:
+    """Scaling at the inputs and outputs of one unit call."""
+
+    def __init__(self, scaling: UnitScaling, call: Call):
+        self.found, self.name = scaling.found, call.name
+        self.scale = scaling.by_name[call.name]
+        # A record knows leaves by what they are, and another tensor is none.
+        self.traced = call.frame.tracer is not None
+        self.looks = not _torch.fake_active()
+        self.given: Tensor | None = None  # whether its cotangents are finite
+
+    def begin(self, x: Any) -> Any:
+        return self._through(x, lambda g: self._made(g) / self.scale)
+
+    def end(self, x: Any) -> Any:
+        return self._through(x, lambda g: self._seen(g) * self.scale)
+
+    def _through(self, x: Any, back: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(x, Sharded):
+            if x.packed is not None:
+                raise LawError(
+                    f"unit {self.name!r} has a scale of its own, and units within it "
+                    f"gather {x.name!r}: make it ff.unit(fn, whole=True), or give the "
+                    "loss units that hold none, and scale these"
+                )
+            return x.with_local(self._through(x.local, back))
+        if not (isinstance(x, Tensor) and x.requires_grad):
+            return x
+        if x.dtype.itemsize < 4:
+            raise LawError(
+                f"what unit {self.name!r}, which has a scale of its own, is given or "
+                f"returns is {x.dtype}: what is divided by a scale must be float32 or "
+                "wider. Take ff.precision(step, torch.float32, output=torch.float32) "
+                "around, and compute in half by torch.autocast in the loss"
+            )
+        return x if self.traced else _Back.apply(x, back)
+
+    def _seen(self, g: Tensor) -> Tensor:
+        if self.looks:
+            finite = g.detach().isfinite().all()
+            self.given = finite if self.given is None else self.given & finite
+        return g
+
+    def _made(self, g: Tensor) -> Tensor:
+        if self.looks:
+            bad = ~g.detach().isfinite().all()
+            bad = bad if self.given is None else bad & self.given
+            before = self.found.get(self.name)
+            self.found[self.name] = bad if before is None else before | bad
+        return g
+
+
+class _Back(torch.autograd.Function):
+    """The same value, whose cotangent is ``back`` of what comes."""
+
+    @staticmethod
+    def forward(ctx, x, back):  # type: ignore[override]
+        ctx.back = back
+        return x.detach()  # which may be changed in place
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return ctx.back(g), None
+
+
+class LayerwiseLossScaleState(NamedTuple):
+    """By what each unit's backward is multiplied, and what the optimizer within keeps.
+
+    ``scales`` and ``good_steps``, the steps since a scale last changed, have a plain
+    number for each unit, the same on every rank; ``skipped`` counts the steps that were
+    not made.
+    """
+
+    scales: dict[str, float]
+    good_steps: dict[str, int]
+    skipped: int
+    inner: State
+
+
+@described
+def layerwise_loss_scale(
+    optimizer: Optimizer,
+    scales: Mapping[str, float],
+    *,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    interval: int = 10_000,
+    minimum: float = 1e-4,
+    maximum: float = torch.finfo(torch.float32).max,
+) -> Optimizer:
+    """``optimizer`` whose train step scales the backward of each unit by itself.
+
+    Where one scale for all layers (`loss_scale`) is too large for some and too small
+    for others. With s a unit's scale, its backward is given s times the cotangent of
+    what it returned, and what comes out, for inputs and for parameters, is divided by
+    s: between units all is as it was, and gradients are those of the loss. Where one
+    element on one rank is not finite, no rank makes the step. Then the units take a
+    smaller scale that were given finite cotangents and made infinite ones, and none
+    that were only given them; all, where the loss itself was not finite.
+
+    What is divided must bear it: what enters a unit and what leaves it is float32 or
+    wider. Compute in float16 by ``torch.autocast`` in the loss, under
+    ``ff.precision(step, torch.float32, output=torch.float32)``; or, where parameters
+    are not sharded, by ``ff.precision(step, torch.float16, output=torch.float32)``.
+
+    Args:
+        optimizer: what makes the steps.
+        scales: the first scale of each unit, by its name, as ``ff.program`` lists them
+            (of a module's, ``apply.units``). Units of one name have one scale; those
+            that are not named have none.
+        growth: of a scale, above 1, after ``interval`` good steps of its unit in a row.
+            Powers of 2 change no bit of a gradient.
+        backoff: of a scale after an overflow, between 0 and 1.
+        minimum: a scale that overflows and would fall below it raises.
+        maximum: of a scale.
+
+    Returns:
+        the optimizer; its state is a `LayerwiseLossScaleState`. It makes its train step
+        itself, ``layerwise_loss_scale(...)(grad_fn)``.
+
+    Raises:
+        ValueError: a number out of its range; no unit has such a name (not told in a
+            pipeline, of which a rank runs only some).
+        LawError: a unit whose parameters, inputs or outputs are in half precision; or
+            that holds units which gather parameters of their own.
+        FloatingPointError: gradients overflow at the smallest scale; on every rank, the
+            state as it was.
+
+    Cost: of each unit a pass over the gradients of its parameters and inputs, and two
+    over the cotangents of its outputs; as `loss_scale`, one pmax of one number over the
+    mesh and one wait for it, and where a step is skipped one more for each unit.
+
+    Source: FairScale's LayerwiseGradientScaler, which multiplies between layers by the
+    ratio of their scales, and so takes layers that follow each other in one row; there
+    all back off that infinities came to.
+
+    >>> import torch, fsfunc as ff
+    >>> cube = ff.unit(lambda w, x: (w * x) ** 3)
+    >>> optimizer = layerwise_loss_scale(ff.sgd(1.0), {"<lambda>": 8.0})
+    >>> step = optimizer(ff.value_and_grad(lambda w, x: cube(w, x).sum()))
+    >>> w = torch.zeros(2)
+    >>> state = ff.TrainState(w, optimizer.init(w))
+    >>> state, metrics = step(state, torch.tensor([1.0, torch.inf]))
+    >>> state.params, state.opt_state.scales, state.opt_state.skipped
+    (tensor([0., 0.]), {'<lambda>': 4.0}, 1)
+    """
+    firsts = {name: float(scale) for name, scale in scales.items()}
+    ordered = all(minimum <= s <= maximum and s > 0 for s in firsts.values())
+    if not (ordered and firsts):
+        raise ValueError(
+            f"scales are {firsts}, minimum {minimum} and maximum {maximum}: there must "
+            "be scales, above 0 and between minimum and maximum"
+        )
+    rule = ScaleRule(growth, backoff, interval, minimum, maximum)
+    return _Layerwise(optimizer, firsts, rule).functions()
+
+
+@dataclass(frozen=True, eq=False)
+class _Layerwise(Skipping):
+    """The functions of such an optimizer; ``found``: who overflowed in its step."""
+
+    firsts: dict[str, float]
+    rule: ScaleRule
+    found: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def functions(self) -> Optimizer:
+        return by_phases(self.init, self.phases, interprets=self.interprets)
+
+    def init(self, params: Tree) -> LayerwiseLossScaleState:
+        counts = dict.fromkeys(self.firsts, 0)
+        inner = self.optimizer.init(params)
+        return LayerwiseLossScaleState(dict(self.firsts), counts, 0, inner)
+
+    def counted(
+        self, grads: Tree, state: LayerwiseLossScaleState
+    ) -> tuple[bool, LayerwiseLossScaleState]:
+        finite = holds(all_finite(grads))
+        blamed = () if finite else self._overflowed(grads, state.scales)
+        after = {
+            name: self.rule.next(
+                scale, state.good_steps[name], name in blamed, f" of unit {name!r}"
+            )
+            for name, scale in state.scales.items()
+        }
+        return finite, LayerwiseLossScaleState(
+            {name: scale for name, (scale, _) in after.items()},
+            {name: good for name, (_, good) in after.items()},
+            state.skipped + (not finite),
+            state.inner,
+        )
+
+    def _overflowed(self, grads: Tree, scales: dict[str, float]) -> set[str]:
+        """The units to blame, the same on all ranks; all, where the loss is."""
+        near = next(x for x in tree.leaves(grads) if isinstance(x, Tensor))
+        device = computing_device(near)
+        fine = near.new_zeros((), dtype=torch.float32, device=device)
+        blamed = set()
+        for name in sorted(scales):
+            one = self.found.get(name)
+            mine = fine if one is None else torch.where(one, torch.inf, fine)
+            if not holds(all_finite([mine])):
+                blamed.add(name)
+        return blamed or set(scales)
+
+    def interprets(self, state: LayerwiseLossScaleState) -> Reading:
+        handlers, inner = self.optimizer.reading(state.inner)
+        scaling = UnitScaling(state.scales)
+        after = replace(self, optimizer=inner, found=scaling.found).functions()
+        return Reading((*handlers, scaling), after)

@@ -1,4 +1,4 @@
-"""Leaves of a state matched with those of parameters, and pieces of such a state.
+"""Leaves of a state matched with those of parameters.
 
 Every optimizer here is elementwise, so what it needs of four trees is four equally long
 lists of tensors. `Matched` makes them, refuses trees that do not fit together, and runs
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.optim.kinds import Kind, one_kind
 from fsfunc.optim.leaves import (
     Loose,
     Mask,
     Tree,
     along,
+    are_strided,
     first_unfit,
     held,
     local,
@@ -30,14 +32,61 @@ from fsfunc.optim.leaves import (
     split_real,
     trainable,
 )
-from fsfunc.optim.places import brought_with, returned
+from fsfunc.optim.places import computed
 from fsfunc.runtime.host_copies import settle
-from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
 
 Decay = float | Tensor
 Rule = Callable[..., Sequence[Tensor]]  # (param, grad, *moments, decay) -> results
+
+
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
+_shape = attrgetter("shape")
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class Kind(NamedTuple):
+    """The properties that plain tensors, none of them sparse, have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dense: bool  # whether all are contiguous
+    asks: bool  # whether some ask for a gradient
+
+
+_KINDS: dict[tuple[int, int], tuple[Callable[..., bool], Kind]] = {}
+
+
+def one_kind(columns: list[list[Any]]) -> Kind | None:
+    """The kind of equally long columns of plain tensors that fit each other.
+
+    None where they are of several kinds, or do not fit. Of tensors like those before it
+    is known: each step asks anew.
+    """
+    every = list(chain.from_iterable(columns))
+    if not _PLAIN.issuperset(map(type, every)):
+        return None
+    counts = len(columns), len(every)
+    check, kind = _KINDS.get(counts, (None, None))
+    if check is None or not check(*every):
+        if (kind := _kind_of(columns, every)) is not None and not composable():
+            if len(_KINDS) >= 64:
+                _KINDS.clear()
+            _KINDS[counts] = _torch.alike(every), kind
+    return kind
+
+
+def _kind_of(columns: list[list[Tensor]], every: list[Tensor]) -> Kind | None:
+    devices, dtypes = set(map(_device, every)), set(map(_dtype, every))
+    first, *others = (list(map(_shape, column)) for column in columns)
+    if len(devices) != 1 or len(dtypes) != 1 or any(x != first for x in others):
+        return None
+    if not are_strided(every):
+        return None
+    dense = all(map(Tensor.is_contiguous, every))
+    asks = any([x.requires_grad for x in every])
+    return Kind(devices.pop(), dtypes.pop(), dense, asks)
 
 
 @dataclass(frozen=True)
@@ -136,7 +185,7 @@ class Matched:
         params, grads, *moments = self.buffers
         columns = [b.tensors for b in self.buffers]
         rows = [
-            _computed(rule, row, decay, as_params)
+            computed(rule, row, decay, as_params)
             for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
         settle()  # what was brought may be written by anybody from here on
@@ -236,19 +285,6 @@ _WHOLE = (
 )
 
 
-def _computed(
-    rule: Rule, row: Sequence[Tensor], decay: Decay, as_params: bool
-) -> Sequence[Tensor]:
-    """The results of a rule, each where what it is the next of lies."""
-    made = rule(*brought_with(row, decay))
-    if not any_offloaded():
-        return made
-    param, grad, *moments = row
-    first = returned(made[0], param if as_params else grad, keeps=as_params)
-    rest = zip(made[1:], moments, strict=True)
-    return [first, *(returned(x, m, keeps=True) for x, m in rest)]
-
-
 def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
     if len(active) == len(trees[0]):
         return [list(column) for column in trees]
@@ -265,75 +301,3 @@ def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
     if isinstance(decay, Tensor):
         return g + decay * p
     return torch.add(g, p, alpha=decay) if decay else g
-
-
-class MirroredState:
-    """A state, and which trees in it are like the parameters, leaf by leaf.
-
-    A piece of it has ``{path: leaf}`` in place of each such tree, and all else as it
-    is: what the optimizer's ``init`` would have made of a dict of these parameters.
-
-    Args:
-        state: the optimizer's.
-        leaves, treedef, paths: of the parameters.
-    """
-
-    def __init__(
-        self, state: Any, leaves: Sequence[Any], treedef: Any, paths: Sequence[str]
-    ):
-        self.treedef, self.paths = treedef, paths
-
-        def column(x: Any) -> list[Any] | None:
-            """The leaves of a tree like the parameters, None where they have none."""
-            if treedef.type is not None and type(x) is not treedef.type:
-                return None  # finding that out of a state is slow: all of it is said
-            try:
-                found = treedef.flatten_up_to(x)
-            except ValueError:
-                return None
-            pairs = zip(found, leaves, strict=True)
-            return found if all(c is None or _like(c, p) for c, p in pairs) else None
-
-        def ends(x: Any) -> bool:
-            return is_sharded(x) or column(x) is not None
-
-        self.given, self.spec = tree.flatten(state, ends)
-        columns = [column(x) for x in self.given]
-        self.columns = [None if c is None else list(c) for c in columns]  # after it
-        self.before = columns
-        self.after = list(self.given)  # of what is like no parameters
-
-    def part(self, positions: Sequence[int]) -> Any:
-        """The piece of the leaves at ``positions``."""
-        items = []
-        for x, column in zip(self.given, self.before, strict=True):
-            if column is not None:
-                x = {self.paths[i]: column[i] for i in positions}
-            items.append(x)
-        return tree.unflatten(self.spec, items)
-
-    def take(self, positions: Sequence[int], piece: Any) -> None:
-        """Takes in what has become of the piece at ``positions``."""
-        found = self.spec.flatten_up_to(piece)
-        for k, (x, column) in enumerate(zip(found, self.columns, strict=True)):
-            if column is None:
-                self.after[k] = x
-                continue
-            for i in positions:
-                column[i] = x[self.paths[i]]
-
-    def whole(self) -> Any:
-        """The state after all pieces."""
-        items = []
-        for x, column in zip(self.after, self.columns, strict=True):
-            items.append(x if column is None else tree.unflatten(self.treedef, column))
-        return tree.unflatten(self.spec, items)
-
-
-def _like(x: Any, leaf: Any) -> bool:
-    """True if a leaf of a state may be one for each element of a parameter."""
-    if is_sharded(leaf) != is_sharded(x) or not (
-        is_sharded(x) or isinstance(x, Tensor)
-    ):
-        return False
-    return tuple(x.shape) == tuple(leaf.shape)

@@ -1,13 +1,15 @@
 """Tensors of one step that lie in different memory: where they meet, and their results.
 
-One rule: what is computed with each other is brought to the device, unless all of it
-lies with the host, which computes then. What is made for a tensor that is offloaded
-goes to where that lies, at once, so that the device never has it of all leaves.
+All that optimizers ask of offloading is asked here. One rule: what is computed with
+each other is brought to the device, unless all of it lies with the host, which computes
+then. What is made for a tensor that is offloaded goes to where that lies, at once, so
+that the device never has it of all leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +17,63 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.runtime.memory_spaces import Offloaded, any_offloaded, space_of
+from fsfunc.runtime.memory_spaces import (
+    Offloaded,
+    any_offloaded,
+    moments_store,
+    space_of,
+)
+from fsfunc.sharded.leaf import Sharded
+
+# Which device computes
+
+
+def computing_device(x: Tensor) -> torch.device:
+    """The device that computes with ``x``, also where it lies with the host."""
+    return _torch.device_of(space_of(x).on_device(x))
+
+
+def device_with(leaf: Sharded | Tensor) -> torch.device:
+    """The device that computes with a leaf; see `computing_device`."""
+    if not any_offloaded():
+        return leaf.device
+    if not isinstance(leaf, Sharded):
+        return computing_device(leaf)
+    return computing_device(leaf.local if leaf.packed is None else leaf.packed.flat)
+
+
+def meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
+    """True if leaves are computed with on one device.
+
+    Some of a state may be offloaded, others not; and what was computed of an offloaded
+    one, by the host, lies beside it and is no part of its store.
+    """
+    if leaf.device == other.device:
+        return True
+    return any_offloaded() and device_with(leaf) == device_with(other)
+
+
+def some_offloaded(*columns: Sequence[Tensor]) -> bool:
+    """True if one of these tensors is; memory of others (activations) may be too."""
+    if not any_offloaded():
+        return False
+    return any(space_of(x).offloaded for x in chain.from_iterable(columns))
+
+
+def meeting(row: Sequence[Tensor]) -> torch.device | None:
+    """The device to which tensors are brought; None: they meet where they lie."""
+    if not any_offloaded():
+        return None
+    spaces = map(space_of, row)
+    away = [space.device for space in spaces if isinstance(space, Offloaded)]
+    if not away or len(away) == len(row):
+        return None
+    # What was computed on the host of what lies there is in no store.
+    device = away[0]
+    return device if any(_torch.device_of(x) == device for x in row) else None
+
+
+# On the way there, and back
 
 
 def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -34,24 +92,12 @@ def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Ten
     return [fetched(x, device, dtype) for x in row]
 
 
-def some_offloaded(*columns: list[Tensor]) -> bool:
-    """True if one of these tensors is; memory of others (activations) may be too."""
-    if not any_offloaded():
-        return False
-    return any(space_of(x).offloaded for x in chain.from_iterable(columns))
-
-
-def meeting(row: Sequence[Tensor]) -> torch.device | None:
-    """The device to which tensors are brought; None: they meet where they lie."""
-    if not any_offloaded():
-        return None
-    spaces = map(space_of, row)
-    away = [space.device for space in spaces if isinstance(space, Offloaded)]
-    if not away or len(away) == len(row):
-        return None
-    # What was computed on the host of what lies there is in no store.
-    device = away[0]
-    return device if any(_torch.device_of(x) == device for x in row) else None
+def brought_with(row: Sequence[Tensor], decay: Any) -> list[Any]:
+    """The arguments of a rule: a row that is brought, and its decay beside it."""
+    row = brought(row)
+    if isinstance(decay, Tensor) and any_offloaded():
+        decay = decay.to(_torch.device_of(row[0]))
+    return [*row, decay]
 
 
 def fetched(
@@ -76,14 +122,6 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
     return x if _torch.device_of(x) == device else fetched(x, device)
 
 
-def brought_with(row: Sequence[Tensor], decay: Any) -> list[Any]:
-    """The arguments of a rule: a row that is brought, and its decay beside it."""
-    row = brought(row)
-    if isinstance(decay, Tensor) and any_offloaded():
-        decay = decay.to(_torch.device_of(row[0]))
-    return [*row, decay]
-
-
 def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
     """``x``, which was computed for ``to``: in the memory space of that one.
 
@@ -98,9 +136,54 @@ def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
     return space.copied(x) if keeps else space.put(x)
 
 
+def computed(
+    rule: Callable[..., Sequence[Tensor]],
+    row: Sequence[Tensor],
+    decay: Any,
+    as_params: bool,
+) -> Sequence[Tensor]:
+    """The results of a rule, each where what it is the next of lies.
+
+    Args:
+        rule: ``rule(param, grad, *moments, decay)``.
+        as_params: whether its first result is the next parameter, not an update.
+    """
+    made = rule(*brought_with(row, decay))
+    if not any_offloaded():
+        return made
+    param, grad, *moments = row
+    first = returned(made[0], param if as_params else grad, keeps=as_params)
+    rest = zip(made[1:], moments, strict=True)
+    return [first, *(returned(x, m, keeps=True) for x, m in rest)]
+
+
+# Memory
+
+
 def room_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Dense memory for what is made of ``x`` in a step, in its memory space."""
     if (space := space_of(x)).offloaded:
         return space.new_empty(x, x.shape, dtype)
     form = torch.contiguous_format
     return torch.empty_like(x, dtype=dtype, memory_format=form, requires_grad=False)
+
+
+def kept_like(
+    x: Tensor, dtype: torch.dtype | None = None, *, zeros: bool = False
+) -> Tensor:
+    """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
+    store, device = moments_store(), computing_device(x)
+    if store is None:
+        make = torch.zeros_like if zeros else torch.empty_like
+        return make(x, dtype=dtype, device=device, requires_grad=False)
+    room = store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
+    return room.zero_() if zeros else room
+
+
+def kept_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Zeros of a shape, in the same place."""
+    if (store := moments_store()) is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return store.empty(math.prod(shape), dtype, device).view(shape).zero_()

@@ -1,8 +1,9 @@
-"""Sums over all elements of a tree, and one number into all of them.
+"""Numbers over all elements of a tree, in whatever layout: sums, norms, what is finite.
 
 Of a sharded leaf a rank holds a part, so a sum over what it holds is no sum over the
 leaf: each counts over the axes of its own layout, and a replicated one once. Leaves
-that are spread over the same axes are reduced together.
+that are spread over the same axes are reduced together. A leaf's own norms are too,
+whatever the number of leaves: one collective over each set of axes.
 
 Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
 into own values, and a number crosses into parts, each with its transpose
@@ -12,22 +13,30 @@ into own values, and a number crosses into parts, each with its transpose
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, issue, summed
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
-from fsfunc.core.frames import frame
+from fsfunc.core.frames import composable, frame
 from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
-from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.optim.places import computing_device
+from fsfunc.optim.schedules import check_ranges
+from fsfunc.runtime.scopes import refuse_in_graph
+from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
@@ -197,8 +206,7 @@ def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
     """The device of the first tensor; the CPU where there is none."""
     if not held:
         return torch.device("cpu")
-    first = held[0][1][0]
-    return space_of(first).on_device(first).device
+    return computing_device(held[0][1][0])
 
 
 def combined(
@@ -211,3 +219,199 @@ def combined(
     if not numbers:
         return torch.zeros((), dtype=dtype, device=device)
     return reduce(torch.stack([x.to(device) for x in numbers]))
+
+
+_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
+
+Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike
+
+
+def global_norm(values: Tree, p: float = 2.0) -> Tensor:
+    """The p-norm of all elements of the leaves, equal on every rank.
+
+    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite, of floating and complex
+    numbers. The derivative of the
+    norm of zeros is 0; the infinite norm of shards has none.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+        p: above 0; ``math.inf`` for the largest magnitude.
+
+    Returns:
+        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
+        Of a tree that is not sharded, the bits of ``torch.nn.utils.get_total_norm``.
+
+    Raises:
+        ValueError: ``p`` is not above 0.
+
+    Cost: one psum (pmax where p is infinite) of one number over each distinct set of
+    axes in the layouts; as many backward.
+
+    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
+    tensor(5.)
+    """
+    check_ranges("a norm", p=p)
+    held, dtype = by_axes(values)
+    dtype = dtype.to_real()
+    norm_of = partial(vector_norm, ord=p)
+    local = []
+    for axes, tensors in held:
+        # The infinite norm has no identity: torch refuses an empty tensor.
+        norms = _norms([t for t in tensors if t.numel()], p, dtype)
+        if differentiated(tensors):  # the psum's transpose is every rank's
+            norms += [_none(t, dtype) for t in tensors if not t.numel()]
+        where = device_of([(axes, tensors)])
+        local.append((axes, combined(norms, norm_of, where, dtype)))
+    device = device_of(held)
+    if math.isinf(p):
+        maxima = [most_of_parts(norm, axes) for axes, norm in local]
+        return combined(maxima, torch.amax, device, dtype)
+    if len(local) == 1 and not local[0][0]:
+        return out_of_parts(local[0][1], local[0][0])
+    powers = [out_of_parts(norm**p, axes) for axes, norm in local]
+    return _root(combined(powers, torch.sum, device, dtype), p)
+
+
+def all_finite(values: Tree) -> Tensor:
+    """True if all elements with a derivative are finite, equal on every rank.
+
+    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
+    holds: so a step is skipped everywhere or nowhere.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+
+    Returns:
+        0-dim bool; true for no leaves.
+
+    Cost: one pass, and one pmax of one number.
+
+    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
+    tensor(False)
+    """
+    held, dtype = by_axes(values)
+    dtype = dtype.to_real()
+    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
+    norms = _norms(tensors, math.inf, dtype)
+    bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
+    axes = {a for name, _ in held for a in name or ()}
+    at = frame().at
+    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(at.mesh.axes)
+    if axes:
+        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
+        # Ranks that train by themselves (`local_sgd`) agree on this all the same.
+        where = replace(group(tuple(sorted(axes))), apart=False)
+        bad = issue(mine, _MAX, where) > 0
+    return ~bad
+
+
+def holds(found: Tensor) -> bool:
+    """The flag as a bool; True on fake tensors, where every step is a good one."""
+    if _torch.fake_active() or found.is_meta:
+        refuse_in_graph("the update is made only if all gradients are finite")
+        return True
+    return bool(found)
+
+
+def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
+    """The p-norm of each such leaf, as `global_norm` is of all, on every rank.
+
+    Args:
+        values: a tree of tensors and shards of any shapes.
+        p: above 0; ``math.inf`` for the largest magnitude.
+
+    Returns:
+        a tree like ``values`` of 0-dim tensors in float32, or in float64 where a leaf
+        is; None for other leaves.
+
+    Raises:
+        ValueError: ``p`` is not above 0.
+
+    Cost: one psum (pmax where p is infinite) over each distinct set of axes in the
+    layouts, of one number for each leaf there: of several trees give a tuple, and all
+    of their norms go at once.
+
+    >>> leaf_norms({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor(2.0), "n": 1})
+    {'w': tensor(5.), 'b': tensor(2.), 'n': None}
+    """
+    leaves, treedef = tree.flatten(values, is_sharded)
+    active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
+    chosen = [leaves[i] for i in active]
+    (buffers,) = split([chosen])
+    out: list[Any] = [None] * len(leaves)
+    found = row_norms(rows_of(chosen, buffers), p)
+    for (positions, _), norms in zip(buffers.groups, found, strict=True):
+        for i, norm in zip(positions, norms.unbind(), strict=True):
+            out[active[i]] = norm
+    return tree.unflatten(treedef, out)
+
+
+def rows_of(leaves: Sequence[Any], buffers: Any) -> Iterator[Row]:
+    """Of leaves as few flat tensors: of each its axes, and its leaves' parts."""
+    for flat, (positions, packed) in zip(buffers.tensors, buffers.groups, strict=True):
+        first = leaves[positions[0]]
+        axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
+        parts = [flat] if packed is None else [flat[a:b] for a, b in packed.ranges]
+        yield axes, parts
+
+
+def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
+    """Of each row of leaves' parts, the norms of the leaves, 1-D.
+
+    Cost: that of `leaf_norms`; a row is forgotten before the next is asked for.
+    """
+    check_ranges("a norm", p=p)
+    pieces: list[tuple[Spread, Tensor, torch.device]] = []
+    for axes, parts in rows:
+        parts = [entered(t) for t in parts] if axes is None else parts
+        wide = torch.promote_types(parts[0].dtype, torch.float32).to_real()
+        norms = _each_norm(parts, p, wide)
+        powers = norms**p if axes is not None and math.isfinite(p) else norms
+        pieces.append((axes, powers, computing_device(parts[0])))
+        del parts
+    if math.isinf(p):
+        return over_axes(pieces, most_of_parts)
+    found = over_axes(pieces)
+    return [
+        x if axes is None else _root(x, p)
+        for (axes, *_), x in zip(pieces, found, strict=True)
+    ]
+
+
+def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    full = [t for t in parts if t.numel()]  # the infinite norm refuses an empty tensor
+    norms = iter(_norms(full, p, dtype))
+    return torch.stack([next(norms) if t.numel() else _none(t, dtype) for t in parts])
+
+
+def _none(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norm of no elements, which has a history if ``x`` has."""
+    return as_real(x).sum(dtype=dtype)
+
+
+def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
+    if composable() or any(t.is_complex() for t in tensors):
+        complex_ = dtype.to_complex()
+        kinds = [complex_ if t.is_complex() else dtype for t in tensors]
+        pairs = zip(tensors, kinds, strict=True)
+        return [torch.linalg.vector_norm(t, p, dtype=kind) for t, kind in pairs]
+    if math.isinf(p) and not differentiated(tensors):
+        if all(t.device.type == "cpu" for t in tensors):
+            return [_largest(t, dtype) for t in tensors]
+    return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
+
+
+def _largest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The infinite norm; on the host its own operator takes 30 times as long."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).abs().to(dtype)
+
+
+def _root(power: Tensor, p: float) -> Tensor:
+    """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
+    if not differentiated([power]):
+        return power.sqrt() if p == 2 else power ** (1 / p)
+    zero = power == 0
+    return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))

@@ -16,7 +16,6 @@ from fsfunc.optim.leaves import (
     scaled,
 )
 from fsfunc.optim.matching import Matched, decayed, unlike
-from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
@@ -26,7 +25,7 @@ from fsfunc.optim.optimizer import (
     described,
 )
 from fsfunc.optim.places import returned
-from fsfunc.optim.reductions import tree_scale
+from fsfunc.optim.reductions import global_norm, tree_scale
 from fsfunc.optim.schedules import check_params_given
 
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim.norms import global_norm
+from fsfunc.optim.reductions import global_norm
 from fsfunc.optim.optimizer import finished
 from fsfunc.optim.reductions import tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine

@@ -2,5 +2,5 @@
 
 orthogonal_momentum.py   muon
 preconditioning.py  shampoo; its covariances and roots
-matrix_owners.py matrix_exchange.py   each matrix on one rank, back in parts
+matrix_exchange.py   each matrix on one rank, back in parts
 """

@@ -12,15 +12,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.leaves import (
-    Mask,
-    Tree,
-    along,
-    device_with,
-    local,
-    trainable,
-    zeros_like,
-)
+from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
@@ -32,7 +24,7 @@ from fsfunc.optim.matrix.matrix_exchange import (
     matched_matrices,
 )
 from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described
-from fsfunc.optim.places import on_device, returned
+from fsfunc.optim.places import device_with, on_device, returned
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
