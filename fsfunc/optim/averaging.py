@@ -101,7 +101,8 @@ def ema(
 
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
     least = 1 - decay, f"1 - {decay} of a change"
-    return _averaged("ema", optimizer, weight, start, every, dtype, least)
+    f = _Averaged("ema", optimizer, weight, start, every, dtype, least)
+    return f.functions()
 
 
 # Of a number a change of less than this share of it is lost.
@@ -170,46 +171,57 @@ def swa(
     """
     weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
     least = 0.0, "1 / n of a change, if n is large"
-    return _averaged("swa", optimizer, weight, start, every, dtype, least)
+    f = _Averaged("swa", optimizer, weight, start, every, dtype, least)
+    return f.functions()
 
 
-def _averaged(
-    name: str,
-    optimizer: Optimizer,
-    weight: Callable[[int], float],
-    start: int,
-    every: int,
-    dtype: torch.dtype | None,
-    least: tuple[float, str],
-) -> Optimizer:
-    check_takes_plainly(name, optimizer)
+@dataclass(frozen=True, eq=False)
+class _Averaged:
+    """The functions of an optimizer with an average, moved by a share at each update.
 
-    def init(params: Tree) -> AverageState:
-        average = copied(params, dtype)
-        if dtype is None:
-            warn_narrow(name, average, least, "dtype=torch.float32, or ")
-        return AverageState(0, 0, average, optimizer.init(params))
+    Args:
+        weight: of how many were averaged, how far the average moves to the parameters.
+        least: see `warn_narrow`.
+    """
 
-    def phases(grads: Tree, state: AverageState, params: Tree, adds: bool) -> Phases:
-        check_params_given(params, name)
+    name: str
+    optimizer: Optimizer
+    weight: Callable[[int], float]
+    start: int
+    every: int
+    dtype: torch.dtype | None
+    least: tuple[float, str]
+
+    def functions(self) -> Optimizer:
+        check_takes_plainly(self.name, self.optimizer)
+        each = self.optimizer.elementwise
+        return by_phases(self.init, self.phases, elementwise=each)
+
+    def init(self, params: Tree) -> AverageState:
+        average = copied(params, self.dtype)
+        if self.dtype is None:
+            warn_narrow(self.name, average, self.least, "dtype=torch.float32, or ")
+        return AverageState(0, 0, average, self.optimizer.init(params))
+
+    def phases(
+        self, grads: Tree, state: AverageState, params: Tree, adds: bool
+    ) -> Phases:
+        check_params_given(params, self.name)
         Matched.of(state.average, floating(params))  # which raises in time
-        result, inner = yield from optimizer.phases(grads, state.inner, params, adds)
+        step = self.optimizer.phases(grads, state.inner, params, adds)
+        result, inner = yield from step
         count, averaged, average, _ = state
-        if count >= start and (count - start) % every == 0:
-            now = result if adds else summed(params, result)
-            average = _moved(average, floating(now), weight(averaged), adds)
+        if count >= self.start and (count - self.start) % self.every == 0:
+            now = floating(result if adds else summed(params, result))
+            share = self.weight(averaged)
+            matched = Matched.of(average, now)
+            if adds:  # in place where that may be
+                kernel = partial(torch._foreach_lerp_, weight=share)
+                (average,) = fused(matched, kernel)
+            else:
+                average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), share))
             averaged += 1
         return result, AverageState(count + 1, averaged, average, inner)
-
-    return by_phases(init, phases, elementwise=optimizer.elementwise)
-
-
-def _moved(average: Tree, params: Tree, to: float, writes: bool) -> Tree:
-    """``average`` moved that far to the parameters, in place where that may be."""
-    matched = Matched.of(average, params)
-    if not writes:
-        return matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
-    return fused(matched, partial(torch._foreach_lerp_, weight=to))[0]
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:
@@ -360,6 +372,14 @@ def schedule_free(
     return Optimizer(f.init, f.update, f.apply, elementwise=base.elementwise)
 
 
+class _Weighed(NamedTuple):
+    """The rate, the weight c of the next z, and a state that has counted it."""
+
+    rate: Any
+    weight: Any
+    state: ScheduleFreeState
+
+
 @dataclass(frozen=True)
 class _ScheduleFree:
     """The functions of a schedule-free optimizer."""
@@ -382,8 +402,7 @@ class _ScheduleFree:
         warn_narrow("schedule_free", z, (0.0, "1 / n of a change, if n is large"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
-    def weighed(self, state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:
-        """The rate, the weight c of the next z, and a state that has counted it."""
+    def weighed(self, state: ScheduleFreeState) -> _Weighed:
         if state.b1 != self.b1:
             raise ValueError(
                 f"the state is of schedule_free(b1={state.b1}), between whose z and x "
@@ -394,7 +413,7 @@ class _ScheduleFree:
         weight = max_lr**self.weight_lr_power
         total = state.weight_sum + weight
         counted = state._replace(count=state.count + 1, weight_sum=total, max_lr=max_lr)
-        return rate, weight / total if total else 0.0, counted
+        return _Weighed(rate, weight / total if total else 0.0, counted)
 
     def update(self, grads: Tree, state: ScheduleFreeState, params: Tree = None):
         check_params_given(params, "schedule_free")
@@ -424,13 +443,17 @@ class _ScheduleFree:
         decays = matched.decays(rate * self.weight_decay, self.mask)
         base = self.base.phases(grads, state.base, z, True)
         next(base)
+
+        def decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
+            torch._foreach_add_(zs, ys, alpha=-weight_decay)
+
         yield
         # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
         old = copied(_only(matched, params)) if self.weight_decay else None
         y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
         new_z, inner = finished(base)
         if self.weight_decay:
-            (new_z,) = fused(Matched.of(new_z, old), _decay, decays)
+            (new_z,) = fused(Matched.of(new_z, old), decay, decays)
         k = self.b1 * c + 1 - self.b1
         with inside(frame().replace(donated=Everything())):  # y is ours by now
             y = _mixed(y, _only(matched, new_z), 1.0, k)
@@ -446,15 +469,10 @@ def _only(matched: Matched, values: Tree) -> Tree:
 
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
     """``by y + add z``, written over y where that may be."""
-    matched = Matched.of(ys, zs)
-    return fused(matched, partial(_mix, by=by, add=add))[0]
 
+    def mix(ys: Any, zs: Any) -> None:
+        if by != 1:
+            torch._foreach_mul_(ys, by)
+        torch._foreach_add_(ys, zs, alpha=add)
 
-def _mix(ys: Any, zs: Any, *, by: float, add: float) -> None:
-    if by != 1:
-        torch._foreach_mul_(ys, by)
-    torch._foreach_add_(ys, zs, alpha=add)
-
-
-def _decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
-    torch._foreach_add_(zs, ys, alpha=-weight_decay)
+    return fused(Matched.of(ys, zs), mix)[0]

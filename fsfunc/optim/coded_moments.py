@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from fsfunc.core.frames import composable
 from fsfunc.optim.element_rules import CHUNK, Codec, ElementRule, Scaled
 from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, check_width, local, paths_of, split, trainable
-from fsfunc.optim.matching import Matched, update_of
-from fsfunc.optim.optimizer import Phases, finished
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import Phases, update_of
 from fsfunc.optim.places import device_with, fetched, kept_zeros, meeting, room_like
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -463,7 +463,7 @@ class Coded(Codec):
             rule.matched(grads, params, ())  # which checks that parameters are given
             like = grads if params is None else params
             start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-            apply = lambda *args: finished(self.phases(rule, *args, True))  # noqa: E731
+            apply = partial(self.phases, rule, adds=True)
             done = update_of(apply, grads, state, start)
             yield
             return done

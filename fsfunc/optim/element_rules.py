@@ -388,7 +388,7 @@ def compiled_direction(rule: ElementRule, count: Any, matched: Matched) -> Any:
     def step(p: Tensor, *rest: Any) -> list[Tensor]:
         *others, decay = rest
         if p.numel() < 2:
-            return rule.step(count)(p, *rest)[:1]
+            return [rule.step(count)(p, *rest)[0]]
         shaped = list(map(_flat, (p, *others)))
         if isinstance(decay, Tensor):
             at = (*numbers.on(p.device, 0.0), decay.reshape(-1))

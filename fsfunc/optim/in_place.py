@@ -72,8 +72,13 @@ def fused(
             groups = None if away else _alike(matched, new, by_leaf)
             groups = _groups(matched, new, by_leaf) if groups is None else groups
             for (_, dtype, decay), columns in groups.items():
-                brings = away and some_offloaded(*columns)
-                if cast and (brings or not _ready(matched, columns, dtype)):
+                # A kernel reads and writes columns that are dense, of its dtype, here.
+                ready = not (away and some_offloaded(*columns)) and (
+                    matched.kind is not None
+                    and matched.kind.dense
+                    or all(map(partial(_are, dtype), columns))
+                )
+                if cast and not ready:
                     for row in zip(*columns, strict=True):
                         _write_row(run, row, dtype, decay)
                 else:
@@ -238,12 +243,6 @@ def count_write(tensors: Sequence[Tensor]) -> None:
     """
     if tensors:  # of those made in inference mode none is counted, nor needs it
         torch.autograd.graph.increment_version(tensors)
-
-
-def _ready(matched: Matched, columns: list[list[Tensor]], dtype: torch.dtype) -> bool:
-    """True if a kernel can read and write all columns as they are."""
-    known = matched.kind is not None and matched.kind.dense
-    return known or all(map(partial(_are, dtype), columns))
 
 
 def _are(dtype: torch.dtype, column: list[Tensor]) -> bool:

@@ -367,7 +367,7 @@ def _fits(leaf: Any, other: Any) -> bool:
         mine, its = leaf.dtype, other.dtype
     if mine is not its and mine.is_complex is not its.is_complex:
         return False
-    return meet(leaf, other)
+    return leaf.device == other.device or meet(leaf, other)
 
 
 def said(leaf: Any) -> str:

@@ -8,7 +8,7 @@ a rule over them out of place, differentiably; `in_place` runs a kernel over the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import composable, frame, inside
+from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
     Loose,
     Mask,
@@ -242,16 +242,6 @@ class Matched:
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf
         return tree.unflatten(self.treedef, out)
-
-
-def update_of(
-    apply: Callable[..., Any], grads: Tree, state: Any, params: Tree
-) -> tuple[Tree, Any]:
-    """The update of an ``apply``: the differences that it makes to parameters."""
-    with inside(replace(frame(), donated=None)):
-        new, after = apply(grads, state, params)
-    matched = Matched.of(params, grads, new)
-    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
 def unlike(of: str, state: Any, kind: Any) -> ValueError:

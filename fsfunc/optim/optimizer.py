@@ -302,6 +302,16 @@ def added(update: Update) -> Apply:
     return apply
 
 
+def update_of(
+    apply: Apply, grads: Tree, state: State, params: Tree
+) -> tuple[Tree, State]:
+    """The update of an ``apply``: the differences that it makes to parameters."""
+    with inside(frame().replace(donated=None)):
+        new, after = finished(apply(grads, state, params))
+    matched = Matched.of(params, grads, new)
+    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
+
+
 def _computed(update: Update, *args: Any) -> Phases:
     """The phases of an update, which writes nothing."""
     done = update(*args)

@@ -43,13 +43,11 @@ def device_with(leaf: Sharded | Tensor) -> torch.device:
 
 
 def meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
-    """True if leaves are computed with on one device.
+    """True if leaves of two devices are computed with on one.
 
     Some of a state may be offloaded, others not; and what was computed of an offloaded
     one, by the host, lies beside it and is no part of its store.
     """
-    if leaf.device == other.device:
-        return True
     return any_offloaded() and device_with(leaf) == device_with(other)
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,16 +170,25 @@ def entered(x: Tensor) -> Tensor:
 
 def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """A number that all ranks share, as a factor of parts over ``axes``."""
-    over, _, _ = _parted(axes)
+    over = _parted(axes).over
     return apply_map(x, SPREAD, group(over)) if over else x
 
 
-def _parted(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """``axes`` that the loss is a mean over, the other ones, and means beside them."""
+class _Parted(NamedTuple):
+    """Axes that the loss is a mean over, the other ones, and means beside them."""
+
+    over: tuple[str, ...]
+    others: tuple[str, ...]
+    copies: tuple[str, ...]
+
+
+def _parted(axes: tuple[str, ...]) -> _Parted:
     means = averaged_axes()
-    over = tuple(a for a in axes if a in means)
-    others = tuple(a for a in axes if a not in means)
-    return over, others, tuple(a for a in means if a not in axes)
+    return _Parted(
+        tuple(a for a in axes if a in means),
+        tuple(a for a in axes if a not in means),
+        tuple(a for a in means if a not in axes),
+    )
 
 
 def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:

@@ -139,7 +139,9 @@ class Widened:
         updates, inner = self.optimizer.update(grads, state.inner, wide)
         with inside(frame().replace(donated=None)):
             new = low.only(apply_updates(wide, updates))
-        change = _changes(mine, self.rounded(state, new))
+        # In float32: the difference that the addition will round back to `new`.
+        change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
+        (change,) = Matched.of(mine, self.rounded(state, new)).composed(change)
         moved = low.merged(updates, low.where(updates, change))
         result = apply_updates(params, moved) if adds else moved
         yield
@@ -151,12 +153,6 @@ class Widened:
     def interprets(self, state: Any) -> Reading:
         handlers, inner = self.optimizer.reading(state.inner)
         return Reading(handlers, replace(self, optimizer=inner).functions())
-
-
-def _changes(params: Tree, narrow: Tree) -> Tree:
-    """The difference of ``narrow`` and the parameters, in float32."""
-    change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
-    return Matched.of(params, narrow).composed(change)[0]
 
 
 class MasterState(NamedTuple):

@@ -13,9 +13,8 @@ from torch.optim import lr_scheduler
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim.reductions import global_norm
 from fsfunc.optim.optimizer import finished
-from fsfunc.optim.reductions import tree_sum
+from fsfunc.optim.reductions import global_norm, tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
 from fsfunc.optim.transformations import clip_by_global_norm
 from tests.optim.trees import (

@@ -184,22 +184,30 @@ def owners_of(
     return Owners(layouts, axes, copies, fixed, owner)
 
 
-def ranks_of(leaf: Any, share: bool) -> tuple[Axes, tuple[str, ...], Any]:
+class Ranks(NamedTuple):
     """The axes of the ranks that share a matrix, those of copies, and fixed ones."""
+
+    axes: Axes
+    copies: tuple[str, ...]
+    fixed: tuple[tuple[str, int], ...]
+
+
+def ranks_of(leaf: Any, share: bool) -> Ranks:
+    """The ranks that share a matrix."""
     if not is_sharded(leaf):
-        return (), (), ()
+        return Ranks((), (), ())
     layout = leaf.layout
     owned = {part.axis: part.coordinate for part in layout.owned}
     held = {a: n for a, n in layout.sizes.items() if a not in owned}
     more = [a for a in averaged_axes() if share and a not in layout.axes]
     if all(n == 1 for n in held.values()) and not more:
-        return (), (), tuple((a, owned.get(a, 0)) for a in layout.axes)
+        return Ranks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
     at = here()
     sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
     axes = tuple((a, n) for a, n in sizes.items() if n > 1)
     mine = {**at.mesh.coordinates(at.rank), **owned}
     fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
-    return axes, tuple(a for a, _ in axes if a in more), fixed
+    return Ranks(axes, tuple(a for a, _ in axes if a in more), fixed)
 
 
 def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:

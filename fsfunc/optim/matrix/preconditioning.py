@@ -28,7 +28,6 @@ from fsfunc.optim.places import device_with, on_device, returned
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import Placement
 
 
 def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
@@ -151,12 +150,6 @@ class Preconditioning:
             pairs = zip(kept, made, strict=True)
             new.append([o.with_local(x) if is_sharded(o) else x for o, x in pairs])
         return out, Preconditioners(*zip(*new, strict=True))
-
-
-def placements_of(kept: Preconditioners) -> tuple[Placement, ...]:
-    """The layout of the preconditioners of a matrix."""
-    blocks = tree.leaves(kept, is_leaf=is_sharded)
-    return blocks[0].layout.parts if blocks and is_sharded(blocks[0]) else ()
 
 
 class ShampooState(NamedTuple):
@@ -300,7 +293,11 @@ class _Shampoo:
             return made
 
         with internal(), torch.no_grad():
-            where = [placements_of(kept[i]) for i in matched.active]
+            where = []  # each matrix's preconditioners lie whole, in its layout's words
+            for i in matched.active:
+                blocks = tree.leaves(kept[i], is_leaf=is_sharded)
+                laid = bool(blocks) and is_sharded(blocks[0])
+                where.append(blocks[0].layout.parts if laid else ())
             cost = self.preconditioning.cost
             exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
             parts = [local(x).to(wide) for x in grads]
