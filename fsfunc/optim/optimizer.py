@@ -21,7 +21,7 @@ gradients and the moments. It writes into parameters and moments, and knows noth
 layouts, donation or offload: under ``donate`` it is given the state's own memory, else
 copies; what lies with the host is brought, and sent back; complex numbers are pairs.
 
->>> import torch
+>>> import torch, fsfunc as ff
 >>> from fsfunc.optim.in_place import fused
 >>> from fsfunc.optim.leaves import zeros_like
 >>> from fsfunc.optim.matching import Matched
@@ -39,7 +39,6 @@ copies; what lies with the host is brought, and sent back; complex numbers are p
 ...         yield
 ...         return fused(matched, kernel)
 ...     return Optimizer(zeros_like, update, apply, elementwise=True)
->>> import fsfunc as ff
 >>> optimizer, w = heavy_ball(0.5, 0.9), torch.ones(2)
 >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
 [tensor([0.5000, 0.5000]), tensor([1., 1.])]
@@ -164,7 +163,7 @@ class Optimizer:
         return stated(self)
 
     def phases(self, grads: Tree, state: State, params: Tree, adds: bool) -> Phases:
-        """The step, for an optimizer around this one to run with ``yield from``.
+        """Makes the step, for an optimizer around to run it with ``yield from``.
 
         Args:
             adds: whether it ends as `apply` does, or as `update`.
@@ -174,7 +173,7 @@ class Optimizer:
         return _computed(self._update, grads, state, params)
 
     def reading(self, state: State, params: Tree = None) -> Reading:
-        """How the gradients of a step are taken that begins in this state.
+        """Tells how the gradients of a step are taken that begins in this state.
 
         Args:
             params: those of the train step, where nothing is around this optimizer.
@@ -260,7 +259,7 @@ def by_phases(
     interprets: Callable[[State], Reading] | None = None,
     elementwise: bool = False,
 ) -> Optimizer:
-    """The optimizer whose update and apply are one function, as around another one's.
+    """Makes an optimizer of one function for update and apply, as around another one.
 
     Args:
         phases: ``phases(grads, state, params, adds)``, a generator function as `apply`
@@ -282,7 +281,7 @@ def by_phases(
 
 
 def finished(phases: Phases) -> tuple[Any, State]:
-    """What a step ends with, all of whose phases that are left are run."""
+    """Runs the phases of a step that are left, and returns what it ends with."""
     while True:
         try:
             next(phases)
@@ -291,7 +290,7 @@ def finished(phases: Phases) -> tuple[Any, State]:
 
 
 def added(update: Update) -> Apply:
-    """The ``apply`` of an ``update``, which differentiates as that does."""
+    """Makes the ``apply`` of an ``update``, which differentiates as that does."""
 
     def apply(grads: Tree, state: State, params: Tree) -> Phases:
         updates, state = update(grads, state, params)
@@ -305,7 +304,7 @@ def added(update: Update) -> Apply:
 def update_of(
     apply: Apply, grads: Tree, state: State, params: Tree
 ) -> tuple[Tree, State]:
-    """The update of an ``apply``: the differences that it makes to parameters."""
+    """Makes an update of an ``apply``: the differences that it makes to parameters."""
     with inside(frame().replace(donated=None)):
         new, after = finished(apply(grads, state, params))
     matched = Matched.of(params, grads, new)
@@ -313,14 +312,14 @@ def update_of(
 
 
 def _computed(update: Update, *args: Any) -> Phases:
-    """The phases of an update, which writes nothing."""
+    """Computes an update, which writes nothing, in the first phase."""
     done = update(*args)
     yield
     return done
 
 
 def _written(apply: Apply) -> Apply:
-    """The phases of an ``apply`` that writes from its beginning."""
+    """Has an ``apply`` that writes from its beginning wait for the second phase."""
 
     def phases(grads: Tree, state: State, params: Tree) -> Phases:
         yield
@@ -355,7 +354,7 @@ def summed(params: Tree, updates: Tree) -> Tree:
 
 
 def _sum_of(matched: Matched) -> Tree:
-    """The sums of two trees, in place where that may be and nobody asks for a graph."""
+    """Adds two trees, in place where that may be and nobody asks for a graph."""
     if matched.differentiated:
         return matched.summed(_sum)
     return fused(matched, torch._foreach_add_)[0]

@@ -140,7 +140,7 @@ def computed(
     decay: Any,
     as_params: bool,
 ) -> Sequence[Tensor]:
-    """The results of a rule, each where what it is the next of lies.
+    """Runs a rule; each result lies where that lies of which it is the next.
 
     Args:
         rule: ``rule(param, grad, *moments, decay)``.

@@ -121,8 +121,11 @@ class Widened:
         low = Narrow(params)
         wide = self.wide(state, low)
         mine = low.only(params)
-        kept = Matched.of(mine, low.only(wide))  # which checks that they fit
-        graph = Matched.of(params, grads).differentiated or kept.differentiated
+        # Both are matched, which checks that they fit, and neither is kept: the copies
+        # may be written over where nobody else holds them.
+        pairs = (params, grads), (mine, low.only(wide))
+        graph = any([Matched.of(*pair).differentiated for pair in pairs])
+        del pairs
         if adds and not graph:
             # In place, where nobody asks for a graph.
             within = frame().replace(donated=self.donation(low.only(wide)))
