@@ -105,12 +105,15 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
 class _InBackward(Optimizer):
     """Such an optimizer: its functions raise, but for how gradients are taken."""
 
-    def __init__(self, inner: Optimizer):
+    inner: Optimizer
+
+    def __new__(cls, inner: Optimizer) -> _InBackward:
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        super().__init__(inner.init, unseen, unseen)
+        self = super().__new__(cls, inner.init, unseen, unseen)
         self.inner = inner
+        return self
 
     def reading(self, state: State, params: Tree = None) -> Reading:
         if params is None:  # something is around, and would see gradients used up

@@ -174,7 +174,22 @@ class Codec:
 
 
 def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
-    """The optimizer of an equation, whose moments are stored by a codec."""
+    """Makes the optimizer of an equation, whose moments are stored by a codec.
+
+    >>> class State(NamedTuple):
+    ...     count: int
+    ...     m: Any
+    >>> def equation(numbers, p, g, m, decay):  # m = 0.9 m + g, p = p - rate m
+    ...     (rate,), m = numbers, 0.9 * m + g
+    ...     return lambda: -rate * m, m
+    >>> rule = ElementRule(
+    ...     name="heavy_ball", state=State, moments=1, equation=equation,
+    ...     numbers=lambda count: (0.5,),
+    ... )
+    >>> optimizer, w = elementwise(rule, Codec()), torch.ones(2)
+    >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
+    (tensor([0.5000, 0.5000]), State(count=1, m=tensor([1., 1.])))
+    """
     init, phases = partial(codec.init, rule), partial(codec.phases, rule)
     return by_phases(init, phases, elementwise=codec.elementwise)
 

@@ -97,7 +97,13 @@ class Reading(NamedTuple):
     optimizer: Optimizer
 
 
-class Optimizer:
+class _Functions(NamedTuple):
+    init: Init
+    update: Update
+    apply: Callable[[Tree, State, Tree], tuple[Tree, State]]
+
+
+class Optimizer(_Functions):
     """The functions of an optimizer; called on a gradient function, a train step.
 
     Args:
@@ -131,8 +137,16 @@ class Optimizer:
     ({'w': tensor([0.5000, 0.5000])}, ())
     """
 
-    def __init__(
-        self,
+    called: str
+    configuration: tuple[tuple[str, Any], ...]
+    interprets: Callable[[State], Reading] | None
+    elementwise: bool
+    _how: SimpleNamespace  # its names, for what claims it: itself would be a circle
+    _update: Update
+    _phases: Callable[..., Phases]
+
+    def __new__(
+        cls,
         init: Init,
         update: Update,
         apply: Apply | None = None,
@@ -140,24 +154,27 @@ class Optimizer:
         interprets: Callable[[State], Reading] | None = None,
         elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
-    ):
+    ) -> Self:
         apply = added(update) if apply is None else apply
-        self._update = update
-        self._apply = apply if inspect.isgeneratorfunction(apply) else _written(apply)
-        # What claims it knows its names, not the optimizer, which would be a circle.
-        self._how = SimpleNamespace()
-        self.init = _laying(init)
-        self.update: Update = claiming(update, _APPLIES, self._how)
-        self.apply: Apply = claiming(_relaying(self._apply), _APPLIES, self._how)
+        phases = apply if inspect.isgeneratorfunction(apply) else _written(apply)
+        how, whole = SimpleNamespace(), _relaying(phases)
+        claimed = [claiming(f, _APPLIES, how) for f in (update, whole)]
+        self = super().__new__(cls, _laying(init), *claimed)
+        self._how, self._update, self._phases = how, update, phases
         self.interprets, self.elementwise = interprets, elementwise
         known = {"init": init, "update": update, **(configuration or {})}
-        self.known_as("Optimizer", known)
+        return self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
         """Itself, that says it was made by this call: see `described`."""
         self.called, self.configuration = called, tuple(configuration.items())
         vars(self._how).update(called=called, configuration=self.configuration)
         return self
+
+    def _replace(self, **changes: Any) -> Optimizer:
+        how = {"interprets": self.interprets, "elementwise": self.elementwise}
+        other = Optimizer(**(self._asdict() | how | changes))
+        return other.known_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:
         return stated(self)
@@ -169,7 +186,7 @@ class Optimizer:
             adds: whether it ends as `apply` does, or as `update`.
         """
         if adds:
-            return self._apply(grads, state, params)
+            return self._phases(grads, state, params)
         return _computed(self._update, grads, state, params)
 
     def reading(self, state: State, params: Tree = None) -> Reading:

@@ -174,7 +174,7 @@ def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return apply_map(x, SPREAD, group(over)) if over else x
 
 
-class _Parted(NamedTuple):
+class _MeanAxes(NamedTuple):
     """Axes that the loss is a mean over, the other ones, and means beside them."""
 
     over: tuple[str, ...]
@@ -182,9 +182,9 @@ class _Parted(NamedTuple):
     copies: tuple[str, ...]
 
 
-def _parted(axes: tuple[str, ...]) -> _Parted:
+def _parted(axes: tuple[str, ...]) -> _MeanAxes:
     means = averaged_axes()
-    return _Parted(
+    return _MeanAxes(
         tuple(a for a in axes if a in means),
         tuple(a for a in axes if a not in means),
         tuple(a for a in means if a not in axes),

@@ -166,3 +166,13 @@ def test_what_sees_gradients_taken_reads_it_in_the_step():
     (params, after), _ = step(state, x)
     same(params, torch.tensor([-1.0, -2.0]))
     assert after[1].inner == 1
+
+
+def test_an_optimizer_is_its_functions_and_one_can_be_replaced():
+    optimizer = heavy_ball(by_kernel([]))
+    init, update, apply = optimizer
+    assert (init, update, apply) == (optimizer.init, optimizer[1], optimizer.apply)
+    frozen = optimizer._replace(init=lambda params: None)
+    assert frozen.init(torch.ones(3)) is None and frozen.elementwise
+    p, g = torch.ones(3), torch.ones(3)
+    same(frozen.apply(g, zeros_like(p), p), optimizer.apply(g, zeros_like(p), p))
