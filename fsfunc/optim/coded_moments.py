@@ -30,7 +30,14 @@ from fsfunc.optim.in_place import Writing, count_write
 from fsfunc.optim.leaves import Tree, check_width, local, paths_of, split, trainable
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Phases, update_of
-from fsfunc.optim.places import device_with, fetched, kept_zeros, meeting, room_like
+from fsfunc.optim.places import (
+    copied_to,
+    device_with,
+    fetched,
+    kept_zeros,
+    meeting,
+    room_like,
+)
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -294,7 +301,7 @@ class CodedStep:
         pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
         for target, source in pairs:
             if target is not source:
-                target.copy_(source)
+                copied_to(target, source)
 
     def _write_chunk(
         self,

@@ -28,6 +28,7 @@ from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.places import (
     brought,
     computing_device,
+    copied_to,
     device_with,
     returned,
     room_like,
@@ -114,7 +115,7 @@ class FactoredLeaf:
         if out.device != self.g.device:  # it is computed on the device, and goes back
             here = torch.empty_like(out, device=self.g.device)
             self._write(here, eps1)
-            out.copy_(here)
+            copied_to(out, here)
         else:
             self._write(out, eps1)
         self.g = None  # or what was brought of all leaves would be held

@@ -21,7 +21,7 @@ from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, held, local
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.places import brought, some_offloaded
-from fsfunc.runtime.host_copies import crosses, send, settle
+from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.donated import Everything
@@ -263,10 +263,7 @@ def _write_row(
     kernel(*([x] for x in work), weight_decay=decay)
     for k, (target, source) in enumerate(zip(row, work, strict=True)):
         if k != 1 and target is not source:  # the gradients are only read
-            if crosses(target, source):
-                send(target, source)  # `fused` waits for all rows in the end
-            else:
-                target.copy_(source)
+            space_of(target).write(target, source)  # `fused` waits for all in the end
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:

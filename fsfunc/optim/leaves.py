@@ -15,7 +15,13 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.groups import strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
-from fsfunc.optim.places import kept_like, meet, room_like, some_offloaded
+from fsfunc.optim.places import (
+    copied_to,
+    kept_like,
+    meet,
+    room_like,
+    some_offloaded,
+)
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
@@ -98,13 +104,11 @@ def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
         TypeError: as `zeros_like`.
     """
     check_width(params, dtype)
-    return map_flat(
-        lambda tensors: [
-            kept_like(t, _like(t, dtype)).copy_(t.detach()) for t in tensors
-        ],
-        params,
-        rest=None,
-    )
+
+    def copy(x: Tensor) -> Tensor:
+        return copied_to(kept_like(x, _like(x, dtype)), x.detach())
+
+    return map_flat(lambda tensors: list(map(copy, tensors)), params, rest=None)
 
 
 def check_width(params: Tree, dtype: torch.dtype | None) -> None:

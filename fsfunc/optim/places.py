@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory_spaces import (
     Offloaded,
     any_offloaded,
@@ -118,6 +119,24 @@ def fetched(
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """``x`` to be read on the device, where it may lie in a store already."""
     return x if _torch.device_of(x) == device else fetched(x, device)
+
+
+def copied_to(out: Tensor, x: Tensor) -> Tensor:
+    """Copies ``x`` into ``out``, wherever they lie; returns that, to be read next."""
+    space = space_of(out)
+    if not space.offloaded and (source := space_of(x)).offloaded:
+        return source.fetch(x, out=out)
+    space.write(out, x)
+    return wait_for(out)
+
+
+def copied_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Copies each of ``xs`` into one of ``outs``: a kernel for `in_place.fused`."""
+    if meeting([*outs, *xs]) is None:
+        torch._foreach_copy_(list(outs), list(xs))
+    else:
+        for out, x in zip(outs, xs, strict=True):
+            copied_to(out, x)
 
 
 def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:

@@ -39,7 +39,7 @@ from fsfunc.optim.optimizer import (
     described,
     finished,
 )
-from fsfunc.optim.places import room_like
+from fsfunc.optim.places import copied_all_to, room_like
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -137,7 +137,7 @@ class Widened:
                 new, inner = finished(step)
             copies = low.only(new)
             matched = Matched.of(mine, self.rounded(state, copies))
-            (written,) = fused(matched, torch._foreach_copy_, cast=False)
+            (written,) = fused(matched, copied_all_to, cast=False)
             return low.merged(new, written), self.after(state, copies, inner)
         updates, inner = self.optimizer.update(grads, state.inner, wide)
         with inside(frame().replace(donated=None)):

@@ -29,9 +29,16 @@ AXES = {"data": 1, "model": 1}  # what is on "meta" cannot be sent
 
 
 class Host(ff.Store):
-    """The host's memory, also for a device without any."""
+    """The host's memory, also for a device without any; its copies are its own."""
 
-    kind = "host"
+    kind, copying = "host", 0
+
+    def copy(self, out, x, *, private=False):
+        Host.copying += 1
+        try:
+            return out.copy_(x)
+        finally:
+            Host.copying -= 1
 
     def empty(self, count, dtype, device):
         x = torch.zeros(count, dtype=dtype)
@@ -43,7 +50,8 @@ class Host(ff.Store):
 class Apart(TorchDispatchMode):
     """Computes with tensors of the host, or of the device: with both it raises.
 
-    As for a GPU, numbers without a dim may be the host's, and copies go anywhere.
+    As for a GPU, numbers without a dim may be the host's. What is copied from one to
+    the other is by the store.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -51,6 +59,8 @@ class Apart(TorchDispatchMode):
         given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         there = {x.device.type for x in given if x.ndim or x.is_meta}
         if name in ("copy_", "_foreach_copy_"):
+            if len(there) > 1 and not Host.copying:
+                raise AssertionError(f"{name} from {sorted(there)}, not by the store")
             return args[0] if name == "copy_" else None
         if name == "_to_copy":
             how = {k: kwargs[k] for k in ("dtype", "device") if kwargs.get(k)}

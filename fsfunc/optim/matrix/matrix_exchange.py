@@ -25,7 +25,7 @@ from fsfunc.comm.mesh import asks, averaged_axes, here
 from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.leaves import Mask, Tree, check_real, local, paths_of, said, trainable
 from fsfunc.optim.matching import Matched, decays
-from fsfunc.optim.places import device_with, on_device, room_like
+from fsfunc.optim.places import copied_to, device_with, on_device, room_like
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.leaf import is_sharded
@@ -521,7 +521,7 @@ def directions(
         return matched.restore(out, matched.nothing)
     out = params.rebuild([room_like(x).zero_() for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
-        local(leaf).copy_(x)
+        room = copied_to(local(leaf), x)
         if factor != 1:
-            local(leaf).mul_(factor)
+            room.mul_(factor)
     return matched.restore(out, matched.nothing)
