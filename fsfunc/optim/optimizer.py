@@ -21,15 +21,17 @@ gradients and the moments. It writes into parameters and moments, and knows noth
 layouts, donation or offload: under ``donate`` it is given the state's own memory, else
 copies; what lies with the host is brought, and sent back; complex numbers are pairs.
 
->>> import torch, fsfunc as ff
+>>> import torch
 >>> from fsfunc.optim.in_place import fused
 >>> from fsfunc.optim.leaves import zeros_like
 >>> from fsfunc.optim.matching import Matched
 >>> def heavy_ball(rate, beta):  # m = beta m + g, p = p - rate m
+...     def step(p, g, m, decay):
+...         m = beta * m + g
+...         return -rate * m, m
 ...     def update(grads, m, params=None):
-...         step = lambda m, g, _: [beta * m + g]
-...         (m,) = Matched.of(m, grads).composed(step)
-...         return ff.tree_scale(m, -rate), m
+...         like = grads if params is None else params
+...         return tuple(Matched.of(like, grads, m).composed(step))
 ...     def kernel(params, grads, momenta):
 ...         torch._foreach_mul_(momenta, beta)
 ...         torch._foreach_add_(momenta, grads)
@@ -37,11 +39,11 @@ copies; what lies with the host is brought, and sent back; complex numbers are p
 ...     def apply(grads, m, params):
 ...         matched = Matched.of(params, grads, m)  # raises where they do not fit
 ...         yield
-...         return fused(matched, kernel)
+...         return tuple(fused(matched, kernel))
 ...     return Optimizer(zeros_like, update, apply, elementwise=True)
 >>> optimizer, w = heavy_ball(0.5, 0.9), torch.ones(2)
 >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
-[tensor([0.5000, 0.5000]), tensor([1., 1.])]
+(tensor([0.5000, 0.5000]), tensor([1., 1.]))
 
 Where each element is treated by itself, less is to be written: an equation, and perhaps
 its kernel, make an `element_rules.ElementRule`, and the rest follows, with moments in a

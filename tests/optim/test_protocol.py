@@ -24,9 +24,13 @@ RATE, BETA = 0.25, 0.875
 def heavy_ball(apply=None):
     """m = beta m + g, p = p - rate m."""
 
+    def step(p, g, m, decay):
+        m = BETA * m + g
+        return -RATE * m, m
+
     def update(grads, m, params=None):
-        (m,) = Matched.of(m, grads).composed(lambda m, g, _: [BETA * m + g])
-        return ff.tree_scale(m, -RATE), m
+        like = grads if params is None else params
+        return tuple(Matched.of(like, grads, m).composed(step))
 
     return ff.Optimizer(zeros_like, update, apply, elementwise=True)
 
@@ -44,7 +48,7 @@ def by_kernel(calls):
     def apply(grads, m, params):
         matched = Matched.of(params, grads, m)
         yield
-        return fused(matched, kernel)
+        return tuple(fused(matched, kernel))
 
     return apply
 
@@ -104,6 +108,17 @@ def test_it_writes_what_is_donated_and_nothing_else():
         kept = optimizer.apply(g, m, p)
     same(pure, kept)
     assert kept[0] is p and kept[1] is m
+
+
+def test_what_has_no_gradient_stays_as_it_is():
+    params = {"w": torch.ones(3), "still": torch.ones(2), "n": 4}
+    grads = {"w": torch.ones(3), "still": None, "n": None}
+    m = zeros_like(params)
+    mine, plain = [
+        heavy_ball(apply).apply(grads, m, params) for apply in (by_kernel([]), None)
+    ]
+    same(mine, plain)
+    assert mine[0]["still"] is params["still"] and mine[1]["n"] is None
 
 
 def late(grads, state, params):
