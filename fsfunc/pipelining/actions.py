@@ -8,14 +8,106 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-COMPUTE = ("F", "B", "I", "W", "U")
-SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
-KINDS = COMPUTE + SENDS + RECEIVES
+# The directions of messages: activations go forward, gradients backward.
+FORWARD, BACKWARD = "F", "B"
 
-_TEXT = re.compile(r"([FBIWU]|[SR][FB])(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of action: all that schedules, their player, plans and charts ask of it.
+
+    Work on a microbatch in a stage has the parts "F", the forward, "I", the gradient of
+    the inputs, and "W", that of the parameters. Each part is done once, and what others
+    need is named by it.
+
+    Args:
+        letter: of the action's text; ``title``: in words, as legends have it.
+        color: "#rrggbb"; ``reserved``: the nearest of the names that trace viewers have
+            colours for.
+        parts: those that it does, the one whose results others wait for first.
+        costs: the fields of ``timing.Costs`` whose sum it takes.
+        needs: parts of its own microbatch and stage that come before it.
+        takes, gives: the direction of the messages from other stages that it needs, or
+            that it makes for them; "" where it has none.
+        holds: by how many it changes the microbatches whose activations are held.
+        updates: whether it changes parameters.
+        transfer: ">" of a send, "<" of a receive, "" of what computes; ``carries``: the
+            direction of a transfer's message.
+        run: ``(worker, action) -> None``; None: the method of `runtime.Worker` that has
+            its letter.
+    """
+
+    letter: str
+    title: str
+    color: str
+    reserved: str = ""
+    parts: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    takes: str = ""
+    gives: str = ""
+    holds: int = 0
+    updates: bool = False
+    transfer: str = ""
+    carries: str = ""
+    run: Callable[[Any, Action], None] | None = None
+
+    @property
+    def is_forward(self) -> bool:
+        return "F" in self.parts
+
+    @property
+    def ends_gradients(self) -> bool:
+        """Whether a microbatch's gradients are all there after it."""
+        return "W" in self.parts
+
+
+# The one list of kinds: one more is added here alone.
+_ALL = (
+    Kind(
+        "F", "forward", "#4c7cb8", "rail_response",
+        parts=("F",), costs=("f",), takes=FORWARD, gives=FORWARD, holds=1,
+    ),
+    Kind(
+        "B", "backward", "#e07b39", "thread_state_iowait",
+        parts=("I", "W"), costs=("i", "w"), needs=("F",),
+        takes=BACKWARD, gives=BACKWARD, holds=-1,
+    ),
+    Kind(
+        "I", "input gradient", "#edb83d", "yellow",
+        parts=("I",), costs=("i",), needs=("F",), takes=BACKWARD, gives=BACKWARD,
+    ),
+    Kind(
+        "W", "weight gradient", "#4fa37b", "thread_state_running",
+        parts=("W",), costs=("w",), needs=("I",), holds=-1,
+    ),
+    Kind("U", "update", "#8b5fa8", "black", costs=("u",), updates=True),
+    Kind(
+        "SF", "send activations", "#8aa9d1", "rail_idle",
+        needs=("F",), transfer=">", carries=FORWARD,
+    ),
+    Kind(
+        "SB", "send gradients", "#ecae85", "rail_animation",
+        needs=("I",), transfer=">", carries=BACKWARD,
+    ),
+    Kind(
+        "RF", "receive activations", "#8aa9d1", "rail_idle",
+        transfer="<", carries=FORWARD,
+    ),
+    Kind(
+        "RB", "receive gradients", "#ecae85", "rail_animation",
+        transfer="<", carries=BACKWARD,
+    ),
+)  # fmt: skip
+KINDS = {kind.letter: kind for kind in _ALL}
+# The part whose results go in a direction.
+MADE_BY = {FORWARD: "F", BACKWARD: "I"}
+
+_TEXT = re.compile(r"([A-Z]+)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
 
 
 class ScheduleError(ValueError):
@@ -65,13 +157,17 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        return self.kind in COMPUTE
+        return not KINDS[self.kind].transfer
+
+    @property
+    def of_kind(self) -> Kind:
+        """All that is to be known of its kind."""
+        return KINDS[self.kind]
 
     def text(self, *, stage: bool = True) -> str:
         """Return the action as text, with or without its own stage."""
         at = f"@{self.stage}" if stage else ""
-        sign = ">" if self.kind in SENDS else "<"
-        to = "" if self.peer is None else f"{sign}{self.peer}"
+        to = "" if self.peer is None else f"{self.of_kind.transfer}{self.peer}"
         return f"{self.kind}{self.microbatch}{at}{to}"
 
     def __str__(self) -> str:
@@ -185,7 +281,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     0: F0 F1
     1: F0 F1
     """
-    return tuple(tuple(a for a in row if a.kind == "F") for row in schedule)
+    return tuple(tuple(a for a in row if a.of_kind.is_forward) for row in schedule)
 
 
 def is_asynchronous(schedule: Schedule) -> bool:
@@ -194,7 +290,7 @@ def is_asynchronous(schedule: Schedule) -> bool:
     >>> is_asynchronous(parse(["F0 B0 U0"])), is_asynchronous(parse(["F0 B0"]))
     (True, False)
     """
-    return any(action.kind == "U" for row in schedule for action in row)
+    return any(action.of_kind.updates for row in schedule for action in row)
 
 
 def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
@@ -225,9 +321,8 @@ def _action(entry: Action | str, rank: int, at: int) -> Action:
     if isinstance(entry, Action):
         return entry
     match = _TEXT.fullmatch(entry) if isinstance(entry, str) else None
-    sign = None if match is None else match[4]
-    wanted = {"S": ">", "R": "<"}.get(match[1][0] if match else "")
-    if match is None or sign != wanted:
+    known = None if match is None else KINDS.get(match[1])
+    if match is None or known is None or (match[4] or "") != known.transfer:
         raise ScheduleError(
             f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3, W3 "
             "or U3 for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage "

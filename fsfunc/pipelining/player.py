@@ -12,7 +12,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from fsfunc.pipelining.actions import RECEIVES, Action, Schedule, ScheduleError, owners
+from fsfunc.pipelining.actions import (
+    BACKWARD,
+    FORWARD,
+    MADE_BY,
+    Action,
+    Schedule,
+    ScheduleError,
+    owners,
+)
 
 Edge = tuple[int, int]  # (producer stage, later consumer stage)
 
@@ -87,9 +95,9 @@ class Dependencies:
 
     An edge (p, c) says that stage c takes outputs of the earlier stage p: c's forward
     needs p's, and p's backward needs c's. Without edges each stage feeds the next.
-    Gradients are named by "I", also where a whole backward "B" makes them. Where the
-    schedule has transfers of its own, what another rank makes is needed in the form
-    of the receive that brings it; else the action itself is needed.
+    What is needed is named by its part: gradients by "I", also where a whole backward
+    "B" makes them. Where the schedule has transfers of its own, what another rank makes
+    is needed in the form of the receive that brings it; else the action itself is.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
@@ -103,8 +111,11 @@ class Dependencies:
                     f"the edge ({producer}, {consumer}) has to lead from a stage to a "
                     f"later one of the {stages}"
                 )
-        self.producers = [self._ends(1, 0, s) for s in range(stages)]
-        self.consumers = [self._ends(0, 1, s) for s in range(stages)]
+        producers = [self._ends(1, 0, s) for s in range(stages)]
+        consumers = [self._ends(0, 1, s) for s in range(stages)]
+        # Of a direction: by stage, those from which messages come and to which they go.
+        self.sources = {FORWARD: producers, BACKWARD: consumers}
+        self.targets = {FORWARD: consumers, BACKWARD: producers}
         self.explicit = any(not a.is_compute for row in schedule for a in row)
 
     def _ends(self, here: int, there: int, stage: int) -> list[int]:
@@ -115,41 +126,32 @@ class Dependencies:
 
     def needs(self, action: Action) -> Iterator[Action]:
         """Yield what must be done before the action, receives meaning their end."""
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind == "F":
-            yield from (
-                self._from(producer, action, "F") for producer in self.producers[stage]
-            )
-        elif kind in ("B", "I"):
-            yield Action("F", stage, microbatch)
-            yield from (
-                self._from(consumer, action, "B") for consumer in self.consumers[stage]
-            )
-        elif kind == "SF":
-            yield Action("F", stage, microbatch)
-        elif kind in ("SB", "W"):
-            yield Action("I", stage, microbatch)
-
-    def _from(self, stage: int, user: Action, direction: str) -> Action:
-        if self.explicit and self.crosses(stage, user.stage):
-            return Action(f"R{direction}", user.stage, user.microbatch, stage)
-        return Action("F" if direction == "F" else "I", stage, user.microbatch)
+        kind, stage, microbatch = action.of_kind, action.stage, action.microbatch
+        for part in kind.needs:
+            yield Action(part, stage, microbatch)
+        for source in self.sources[kind.takes][stage] if kind.takes else ():
+            if self.explicit and self.crosses(source, stage):
+                yield Action(f"R{kind.takes}", stage, microbatch, source)
+            else:
+                yield Action(MADE_BY[kind.takes], source, microbatch)
 
     def sends(self, action: Action) -> Iterator[Action]:
         """Yield the sends that follow a compute action."""
-        stage, microbatch = action.stage, action.microbatch
-        forward = action.kind == "F"
-        if forward or action.kind in ("B", "I"):
-            for peer in (self.consumers if forward else self.producers)[stage]:
-                if self.crosses(stage, peer):
-                    yield Action("SF" if forward else "SB", stage, microbatch, peer)
+        stage, direction = action.stage, action.of_kind.gives
+        for peer in self.targets[direction][stage] if direction else ():
+            if self.crosses(stage, peer):
+                yield Action(f"S{direction}", stage, action.microbatch, peer)
 
 
-def made(action: Action) -> Action:
-    """Return the name under which others need the action: a "B" counts as its "I"."""
-    if action.kind == "B":
-        return Action("I", action.stage, action.microbatch)
-    return action
+def made(action: Action) -> tuple[Action, ...]:
+    """Return the names under which others need the action: of a "B" its "I", and "W".
+
+    The first is that of what it makes for other stages.
+    """
+    parts = action.of_kind.parts
+    if parts in ((), (action.kind,)):
+        return (action,)
+    return tuple(Action(part, action.stage, action.microbatch) for part in parts)
 
 
 def other_end(transfer: Action) -> Action:
@@ -158,11 +160,11 @@ def other_end(transfer: Action) -> Action:
     >>> print(other_end(Action("SF", 0, 3, 1)))
     RF3@1<0
     """
-    kind, peer = transfer.kind, transfer.peer
+    kind, peer = transfer.of_kind, transfer.peer
     if peer is None:
         raise ScheduleError(f"{transfer} is no transfer: it has no other end")
-    letter = "R" if kind[0] == "S" else "S"
-    return Action(letter + kind[1], peer, transfer.microbatch, transfer.stage)
+    letter = "R" if kind.transfer == ">" else "S"
+    return Action(letter + kind.carries, peer, transfer.microbatch, transfer.stage)
 
 
 class ScheduleRun(Player):
@@ -178,7 +180,7 @@ class ScheduleRun(Player):
         send: from a send to its arrival at another rank.
 
     ``starts`` has those of the actions that each rank got to; ``times`` the ends, by
-    what others need: `made` of compute actions, receives for messages.
+    what others need: the names `made` of compute actions, receives for messages.
     """
 
     def __init__(
@@ -206,8 +208,9 @@ class ScheduleRun(Player):
                     )
                     start = max(start, times[need] + (self.send if sent else 0))
                 clock = start + self.cost(action)
-                self.happened(made(action), clock)
-            elif action.kind in RECEIVES:
+                for name in made(action):
+                    self.happened(name, clock)
+            elif action.of_kind.transfer == "<":
                 self.happened(Posting(action), start)
             else:
                 receive = other_end(action)

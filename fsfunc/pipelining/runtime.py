@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.core.tracers import Tracer
-from fsfunc.pipelining.actions import Action, stages_of
+from fsfunc.pipelining.actions import BACKWARD, FORWARD, Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.schedule_rounds import ScheduleRounds
@@ -67,18 +67,17 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.results: dict[int, Any] = {}
-        # By direction ("F", "B"), stage and microbatch: what came for an action from
+        # By direction, stage and microbatch: what came for an action from
         # here, what is being received for it, and what it made for other ranks.
         self.inbox: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
         self.outbox: dict[Any, dict[Value, Tensor]] = {}
-        self.kept: dict[Any, _Forwarded] = {}  # by "F", stage and microbatch
+        self.kept: dict[Any, _Forwarded] = {}  # by FORWARD, stage and microbatch
         self.tables = self.inbox, self.posted, self.outbox, self.kept
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
         self.at = self.last = 0  # the action that is done now, and the last forward
         self.early: set[Action] = set()  # what was done before its turn
-        self.whole = False  # whether all backwards are
         self.clock: clocked  # of the action that is done now
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -96,9 +95,8 @@ class Worker:
 
     def _run(self, actions: Sequence[Action]) -> None:
         self.actions, self.early = actions, set[Action]()
-        forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
+        forwards = [i for i, a in enumerate(actions) if a.of_kind.is_forward]
         self.last = max(forwards, default=-1)
-        self.whole = not any(action.kind in ("I", "W") for action in actions)
         draws = any(m.cut.program.draws for m in self.microbatches)
         several = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
@@ -108,16 +106,17 @@ class Worker:
             for self.at, action in enumerate(actions):
                 if action in self.early:
                     continue
-                if draws and action.kind == "F":
+                kind = action.of_kind
+                if draws and kind.is_forward:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
                 stage = action.stage if several else None
                 if rounds is not None:
                     rounds.begin(self.at)
-                tracer.turn(action.kind[-1], action.microbatch, stage)
+                tracer.turn(kind.carries or kind.letter, action.microbatch, stage)
                 with clocked(self.where.index, action) as self.clock:
-                    getattr(self, f"_{action.kind}")(action)
+                    (kind.run or getattr(type(self), f"_{kind.letter}"))(self, action)
                 self.sends = [work for work in self.sends if not work.done()]
                 if rounds is not None:
                     self.early.update(rounds.after(self.at))
@@ -132,9 +131,9 @@ class Worker:
     # Forward
 
     def _F(self, a: Action) -> None:
-        batch, key = self.microbatches[a.microbatch], ("F", a.stage, a.microbatch)
+        batch, key = self.microbatches[a.microbatch], (FORWARD, a.stage, a.microbatch)
         cut = batch.cut
-        received = self._taken("F", a)
+        received = self._taken(FORWARD, a)
         if self.values:  # each a leaf of the stage's graph
             for value, x in received.items():
                 x.requires_grad_(cut.spec(value).requires_grad)
@@ -164,7 +163,7 @@ class Worker:
         if stage.plan.makes_loss:
             loss = self._loss(stage, returned, a.microbatch)
         stage.check_made(tracked=bool(self.values))
-        self._pass_on("F", a, stage.made, cut.consumers(a.stage))
+        self._pass_on(FORWARD, a, stage.made, cut.consumers(a.stage))
         if not self.values:
             return
         given = [v for v, x in stage.made.items() if x.requires_grad]
@@ -195,7 +194,7 @@ class Worker:
         return total, self.seed(total).mul_(share)
 
     def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
-        """Takes the activations ("F") or cotangents ("B") that came for an action."""
+        """Takes the activations or cotangents that came one way for an action."""
         key = way, a.stage, a.microbatch
         found = self.inbox.pop(key, {})
         for value, work in self.posted.pop(key, ()):
@@ -222,7 +221,7 @@ class Worker:
     # Backward
 
     def _B(self, a: Action) -> None:
-        kept = self.kept.pop(("F", a.stage, a.microbatch))
+        kept = self.kept.pop((FORWARD, a.stage, a.microbatch))
         cut, own = self.microbatches[a.microbatch].cut, self.owners[a.stage]
 
         def give(grads: Sequence[Tensor | None]) -> None:
@@ -242,13 +241,13 @@ class Worker:
             self._hand_back(a, kept, found)
 
     def _I(self, a: Action) -> None:
-        kept = self.kept["F", a.stage, a.microbatch]
+        kept = self.kept[FORWARD, a.stage, a.microbatch]
         grads = kept.vjp.input_gradient(self._cotangents(a, kept))
         self._hand_back(a, kept, grads)
 
     def _W(self, a: Action) -> None:
         with self._sample(a):
-            self.kept.pop(("F", a.stage, a.microbatch)).vjp.weight_gradient()
+            self.kept.pop((FORWARD, a.stage, a.microbatch)).vjp.weight_gradient()
 
     def _sample(self, a: Action) -> AbstractContextManager[None]:
         if self.samples is None:
@@ -257,7 +256,7 @@ class Worker:
 
     def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
         """Those of the loss, of outputs that other stages use, and of thread ends."""
-        found = self._taken("B", a)
+        found = self._taken(BACKWARD, a)
         return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
 
     def _hand_back(
@@ -269,13 +268,14 @@ class Worker:
             v: cut.spec(v).zeros() if g is None else g
             for v, g in zip(kept.taken, grads, strict=True)
         }
-        self._pass_on("B", a, found, cut.producers_of(a.stage))
+        self._pass_on(BACKWARD, a, found, cut.producers_of(a.stage))
 
     def _send_back(self, a: Action) -> None:
         """Does the sends that come right after a backward before its end."""
         for action in self.actions[self.at + 1 :]:
             mine = (action.stage, action.microbatch) == (a.stage, a.microbatch)
-            if action.kind != "SB" or not mine:
+            kind = action.of_kind
+            if (kind.transfer, kind.carries) != (">", BACKWARD) or not mine:
                 break
             with clocked(self.where.index, action):
                 self._send(action)
@@ -285,18 +285,22 @@ class Worker:
 
     def _send(self, a: Action) -> None:
         calls, peer = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
-        phase = "forward" if a.kind == "SF" else "backward"
-        message = self.outbox.pop((a.kind[1], a.stage, a.microbatch, peer))
+        way = a.of_kind.carries
+        phase = "forward" if way == FORWARD else "backward"
+        message = self.outbox.pop((way, a.stage, a.microbatch, peer))
         for value, x in message.items():
             what = _named(value, calls, a)
             with label(calls[value.call].name, phase):
                 self.sends.append(self.where.send(x, self.owners[peer], what))
 
     def _receive(self, a: Action) -> None:
-        cut, peer, way = self.microbatches[a.microbatch].cut, _peer(a), a.kind[1]
+        cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
+        way = a.of_kind.carries
         source, posted = self.owners[peer], self.posted[way, a.stage, a.microbatch]
         for value in (
-            cut.messages[peer, a.stage] if way == "F" else cut.returned(a.stage, peer)
+            cut.messages[peer, a.stage]
+            if way == FORWARD
+            else cut.returned(a.stage, peer)
         ):
             spec, what = cut.spec(value), _named(value, cut.program.calls, a)
             look = spec.shape, spec.dtype, spec.device
@@ -330,7 +334,8 @@ def _check_undrawn(states: States) -> None:
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
     """The name of a message: an output of a unit call, or its gradient."""
-    name, what = calls[value.call].name, "" if a.kind.endswith("F") else "gradient of "
+    what = "" if a.of_kind.carries == FORWARD else "gradient of "
+    name = calls[value.call].name
     return f"{what}{name} #{value.call}.{value.leaf}{_NAMED}{a.microbatch}"
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.pipelining.actions import Action, stretches
 
-_ALIKE = {"F", "B", "I", "W", "SF", "SB", "RF", "RB"}  # an update changes parameters
-
 
 class ScheduleRounds:
     """The rounds of one rank's actions, as the rounds of a plan ask for them.
@@ -32,7 +30,8 @@ class ScheduleRounds:
         of = {(id(m.cut), m.share) for m in worker.microbatches}
         observed = any(h.observes for h in worker.frame.handlers)
         alike = len(of) == 1 and not observed
-        alike = alike and {a.kind for a in self.actions} <= _ALIKE
+        # Parameters that change are no longer those that the round before has found.
+        alike = alike and not any(a.of_kind.updates for a in self.actions)
         self.stretches = stretches(tuple(self.actions)) if alike else {}
         self.start = self.stop = self.size = self.by = 0  # of the stretch that runs
 
@@ -64,7 +63,7 @@ class ScheduleRounds:
             stays=self._results(),
         )
         if noted:
-            self._rename(noted, {a.microbatch for a in ran if a.kind == "F"})
+            self._rename(noted, {a.microbatch for a in ran if a.of_kind.is_forward})
         return self.actions[here : here + noted * self.size]
 
     # What rounds hand on

@@ -67,7 +67,8 @@ def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Sc
         for action in row:
             made.append(action)
             count = action.microbatch + 1
-            if action.kind == "B" and not (count % interval and count < n_microbatches):
+            due = action.of_kind.ends_gradients
+            if due and not (count % interval and count < n_microbatches):
                 made.append(Action("U", action.stage, action.microbatch))
         rows.append(tuple(made))
     return tuple(rows)
@@ -94,11 +95,11 @@ def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
             raise ScheduleError(f"rank {rank} has several stages: staleness is of one")
         updates, before, found = 0, dict[int, int](), dict[int, int]()
         for action in row:
-            if action.kind == "U":
+            if action.of_kind.updates:
                 updates += 1
-            elif action.kind == "F":
+            elif action.of_kind.is_forward:
                 before[action.microbatch] = updates
-            elif action.kind in ("B", "W"):
+            elif action.of_kind.ends_gradients:
                 found[action.microbatch] = updates - before[action.microbatch]
         if found.keys() != before.keys():
             raise ScheduleError(f"rank {rank} has forwards without a backward")
@@ -313,7 +314,7 @@ class _Play(player.Player):
         end = now + self.costs.of(action, self.chunks)
         self.ends[kind][stage].append(end)
         self.rows[rank].append(action)
-        self.holds[rank] += {"F": 1, "I": 0, "W": -1}[kind]
+        self.holds[rank] += action.of_kind.holds
         self.free[rank] = end
         self.wake(rank, end)
         other = stage + {"F": 1, "I": -1, "W": 0}[kind]

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, parse
+from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, parse
 from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
 
@@ -64,9 +64,7 @@ class Costs:
 
     def of(self, action: Action, chunks: int = 1) -> float:
         """Return the time of a compute action of a rank that has `chunks` stages."""
-        if action.kind == "B":
-            return self._time("i", action, chunks) + self._time("w", action, chunks)
-        return self._time(action.kind.lower(), action, chunks)
+        return sum(self._time(name, action, chunks) for name in action.of_kind.costs)
 
     def _time(self, name: str, action: Action, chunks: int) -> float:
         times = getattr(self, name)
@@ -123,7 +121,8 @@ def simulate(
     events = []
     for rank, row in enumerate(schedule):
         for action, start in zip(row, run.starts[rank], strict=True):
-            key = other_end(action) if action.kind in SENDS else made(action)
+            sends = action.of_kind.transfer == ">"
+            key = other_end(action) if sends else made(action)[0]
             events.append(TimedAction(rank, action, start, run.times[key]))
     return events
 

@@ -49,7 +49,9 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> S
     if any(not action.is_compute for row in schedule for action in row):
         raise ScheduleError("this schedule has transfers already: give it without")
     verify(schedule, edges=edges)
-    computing = tuple(tuple(a for a in row if a.kind != "U") for row in schedule)
+    computing = tuple(
+        tuple(a for a in row if not a.of_kind.updates) for row in schedule
+    )
     rows = _Lowering(computing, edges).run()
     return tuple(map(_with_updates, schedule, rows))
 
@@ -112,7 +114,8 @@ class _Lowering(Player):
         self._post_for(row[:2])
         for at, action in enumerate(row):
             yield from self.dependencies.needs(action)
-            self.happened(made(action))
+            for name in made(action):
+                self.happened(name)
             made_row.append(action)
             for send in self.dependencies.sends(action):
                 receive = other_end(send)

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.pipelining.actions import (
-    RECEIVES,
-    SENDS,
+    KINDS,
     Action,
     Schedule,
     ScheduleError,
@@ -91,12 +90,11 @@ def held(schedule: Schedule) -> tuple[float, ...]:
     >>> held(one_f_one_b(4, 8)), held(interleaved_1f1b(8, 8))
     ((4.0, 3.0, 2.0, 1.0), (5.5, 4.5, 3.5, 2.5))
     """
-    change = {"F": 1, "B": -1, "W": -1}
-    if not any(a.kind in ("B", "W") for row in schedule for a in row):
-        change = {}
+    changes = [[a.of_kind.holds for a in row] for row in schedule]
+    given_back = any(change < 0 for each in changes for change in each)
     most = []
-    for row in schedule:
-        counts = accumulate((change.get(a.kind, 0) for a in row), initial=0)
+    for row, each in zip(schedule, changes, strict=True):
+        counts = accumulate(each if given_back else (), initial=0)
         most.append(max(counts) / max(len(stages_of(row)), 1))
     return tuple(most)
 
@@ -125,11 +123,14 @@ def _check_complete(
         raise ScheduleError(
             f"stage {len(rank_of)} of {stages} is on no rank of the schedule"
         )
-    backwards = any(action.kind in ("B", "I", "W") for action in have)
+    backwards = any(set(action.of_kind.parts) - {"F"} for action in have)
+    working = {letter: kind.parts for letter, kind in KINDS.items() if kind.parts}
+    every = sorted({part for parts in working.values() for part in parts})
     for stage, rank in enumerate(rank_of):
         for m in range(count):
-            kinds = {k for k in "FBIW" if Action(k, stage, m) in have}
-            if kinds in ([{"F", "B"}, {"F", "I", "W"}] if backwards else [{"F"}]):
+            kinds = [k for k in working if Action(k, stage, m) in have]
+            done = sorted(part for kind in kinds for part in working[kind])
+            if done == (every if backwards else ["F"]):
                 continue
             wanted = "F, and B or I and W" if backwards else "F"
             raise ScheduleError(
@@ -145,9 +146,9 @@ def _check_updates(schedule: Schedule) -> None:
         due: dict[int, list[int]] = {stage: [] for stage in stages_of(row)}
         for action in row:
             gradients = due[action.stage]
-            if action.kind in ("B", "W"):
+            if action.of_kind.ends_gradients:
                 gradients.append(action.microbatch)
-            elif action.kind == "U":
+            elif action.of_kind.updates:
                 if gradients[-1:] != [action.microbatch]:
                     last = gradients[-1] if gradients else None
                     found = "none" if last is None else f"microbatch {last}'s as last"
@@ -185,9 +186,9 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
     received: dict[tuple[int, int], list[Action]] = {}
     for action in (a for row in schedule for a in row):
         here, there = rank_of[action.stage], rank_of[action.peer or 0]
-        if action.kind in SENDS:
+        if action.of_kind.transfer == ">":
             sent.setdefault((here, there), []).append(action)
-        elif action.kind in RECEIVES:
+        elif action.of_kind.transfer == "<":
             received.setdefault((there, here), []).append(action)
     for (source, target), messages in sent.items():
         for send, receive in zip(messages, received[source, target], strict=True):
@@ -201,7 +202,7 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
 
 def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
     for rank, row in enumerate(schedule):
-        mine = {made(action): action for action in row}
+        mine = {name: action for action in row for name in made(action)}
         before: set[Action] = set()
         for action in row:
             for need in dependencies.needs(action):
@@ -210,7 +211,7 @@ def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
                         f"rank {rank}: {action} comes before {mine[need]}, which it "
                         "needs"
                     )
-            before.add(made(action))
+            before.update(made(action))
 
 
 def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
@@ -224,7 +225,7 @@ def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
             continue
         missing = run.missing(row[n])
         stage = missing[0].stage
-        if missing[0].kind in RECEIVES and row[n].is_compute:
+        if missing[0].of_kind.transfer == "<" and row[n].is_compute:
             stage = missing[0].peer or 0
         waits = ", ".join(map(str, missing))
         lines.append(

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fsfunc.pipelining.actions import KINDS, Kind
 from fsfunc.planning.simulation import COMPUTE, Span
 
 
@@ -36,21 +38,31 @@ def _by_title(*looks: Look) -> dict[str, Look]:
     return {look.title: look for look in looks}
 
 
-COMPUTING = _by_title(
-    Look("forward", "F", "#4c7cb8", "rail_response"),
-    Look("recompute", "R", "#c94f5d", "bad"),
-    Look("backward", "B", "#e07b39", "thread_state_iowait"),
-    Look("input gradient", "I", "#edb83d", "yellow"),
-    Look("weight gradient", "W", "#4fa37b", "thread_state_running"),
-    Look("update", "U", "#8b5fa8", "black"),
-)
+@functools.cache
+def _look(kind: Kind) -> Look:
+    return Look(kind.title, kind.letter, kind.color, kind.reserved)
+
+
+def by_sign(letters: str) -> Look:
+    """The look of a kind of action in a pipeline's schedule: "F"."""
+    return _look(KINDS[letters])
+
+
+_RECOMPUTE = Look("recompute", "R", "#c94f5d", "bad")
+
+
+def computing() -> dict[str, Look]:
+    """The looks of what computes, by title: phases of a step, and kinds of actions."""
+    first, *rest = (_look(kind) for kind in KINDS.values() if not kind.transfer)
+    return _by_title(first, _RECOMPUTE, *rest)
+
+
 # A rank that waits between two of its actions is not one that has not begun: zero
 # bubble schedules end the first and keep the second.
 WAITS = Look("waits for another rank", "░", "#c9cdd6")
 STALL = Look("waits for a transfer", "▒", "#f0bcc3")
 OUTSIDE = Look("not begun, or done", "·", "#f1f3f6")
 GAPS = _by_title(WAITS, STALL, OUTSIDE)
-_ON_COMPUTE = COMPUTING | GAPS
 
 SENDING = _by_title(
     Look("all_gather", "g", "#4fa37b", "thread_state_running"),
@@ -63,13 +75,6 @@ SENDING = _by_title(
     Look("ppermute", "p", "#ecae85", "rail_animation"),
     Look("message", ">", "#ecae85", "rail_animation"),
 )
-# Of a pipeline's schedule, by the action's kind.
-TRANSFERS = {
-    "SF": Look("send activations", "SF", "#8aa9d1", "rail_idle"),
-    "RF": Look("receive activations", "RF", "#8aa9d1", "rail_idle"),
-    "SB": Look("send gradients", "SB", "#ecae85", "rail_animation"),
-    "RB": Look("receive gradients", "RB", "#ecae85", "rail_animation"),
-}
 # Memory by kind, as it is stacked: what stays lies below what comes and goes.
 MEMORY = _by_title(
     Look("parameters", "p", "#4c7cb8"),
@@ -80,20 +85,19 @@ MEMORY = _by_title(
     Look("activations", "a", "#4fa37b"),
 )
 OTHER = Look("other", "?", "#a5abb7", "generic_work")
-LOOKS = (*COMPUTING.values(), *GAPS.values(), *SENDING.values(), OTHER)
 _MESSAGES = {"send", "receive"}
 
 
 def look_of(span: Span) -> Look:
     """The look of a span: by its phase where it computes, else by what is sent."""
     if span.stream == COMPUTE:
-        return _ON_COMPUTE.get(span.phase, OTHER)
+        return GAPS.get(span.phase) or computing().get(span.phase, OTHER)
     return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)
 
 
-def by_sign(kind: str) -> Look:
-    """The look of an action that computes, by its kind: "F"."""
-    return next(look for look in COMPUTING.values() if look.sign == kind)
+def palette() -> list[Look]:
+    """All looks of spans, in the order of a legend."""
+    return [*computing().values(), *GAPS.values(), *SENDING.values(), OTHER]
 
 
 def legend(looks: Sequence[Look], width: int | None) -> Iterator[list[tuple[str, str]]]:

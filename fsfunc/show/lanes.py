@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.pipelining.actions import Action
+from fsfunc.pipelining.actions import KINDS, Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.folding import alike, counted
@@ -17,9 +17,7 @@ from fsfunc.printing.tables import of_bytes, of_seconds, painted
 from fsfunc.show.chart_svg import lanes_svg
 from fsfunc.show.charts import (
     COMPUTE,
-    COMPUTING,
     GAPS,
-    LOOKS,
     OUTSIDE,
     SENDING,
     STALL,
@@ -28,8 +26,10 @@ from fsfunc.show.charts import (
     Row,
     Tick,
     by_sign,
+    computing,
     legend,
     look_of,
+    palette,
     ticks,
 )
 from fsfunc.show.figures import Drawn, lane_figure
@@ -123,7 +123,7 @@ class LaneChart(Drawn):
     def looks(self) -> list[Look]:
         """The looks that are in the chart, in the palette's order."""
         seen = {look_of(span) for lane in self.lanes for span in lane.spans}
-        return [look for look in LOOKS if look in seen]
+        return [look for look in palette() if look in seen]
 
     def legends(self, width: int | None) -> Iterator[Text]:
         """Yield what signs mean: of what is computed, of gaps, of what is sent."""
@@ -228,7 +228,7 @@ def actions(lane: Lane) -> list[Row]:
         if span.phase in GAPS:
             apart = apart or span.phase != STALL.title
             continue
-        scheduled = span.turn[:1] in _ACTIONS
+        scheduled = span.turn[:1] in KINDS
         key = (span.turn, "" if scheduled else _coarse(span.phase))
         if not groups or groups[-1][0] != key or apart and not scheduled:
             groups.append((key, []))
@@ -242,19 +242,16 @@ def actions(lane: Lane) -> list[Row]:
 
 
 # What goes on in turns is one: a layer is computed again, and then differentiated.
-_BACKWARD = {"recompute", "backward", "input gradient", "weight gradient"}
+_BACKWARD = {"recompute"} | {k.title for k in KINDS.values() if set(k.parts) - {"F"}}
 
 
 def _coarse(phase: str) -> str:
     return "backward" if phase in _BACKWARD else phase
 
 
-_ACTIONS = {look.sign for look in COMPUTING.values()}
-
-
 def _action(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
-    look = COMPUTING.get(phase) or (
-        by_sign(turn[0]) if turn[:1] in _ACTIONS else look_of(spans[0])
+    look = computing().get(phase) or (
+        by_sign(turn[0]) if turn[:1] in KINDS else look_of(spans[0])
     )
     units = [(unit, 0, unit) for unit in dict.fromkeys(s.unit for s in spans) if unit]
     layers = ", ".join(counted(names) for names, _ in alike(units))

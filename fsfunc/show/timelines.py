@@ -11,18 +11,18 @@ from os import PathLike
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
+from fsfunc.pipelining.actions import KINDS, Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
 from fsfunc.show.charts import (
     COMPUTE,
-    COMPUTING,
     WAITS,
     Bar,
     Row,
     by_sign,
+    computing,
     lighter,
     look_of,
 )
@@ -145,7 +145,7 @@ class Timeline(LaneChart):
         chunks = self._chunks
         if chunks < 2:
             return super().marks()
-        pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
+        pale = lighter(computing()["forward"].color, chunks - 1, chunks)
         return super().marks() | {"lighter: a rank's later stage": pale}
 
     @property
@@ -241,21 +241,22 @@ def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
 
 def _costs_of(events: Sequence[TimedAction]) -> Costs:
     """The median times of each stage's actions; of B alone, half is that of I."""
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for _, action, start, end in events:
-        times[action.kind, action.stage].append(end - start)
+        times[action.of_kind.costs, action.stage].append(end - start)
     medians = {key: median(each) for key, each in times.items()}
     stages = range(1 + max(stage for _, stage in times))
 
-    def of_stages(kind: str) -> list[float]:
-        halves = (medians.get(("B", stage), 0.0) / 2 for stage in stages)
-        return [
-            medians.get((kind, stage), half if kind in "IW" else 0.0)
-            for stage, half in zip(stages, halves, strict=True)
-        ]
+    def of_stage(cost: str, stage: int) -> float:
+        shares = (
+            time / len(costs)
+            for (costs, where), time in medians.items()
+            if where == stage and cost in costs
+        )
+        return medians.get(((cost,), stage), next(shares, 0.0))
 
-    f, i, w, u = map(of_stages, "FIWU")
-    return Costs(f, i, w, u=u)
+    names = {cost for kind in KINDS.values() for cost in kind.costs}
+    return Costs(**{name: [of_stage(name, s) for s in stages] for name in names})
 
 
 def _beside(planned: Timeline, measured: Timeline) -> Timeline:

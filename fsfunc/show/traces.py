@@ -10,13 +10,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsfunc.pipelining.actions import SENDS, Action
+from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan
 from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.charts import COMPUTE, TRANSFERS, Look, by_sign, look_of
+from fsfunc.show.charts import COMPUTE, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curves import curve_of
 from fsfunc.show.plans import check_plan
@@ -146,18 +146,17 @@ def trace(
 def _of_event(event: TimedAction, zero: float) -> Slice:
     """The slice of a rank's action, on the track of what it computes or transfers."""
     rank, action, start, end = event
-    kind, stage, peer = action.kind, action.stage, action.peer
-    look = by_sign(kind) if action.is_compute else TRANSFERS[kind]
+    kind, stage, peer = action.of_kind, action.stage, action.peer
+    look = by_sign(action.kind)
     about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
     times = start - zero, end - zero
     if peer is None:
         return Slice(rank, COMPUTE, str(action), times, look, about)
     about["peer"] = peer
     track, way, ends = "send", "s", (stage, peer)
-    if kind not in SENDS:
+    if kind.transfer == "<":
         track, way, ends = "receive", "f", (peer, stage)
-    carried = "activations" if kind[1] == "F" else "gradients"
-    message = (carried, *ends, action.microbatch)
+    message = (kind.carries, *ends, action.microbatch)
     return Slice(rank, track, str(action), times, look, about, message, way)
 
 

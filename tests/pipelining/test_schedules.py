@@ -118,7 +118,7 @@ NUMBERS = st.integers(0, 40)
 
 @st.composite
 def actions(draw):
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(list(KINDS)))
     peer = draw(NUMBERS) if len(kind) == 2 else None
     return Action(kind, draw(NUMBERS), draw(NUMBERS), peer)
 

@@ -54,7 +54,7 @@ def test_what_stands_before_its_need_is_refused(drawn):
     row = schedule[rank]
     action = row[at]
     needs = set(Dependencies(schedule).needs(action))
-    mine = [n for n in range(at) if made(row[n]) in needs]
+    mine = [n for n in range(at) if needs & {*made(row[n])}]
     assume(mine)
     moved = (*row[: mine[-1]], action, *row[mine[-1] : at], *row[at + 1 :])
     words = f"rank {rank}: .* comes before .*, which it needs|in the order in which"

@@ -9,13 +9,13 @@ import pytest
 from fsfunc.pipelining.schedules import gpipe, zb_h1, zb_v
 from fsfunc.show import memory, plan, streams, timeline
 from fsfunc.show.charts import (
-    COMPUTING,
     GAPS,
     MEMORY,
     OUTSIDE,
     SENDING,
     WAITS,
     by_sign,
+    computing,
 )
 from tests.show.planned import STEP, small
 
@@ -61,7 +61,7 @@ def test_a_picture_of_streams_has_the_spans():
     (axes,) = shown.figure().axes
     names = [text.get_text() for text in axes.get_yticklabels()]
     assert names == [lane.name for lane in shown.lanes]
-    colors = {look.title: look.color for look in (COMPUTING | SENDING).values()}
+    colors = {look.title: look.color for look in (computing() | SENDING).values()}
     colors |= {look.title: look.color for look in GAPS.values()}
     colors |= {"send": SENDING["message"].color, "receive": SENDING["message"].color}
     expected = {
@@ -162,8 +162,8 @@ def test_labels_fit_their_bars_and_no_text_lies_on_another():
 @pytest.mark.parametrize(
     ("chart", "looks", "letters"),
     [
-        ("timeline", COMPUTING, ["F0", "I0", "W0"]),
-        ("streams", COMPUTING | SENDING, ["FFFFFF", "gg"]),
+        ("timeline", computing(), ["F0", "I0", "W0"]),
+        ("streams", computing() | SENDING, ["FFFFFF", "gg"]),
         ("memory", MEMORY, ["a", "p", "m"]),
     ],
 )

@@ -14,7 +14,7 @@ from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
-from fsfunc.show.charts import COMPUTING
+from fsfunc.show.charts import computing
 from fsfunc.show.estimates import rates
 from tests.show.planned import STEP, golden, small, span
 
@@ -181,7 +181,7 @@ def test_a_run_of_another_schedule_is_refused(ran, said):
 # Streams over time
 
 
-PHASES = [look.title for look in COMPUTING.values()]
+PHASES = [look.title for look in computing().values()]
 
 
 def test_a_step_in_full():
