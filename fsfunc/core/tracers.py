@@ -5,11 +5,12 @@ Both are implemented in ``tracing``, and handed to ``shard`` and the frame from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -119,10 +120,51 @@ class Tracer:
 
         ``named``: what comes before a microbatch's number in the names of messages.
 
-        Its ``begin`` is called before each, and its ``after`` after each, which returns
-        how many of the next ones can be skipped. None: none of them.
+        Its ``begin`` is called before each, and its ``after`` with each :class:`Round`,
+        which returns how many of the next ones can be skipped. None: none of them.
         """
         return None
+
+
+class Carried(NamedTuple):
+    """What a loop hands on from round to round.
+
+    Args:
+        tensors: always in one order.
+        counted: by name, the objects whose ``count`` each round raises.
+    """
+
+    tensors: Sequence[Tensor]
+    counted: Mapping[Hashable, Any]
+
+
+class Carrier(Protocol):
+    """What has the sums of a loop's rounds so far."""
+
+    def carried(self) -> Carried: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a loop over microbatches, which is over.
+
+    Args:
+        handed: what the loop hands on to the next round.
+        state: whatever else decides what that will do.
+        left: how many more rounds there are that do what this one did if they find what
+            it found.
+        microbatch: of the round; ``by``: how much that grows from round to round.
+        flying: the microbatches in flight; ``stays``: what others have left, until the
+            loop ends.
+    """
+
+    handed: Sequence[Carrier]
+    state: object
+    left: int
+    microbatch: int
+    by: int = 1
+    flying: Collection[int] = ()
+    stays: Sequence[Tensor] = ()
 
 
 class FirstCalls:

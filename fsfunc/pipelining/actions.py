@@ -6,7 +6,6 @@ compute actions alone; `transfers.with_transfers` adds what travels between rank
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -208,41 +207,6 @@ def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
     return tuple(schedule)
 
 
-@functools.lru_cache(maxsize=256)
-def stretches(row: tuple[Action, ...]) -> dict[int, tuple[int, int, int]]:
-    """Return where a row comes to the same actions again, of later microbatches.
-
-    By the place where such a stretch begins: how many actions a round has, by how much
-    its microbatches come later than those of the round before, and how many more rounds
-    there may be after the first. The last actions of a kind, and the last microbatch's,
-    are in none of those.
-
-    >>> stretches(parse(["F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"])[0])
-    {1: (2, 1, 3)}
-    """
-    what = [(a.kind, a.stage, a.peer) for a in row]
-    number = [a.microbatch for a in row]
-    last = {kind: i for i, kind in enumerate(what)}
-    most = max(number, default=0)
-    special = [i for i in range(len(row)) if last[what[i]] == i or number[i] == most]
-    found, i = dict[int, tuple[int, int, int]](), 0
-    while i < len(row):
-        end = next((j for j in special if j >= i), len(row))
-        for size in range(1, (end - i) // 3 + 1):
-            by, j = number[i + size] - number[i], i
-            while j + size < end and by > 0:
-                same = what[j + size] == what[j] and number[j + size] - number[j] == by
-                if not same:
-                    break
-                j += 1
-            if j - i >= 2 * size:
-                found[i] = size, by, (j - i) // size
-                i = j + size - 1
-                break
-        i += 1
-    return found
-
-
 def owners(schedule: Schedule) -> tuple[int, ...]:
     """Return the rank of each stage.
 
@@ -360,6 +324,18 @@ def ranks_for(n_stages: int, n_microbatches: int, chunks: int = 1) -> int:
             f"of chunks={chunks}"
         )
     return n_stages // chunks
+
+
+def rounds_of(n_microbatches: int, ranks: int) -> list[range]:
+    """Return the microbatches in rounds of P each, or of more where P divides them not.
+
+    >>> rounds_of(3, 4), rounds_of(8, 4), rounds_of(11, 4)
+    ([range(0, 3)], [range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
+    """
+    count = max(1, n_microbatches // ranks)
+    size, longer = divmod(n_microbatches, count)
+    starts = [n * size + min(n, longer) for n in range(count + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def numbered(pattern: Sequence[tuple[str, int]], n_microbatches: int) -> tuple:

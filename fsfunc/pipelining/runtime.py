@@ -1,7 +1,8 @@
 """The interpreter: one rank's actions of a schedule, one after another.
 
 A schedule's action ``F``, ``B``, ``I``, ``W`` is the method of :class:`Worker` of that
-name. A forward runs the whole loss of one microbatch, within a `stages.StageRun`.
+name. A forward runs the whole loss of one microbatch, within a `stages.StageRun`. In a
+plan the rounds of a schedule that are like those before are not run (`ScheduleRounds`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
-from fsfunc.core.tracers import Tracer
+from fsfunc.core.tracers import Carried, Round, Tracer
 from fsfunc.pipelining.actions import BACKWARD, FORWARD, Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
-from fsfunc.pipelining.schedule_rounds import ScheduleRounds
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
@@ -350,3 +351,118 @@ def _peer(a: Action) -> int:
     if a.peer is None:
         raise ValueError(f"{a} names no other stage")
     return a.peer
+
+
+class ScheduleRounds:
+    """The rounds of one rank's actions, of which a plan runs a few and notes the rest.
+
+    Between its first forwards and its last backwards a rank comes to the same actions
+    again and again, each time of later microbatches. What was in flight is then
+    renamed, as if the rounds that were noted had run.
+
+    Args:
+        worker: runs them; ``rounds``: of the tracer: `begin` and `after` are called.
+    """
+
+    def __init__(self, worker: Worker, rounds: Any):
+        self.worker, self.rounds, self.actions = worker, rounds, worker.actions
+        of = {(id(m.cut), m.share) for m in worker.microbatches}
+        observed = any(h.observes for h in worker.frame.handlers)
+        alike = len(of) == 1 and not observed
+        # Parameters that change are no longer those that the round before has found.
+        alike = alike and not any(a.of_kind.updates for a in self.actions)
+        self.stretches = stretches(tuple(self.actions)) if alike else {}
+        self.start = self.stop = self.size = self.by = 0  # of the stretch that runs
+
+    def begin(self, at: int) -> None:
+        """Hears that action ``at`` begins."""
+        if at in self.stretches:
+            self.size, self.by, more = self.stretches[at]
+            self.start, self.stop = at, at + self.size * (1 + more)
+            self.rounds.anew()
+        a = self.actions[at]
+        self.rounds.begin((a.kind, a.stage, a.peer), a.microbatch)
+
+    def after(self, at: int) -> Sequence[Action]:
+        """Hears that action ``at`` is over; returns the next ones that are noted."""
+        here = at + 1
+        if not self.start < here < self.stop or (here - self.start) % self.size:
+            return ()
+        ran = self.actions[here - self.size : here]
+        worker, first = self.worker, ran[0].microbatch
+        in_flight = {key[2] for table in worker.tables for key in table}
+        # The values in flight, by microbatches after the first of the round.
+        tables = [
+            sorted((str(k[0]), k[1], k[2] - first, *k[3:]) for k in table)
+            for table in worker.tables
+        ]
+        noted = self.rounds.after(
+            Round(
+                handed=[self, *(runtime.sums for _, runtime in worker.frame.runtimes)],
+                state=tables,
+                left=(self.stop - here) // self.size,
+                microbatch=first,
+                by=self.by,
+                flying=in_flight | {a.microbatch for a in ran},
+                stays=[x for x in tree.leaves(worker.results) if isinstance(x, Tensor)],
+            )
+        )
+        if noted:
+            self._rename(noted, {a.microbatch for a in ran if a.of_kind.is_forward})
+        return self.actions[here : here + noted * self.size]
+
+    def carried(self) -> Carried:
+        """The gradients so far."""
+        grads = [x.grad for x in self.worker.values if x.grad is not None]
+        return Carried(grads, {})
+
+    def _rename(self, noted: int, forwards: set[int]) -> None:
+        """Takes what is in flight for what the last round that is noted would leave."""
+        worker, last = self.worker, noted * self.by
+        made = {m: worker.results[m] for m in forwards if m in worker.results}
+        for by in range(self.by, last + 1, self.by):
+            stand_in = partial(self._stand_in, by)
+            worker.results |= {m + by: tree.map(stand_in, x) for m, x in made.items()}
+        for table in worker.tables:
+            moved = {(*k[:2], k[2] + last, *k[3:]): x for k, x in table.items()}
+            table.clear()
+            table.update(moved)
+
+    def _stand_in(self, by: int, x: Any) -> Any:
+        return self.rounds.stand_in(x, by) if isinstance(x, Tensor) else x
+
+
+@lru_cache(maxsize=256)
+def stretches(row: tuple[Action, ...]) -> dict[int, tuple[int, int, int]]:
+    """Return where a row comes to the same actions again, of later microbatches.
+
+    By the place where such a stretch begins: how many actions a round has, by how much
+    its microbatches come later than those of the round before, and how many more rounds
+    there may be after the first. The last actions of a kind, and the last microbatch's,
+    are in none of those.
+
+    >>> from fsfunc.pipelining.actions import parse
+    >>> stretches(parse(["F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"])[0])
+    {1: (2, 1, 3)}
+    """
+    what = [(a.kind, a.stage, a.peer) for a in row]
+    number = [a.microbatch for a in row]
+    last = {kind: i for i, kind in enumerate(what)}
+    most = max(number, default=0)
+    special = [i for i in range(len(row)) if last[what[i]] == i or number[i] == most]
+    found, i = dict[int, tuple[int, int, int]](), 0
+    while i < len(row):
+        end = next((j for j in special if j >= i), len(row))
+        for size in range(1, (end - i) // 3 + 1):
+            by, j = number[i + size] - number[i], i
+            while j + size < end and by > 0:
+                same = what[j + size] == what[j] and number[j + size] - number[j] == by
+                if not same:
+                    break
+                j += 1
+            if j - i >= 2 * size:
+                found[i] = size, by, (j - i) // size
+                i = j + size - 1
+                break
+        i += 1
+    return found

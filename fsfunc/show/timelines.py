@@ -256,7 +256,8 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
         return medians.get(((cost,), stage), next(shares, 0.0))
 
     names = {cost for kind in KINDS.values() for cost in kind.costs}
-    return Costs(**{name: [of_stage(name, s) for s in stages] for name in names})
+    times_of: dict[str, Any] = {n: [of_stage(n, s) for s in stages] for n in names}
+    return Costs(**times_of)
 
 
 def _beside(planned: Timeline, measured: Timeline) -> Timeline:

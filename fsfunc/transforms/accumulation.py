@@ -20,7 +20,7 @@ from fsfunc.core.outcomes import (
     Outcome,
     batch_arguments,
 )
-from fsfunc.core.tracers import Tracer
+from fsfunc.core.tracers import Carried, Round, Tracer
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike, split_buffers
@@ -129,7 +129,7 @@ class _Accumulate(Interpretation):
                 if rounds is not None:
                     handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
                     left = self.n - i - (not _ends_alike(f))
-                    n = rounds.after(handed, sums.ours, left, i - 1)
+                    n = rounds.after(Round(handed, sums.ours, left, i - 1))
                     own += own[-1:] * n
                     i += n
                     if n and i == self.n:
@@ -138,7 +138,7 @@ class _Accumulate(Interpretation):
             if rounds is not None:
                 rounds.end()
             tracer.turn("", 0)
-            for x in sums.carried() if self.n > 99 else ():
+            for x in sums.carried().tensors if self.n > 99 else ():
                 warn_narrow(x, self.n)
             return cut.joined(sums.outcome(), own)
 
@@ -215,20 +215,20 @@ class _Sums:
             out[i] = x
         return ours.rebuild(out)
 
-    def counts(self) -> int:
+    @property
+    def count(self) -> int:
         """The number of microbatches summed."""
-        return 0 if self.first is None else self.first.count
+        return self.first.count
 
-    def carried(self) -> list[Tensor]:
-        """The tensors of the sums."""
+    @count.setter
+    def count(self, count: int) -> None:
+        self.first = self.first.replace(count=count)
+
+    def carried(self) -> Carried:
+        """The sums; they count their microbatches."""
         values = self.first.total, self.first.weight, self.first.aux
         every = [*tree.leaves(values), *split_buffers(self.grads).tensors]
-        return [x for x in every if isinstance(x, Tensor)]
-
-    def repeat(self, before: int, times: int) -> None:
-        """Counts the microbatches since ``before`` for ``times`` more."""
-        count = self.counts()
-        self.first = self.first.replace(count=count + times * (count - before))
+        return Carried([x for x in every if isinstance(x, Tensor)], {"sums": self})
 
     def outcome(self) -> Outcome:
         """The outcome that is the sum."""

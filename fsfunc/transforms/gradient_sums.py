@@ -21,6 +21,7 @@ from fsfunc.core.reduction_hooks import (
     Observed,
     ReductionFeedback,
 )
+from fsfunc.core.tracers import Carried
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory import BufferPool, count_as
@@ -319,18 +320,10 @@ class GradientSums:
                 host_copies.settle()  # it writes parameters too, which were fetched
                 self.steps.step(shard, grad, 1 if is_mean else n)
 
-    def counts(self) -> dict[Any, int]:
-        """The number of microbatches in each incomplete sum."""
-        return {key: one.count for key, one in self.partial.items()}
-
-    def carried(self) -> list[Tensor]:
-        """The tensors that are kept from one microbatch to the next."""
-        return [*(one.grad for one in self.partial.values()), *self.grads.values()]
-
-    def repeat(self, before: dict[Any, int], times: int) -> None:
-        """Counts the microbatches since ``before`` for ``times`` more."""
-        for key, one in self.partial.items():
-            one.count += times * (one.count - before.get(key, 0))
+    def carried(self) -> Carried:
+        """What is kept from one microbatch to the next; incomplete sums count them."""
+        partial = [one.grad for one in self.partial.values()]
+        return Carried([*partial, *self.grads.values()], self.partial)
 
     def finish(self) -> None:
         """Reduces and waits for all that is left: ``grads`` has the sums then."""

@@ -2,10 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.models import chain, layer
-from tests.planning.test_rounds import MESH, planned, trained, weighted
+from tests.models import chain, floats, layer, layers
+from tests.planning.test_rounds import (
+    FACTS,
+    MESH,
+    SHARDED,
+    WIDTH,
+    planned,
+    trained,
+    weighted,
+)
 
 pytestmark = pytest.mark.usefixtures("uncollected")
 
@@ -115,3 +125,57 @@ def test_two_gradient_calls_gather_in_their_order(zero, monkeypatch):
         step = ff.shard(twice(chain(layer)), MESH, "data", zero=zero)
         found.append(planned(ff.accumulate(step, M), monkeypatch, every=every))
     assert found[0][0] == found[1][0] and found[1][1] < found[0][1]
+
+
+WITHIN = {
+    "remat": ff.remat,
+    "except_last": lambda step: ff.remat(step, policy="except_last"),
+    "precision": lambda step: ff.precision(step, torch.bfloat16),
+    "offload": lambda step: ff.offload(step, activations="host"),
+    "jit": ff.jit,
+}
+SCHEDULES = "gpipe", "one_f_one_b", "zb_h1", "looped_bfs", "interleaved_1f1b", "zb_v"
+
+
+@st.composite
+def looped(draw):
+    """(what makes a step of a loss a stack with a loop, its mesh, rows, layers)."""
+    names = draw(st.lists(st.sampled_from(sorted(WITHIN)), max_size=2, unique=True))
+    zero, n = draw(st.sampled_from([None, 0, 1, 2, 3])), draw(st.integers(3, 9))
+    schedule, inner = draw(st.sampled_from([None, *SCHEDULES])), draw(st.booleans())
+    again = draw(st.booleans())
+    mesh = MESH if schedule is None else BOTH
+
+    def loop(step):
+        if schedule is None:
+            return ff.accumulate(step, n)
+        stages = 2 if SCHEDULES.index(schedule) < 3 else 4
+        how = {"schedule": getattr(ff.schedules, schedule)(stages, n)}
+        step = ff.pipeline(step, mesh, "pipe", n_microbatches=n, **how)
+        return ff.accumulate(step, 3) if again else step
+
+    def shard(step):
+        return step if zero is None else ff.shard(step, mesh, "data", zero=zero)
+
+    def stack(step):
+        for name in names:
+            step = WITHIN[name](step)
+        return loop(shard(step)) if inner else shard(loop(step))
+
+    return stack, mesh, 6 * n, draw(st.integers(4, 5))
+
+
+@given(looped(), st.booleans())
+@settings(max_examples=4)
+def test_plans_of_any_stack_are_those_of_all_its_microbatches(drawn, weighs):
+    """Event for event, and byte for byte."""
+    stack, mesh, rows, depth = drawn
+    step = stack(trained(weighted if weighs else chain(layer)))
+    found = []
+    for every in (True, False):
+        args = step, lambda: layers(depth, WIDTH, make=floats), SHARDED
+        plan = ff.plan(
+            *args, torch.zeros(rows, WIDTH), mesh=mesh, every_microbatch=every
+        )
+        found.append([getattr(r, fact) for r in plan.ranks for fact in FACTS])
+    assert all(a == b for a, b in zip(*found, strict=True))
