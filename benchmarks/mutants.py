@@ -63,7 +63,7 @@ IDEAS = {
         "tests/transforms/test_wire.py",
     ),
     "schedules": (
-        "pipelining/actions.py pipelining/synchronous.py pipelining/verification.py "
+        "pipelining/actions.py pipelining/schedules.py pipelining/verification.py "
         "pipelining/player.py pipelining/transfers.py",
         "tests/pipelining/test_schedules.py tests/pipelining/test_verification.py "
         "tests/pipelining/test_bubbles.py tests/pipelining/test_asynchronous.py "

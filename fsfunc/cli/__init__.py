@@ -1,6 +1,6 @@
 """The commands of ``python -m fsfunc``.
 
-plan_command.py     plan; plan_heading.py: what was planned
+plan_command.py     plan
 prove_command.py    prove
 commands.py         checkpoint, consolidate, hardware
 names_command.py    names

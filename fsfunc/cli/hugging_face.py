@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,11 @@ from fsfunc.core.autodiff import value_and_grad
 from fsfunc.interop.modules import from_module
 from fsfunc.interop.split_layers import are_experts
 from fsfunc.optim.adam import sharded_adam
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search
 from fsfunc.planning.stack_search import search
+from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
@@ -29,6 +31,15 @@ from fsfunc.transforms.sharding import shard
 
 MODEL = "model"  # an axis of this name splits layers, all others the data
 LONGEST = 4096
+
+
+class _Model(NamedTuple):
+    """A model as a function, its optimizer, its parameters, and how they are split."""
+
+    loss_fn: Callable[..., Any]
+    optimizer: Optimizer
+    params: Any
+    layouts: LayoutRules | None
 
 
 class HuggingFaceStep:
@@ -78,14 +89,15 @@ class HuggingFaceStep:
 
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
         """The values that a script's build(mesh) returns."""
-        loss_fn, optimizer, params, layouts = self._model(mesh)
-        step: Callable[..., Any] = optimizer(value_and_grad(loss_fn))
+        model = self._model(mesh)
+        step: Callable[..., Any] = model.optimizer(value_and_grad(model.loss_fn))
         step = remat(step) if self.options.remat else step
         step = precision(step, torch.bfloat16, reduce=torch.float32)
         axes = tuple(name for name in mesh.axes if name != MODEL)
         step = shard(step, mesh, axes, zero=self.options.zero) if axes else step
         batch = self._batch(self.options.sequences)
-        return donate(step), lambda: params, optimizer, batch, layouts
+        init = lambda: model.params  # noqa: E731
+        return donate(step), init, model.optimizer, batch, model.layouts
 
     def search(self, mesh: Mesh | int, hardware: Hardware) -> Search:
         """The stacks that are best on a mesh, or on any of so many ranks.
@@ -93,26 +105,26 @@ class HuggingFaceStep:
         Of those that promise most. A rank has the options' sequences; of any mesh, all
         have as many as on one that cuts the batch alone.
         """
-        loss_fn, optimizer, params, layouts = self._splitting(mesh)
+        model = self._splitting(mesh)
         any_mesh = isinstance(mesh, int)
         ranks = mesh if any_mesh else mesh.size // mesh.axes.get(MODEL, 1)
         try:
             return search(
-                loss_fn,
-                optimizer,
-                lambda: params,
+                model.loss_fn,
+                model.optimizer,
+                lambda: model.params,
                 lambda: self._batch(self.options.sequences * ranks),
                 mesh if any_mesh else dict(mesh.axes),
                 hardware,
                 compute=torch.bfloat16,
                 reduce=torch.float32,
-                layouts=layouts,
+                layouts=model.layouts,
                 plans=12,
             )
         except ValueError as error:
             raise Refused(f"{self.path}, over {mesh}: {error}") from None
 
-    def _splitting(self, mesh: Mesh | int) -> tuple[Any, Any, Any, Any]:
+    def _splitting(self, mesh: Mesh | int) -> _Model:
         """The model on a mesh; on any, split where it has a plan of its own."""
         if not isinstance(mesh, int):
             return self._model(mesh)
@@ -137,8 +149,8 @@ class HuggingFaceStep:
             except Exception as error:  # of fields that contradict each other
                 raise Refused(f"{self.path} is no model: {error}") from error
 
-    def _model(self, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
-        """(loss, optimizer, parameters, layouts) of the model on a mesh."""
+    def _model(self, mesh: Mesh) -> _Model:
+        """The model on a mesh."""
         model = self._module()
         kinds = set(model._no_split_modules or ())
         split = {"plan": "auto", "axis": MODEL} if MODEL in mesh.axes else {}
@@ -155,7 +167,7 @@ class HuggingFaceStep:
             )
             return found.loss
 
-        return loss_fn, sharded_adam(1e-4), params, apply.layouts
+        return _Model(loss_fn, sharded_adam(1e-4), params, apply.layouts)
 
 
 def _options(passed: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,19 +24,22 @@ from fsfunc.cli.build_scripts import (
     writing,
 )
 from fsfunc.cli.hugging_face import HuggingFaceStep
-from fsfunc.cli.plan_heading import heading
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.traffic import Ledger
+from fsfunc.core.frames import title
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.plans import Plan, RankPlan
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.printing.tables import of_count
+from fsfunc.sharded.placements import describe
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
+from fsfunc.testing.step_runs import batch_axes
 
 HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
 THIS = "this"  # as a hardware's name: the machine at hand
@@ -327,3 +331,45 @@ def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
         }
         for (op, axes, phase), alike in found.items()
     ]
+
+
+def heading(
+    plan: Plan, step: Any, tokens: float | None = None, idle: int | None = 0
+) -> str:
+    """The step of a plan, in lines.
+
+    Args:
+        step: what was planned, in its transforms.
+        tokens: of a step over all ranks; None: not known.
+        idle: the parameters that a token does not pass, being of experts that it is
+            not sent to; None: not known.
+    """
+    count = parameter_count(plan)
+    lines = {"step": title(step), "batch": _batch(plan, step)}
+    if tokens is not None:
+        lines["tokens"] = f"{tokens:,.0f} a step, over all ranks"
+    lines["parameters"] = of_count(count)
+    if idle:
+        lines["parameters"] += f" in all, {of_count(count - idle)} active per token"
+    return "\n".join(f"{name:<12}{said}" for name, said in lines.items() if said)
+
+
+def parameter_count(plan: Plan) -> int:
+    """The elements of all parameters, whole."""
+    return sum(
+        math.prod(leaf.shape)
+        for leaf in plan.ranks[0].leaves
+        if leaf.kind == "parameters"
+    )
+
+
+def _batch(plan: Plan, step: Any) -> str:
+    """The leaves of a rank's batch, and how many ranks have one of their own."""
+    leaves = [x for x in plan.ranks[0].leaves if x.path.partition("/")[0] == "batch"]
+    said = ", ".join(map(_leaf, leaves))
+    ranks = plan.mesh.axis_size(batch_axes(step, plan.mesh))
+    return f"{said} on each of {ranks} ranks" if said and ranks > 1 else said
+
+
+def _leaf(leaf: PlannedLeaf) -> str:
+    return describe(leaf.shape, leaf.dtype, leaf.path.partition("/")[2])

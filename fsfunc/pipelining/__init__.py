@@ -1,12 +1,12 @@
 """Pipelines: a step in stages, its schedule as data, proven before it runs.
 
-A schedule is a tuple of `actions` for each rank. `synchronous`
-and `schedules` make some; `verification` and `timing` play them (`player`), each
-action after what it needs, and `transfers` writes sends and receives in.
+A schedule is a tuple of `actions` for each rank. `schedules` has some; `verification`
+and `timing` play them (`player`), each action after what it needs, and `transfers`
+writes sends and receives in.
 
 `pipelines` checks its arguments and the schedule. `handler` runs a gradient call: the
 batch is cut (`microbatches`), the loss is traced once for each shape of microbatch and
-cut too (`cut_programs`, `stage_plans`), and `runtime` executes this rank's actions in
+cut too (`stage_plans`), and `runtime` executes this rank's actions in
 turn. A forward action calls the user's own loss with a `stages.StageRun` outermost in
 the frame, which runs the stage's own unit calls, returns what was received or a
 placeholder for others, and ends the loss after the last. `stages` keeps the graph, and
@@ -14,13 +14,12 @@ runs its backward whole or in halves (`backward_split`). With updates in between
 `stage_updates` takes the place of `handler`.
 
 pipelines.py handler.py   pipeline; how it runs unit and gradient calls
-cut_programs.py stage_plans.py   programs cut into stages
-actions.py          schedules as data
-synchronous.py schedules.py   with one update; all of them, and a search
+stage_plans.py      programs cut into stages
+actions.py          schedules as data, and the kinds of actions
+schedules.py        those that have names, and a search
 verification.py player.py   the check that one runs to its end
 transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter
-schedule_rounds.py  equal rounds of them, of which a plan runs a few
 stages.py           the user's own loss, of which one stage's unit calls run
 backward_split.py fused_gradients.py   its backward, or halves
 microbatches.py sample_gradients.py   a batch in parts, results joined; their gradients

@@ -21,7 +21,6 @@ from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves, Outcome
 from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import Schedule, ScheduleError, listing, owners
-from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
     Microbatch,
     blank,
@@ -37,7 +36,7 @@ from fsfunc.pipelining.microbatches import (
 from fsfunc.pipelining.runtime import Worker
 from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.schedules import forward_only
-from fsfunc.pipelining.stage_plans import Cut, Stages
+from fsfunc.pipelining.stage_plans import Cut, Cuts, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.runtime.generators import one_number
@@ -201,16 +200,7 @@ class Pipelining(Interpretation):
         cut = self._by_parameters(call.replace(args=args))
         batches, count = folded(self._batches(cut, number))
         where = self._where()
-        samples, evaluates = None, not call.argnums
-        observers = [h for h in f.handlers if h.observes and not evaluates]
-        if observers:
-            samples = SampleGradients(
-                observers, call, leaves, picked, batches, self.owners, where
-            )
-        if not batches[0].cut.stages:
-            return differentiate(call)
-        for _, runtime in f.runtimes:
-            runtime.begin()
+        evaluates = not call.argnums
 
         def read(returned: Any) -> Any:
             total, weight, aux = loss_parts(returned, call.has_aux)
@@ -218,8 +208,15 @@ class Pipelining(Interpretation):
 
         worker = Worker(
             read, batches, self.owners, where, f, depth, values,
-            self.pools[here(self.mesh).rank], call.seed, samples,
+            self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
+        observers = [h for h in f.handlers if h.observes and not evaluates]
+        if observers:
+            worker.samples = SampleGradients(observers, call, leaves, picked, worker)
+        if not batches[0].cut.stages:
+            return differentiate(call)
+        for _, runtime in f.runtimes:
+            runtime.begin()
         results = self._run(worker, *[forward_only] * evaluates)
         for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
             runtime.end_backward(f.micro[:depth])
@@ -227,8 +224,8 @@ class Pipelining(Interpretation):
         total, weight, aux = _own(everywhere(result, where, self.owners[-1]))
         grads = leaves.grads([summed(x, self.n) for x in picked])
         due = () if evaluates else (functools.partial(sum_shared, f, where, leaves),)
-        if samples is not None:
-            samples.end(total, weight)
+        if worker.samples is not None:
+            worker.samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
 
     def _by_parameters(self, call: GradientCall) -> GradientCall:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN
-from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
+
+if TYPE_CHECKING:
+    from fsfunc.pipelining.runtime import Worker
 
 
 class SampleGradients:
@@ -28,8 +29,7 @@ class SampleGradients:
         observers: ``GradientObserver`` handlers.
         call: the gradient call; ``leaves``: what it differentiates; ``values``: those
             that autograd differentiates.
-        batches: its microbatches, in stages that are on the ranks ``owners``.
-        where: the ranks of the pipeline.
+        worker: the `runtime.Worker` that will run its microbatches.
 
     Raises:
         LawError: a gradient call without units, which every rank of the pipeline
@@ -43,10 +43,9 @@ class SampleGradients:
         call: GradientCall,
         leaves: Leaves,
         values: Sequence[Tensor],
-        batches: Sequence[Microbatch],
-        owners: Sequence[int],
-        where: RankGroup,
+        worker: Worker,
     ):
+        batches, owners = worker.microbatches, worker.owners
         share, stages = batches[0].share, batches[0].cut.stages
         if not stages:
             raise LawError(UNSEEN.format("a pipeline runs another gradient call"))
@@ -76,7 +75,7 @@ class SampleGradients:
         known = [*values, *(space_of(x).on_device(x) for x in flats)]
         for observer in observers:
             observer.begins(call.replace(cotangent=call.cotangent * share))
-            observer.lies_along(where.axis, known)
+            observer.lies_along(worker.where.axis, known)
 
     @contextmanager
     def of(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -11,12 +11,12 @@ observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
 device_kernels.py   kernels of a GPU, and those that jit makes
 parted_units.py     what a compiled unit keeps for its backward
-rounds.py noted_rounds.py   equal microbatches, of which a few are run for many
-estimation.py simulation.py transfers.py cost_model.py   how long it takes
+rounds.py           equal microbatches, of which a few are run for many
+estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
 allocation.py       what a caching allocator reserves for a plan
 calibration.py timed_calls.py   the machine at hand, measured
 stack_search.py stacks.py candidates.py outlines.py trials.py   search
-search_results.py measured_choices.py   what it found, and how fast that runs here
+search_results.py   what it found
 recomputation.py    what to recompute under a bound
 """

@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,8 +94,9 @@ def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
     fields["attention"] = _attention(watch, sizes, bare)
     rates, levels = _rates(watch, sizes, bare), ()
     if watch.where is not None:
-        level, sending, fields["overlap"] = _links(watch, watch.where, sizes)
-        rates, levels = {**rates, **sending}, (level,)
+        links = _links(watch, watch.where, sizes)
+        rates, levels = {**rates, **links.rates}, (links.level,)
+        fields["overlap"] = links.overlap
     return {**fields, "overhead": overhead, "rates": rates, "levels": levels}
 
 
@@ -243,10 +244,16 @@ def _rates(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> dict[str, float]:
 # Links
 
 
-def _links(
-    watch: Stopwatch, where: RankGroup, sizes: Sizes
-) -> tuple[Level, dict[str, float], float]:
-    """(the links as one level, bytes/s of each collective, overlap).
+class _Links(NamedTuple):
+    """The links between ranks as one level, bytes/s of each collective, the overlap."""
+
+    level: Level
+    rates: dict[str, float]
+    overlap: float
+
+
+def _links(watch: Stopwatch, where: RankGroup, sizes: Sizes) -> _Links:
+    """Measures the links.
 
     Each collective is timed alone, on buffers of several sizes, which gives a latency
     and a rate; and beside a product that outlasts it, as a step issues it, which gives
@@ -270,7 +277,7 @@ def _links(
         if op == "all_gather":  # in one step where it is pairwise
             latency = least / (1 if paired else where.size - 1)
     level = Level(ranks=0, bandwidth=max(rates.values()), latency=latency)
-    return level, rates, min(1.0, max(0.0, 1 - sum(added) / len(added)))
+    return _Links(level, rates, min(1.0, max(0.0, 1 - sum(added) / len(added))))
 
 
 def _sending(

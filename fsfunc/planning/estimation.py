@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.cost_model import arithmetic
@@ -198,7 +199,7 @@ def estimate(
     times = [dataclasses.replace(r, exposed=r.exposed + lost) for r in played.ranks]
     busiest = max(times, key=lambda r: (r.compute, -r.rank))
     work = _work(plan, hardware)
-    shares = [x / seconds if seconds else 0.0 for x in work]
+    shares = _Work(*(x / seconds if seconds else 0.0 for x in work))
     return Estimate(
         hardware=hardware.name,
         seconds=seconds,
@@ -206,11 +207,11 @@ def estimate(
         exposed=busiest.exposed,
         bubble=busiest.bubble + busiest.idle,
         ranks=tuple(times),
-        flops_per_second=shares[0],
-        share_of_peak=shares[1],
+        flops_per_second=shares.flops,
+        share_of_peak=shares.at_peak,
         tokens_per_second=None if tokens is None else tokens / seconds,
         spans=sorted(played.spans, key=lambda s: (s.rank, s.start, s.end)),
-        mfu=shares[2],
+        mfu=shares.asked_for,
         devices=plan.mesh.size,
         band=_band(plan, hardware, attention, busiest, played),
         rule_of_thumb=_rule_of_thumb(plan, hardware, tokens, active),
@@ -224,11 +225,20 @@ def _nodes(plan: Plan, hardware: Hardware) -> int:
     return -(-plan.mesh.size // width) if width else 1
 
 
-def _work(plan: Plan, hardware: Hardware) -> tuple[float, float, float]:
-    """FLOPs of a rank, seconds of them at peak, and of those that the model asks for.
+class _Work(NamedTuple):
+    """The mean over all ranks of what a rank computes.
 
-    The mean over all ranks.
+    Args:
+        flops: all of them; ``at_peak``: the seconds that they take at peak.
+        asked_for: of these seconds, those that the model asks for.
     """
+
+    flops: float
+    at_peak: float
+    asked_for: float
+
+
+def _work(plan: Plan, hardware: Hardware) -> _Work:
     ranks = sum(r.alike for r in plan.ranks)
     flops = at_peak = asked_for = 0.0
     for r in plan.ranks:
@@ -242,7 +252,7 @@ def _work(plan: Plan, hardware: Hardware) -> tuple[float, float, float]:
             if phase != "recompute":
                 again = "_attention" in op.name and "backward" in op.name
                 asked_for += seconds * (1 - _AGAIN * again)
-    return flops, at_peak, asked_for
+    return _Work(flops, at_peak, asked_for)
 
 
 _AGAIN = 1 / 5  # of an attention's backward: its scores, of five products

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from fsfunc import tree
+from fsfunc.comm.collectives import pmax
+from fsfunc.comm.descriptions import has_values
+from fsfunc.comm.groups import axis_index, group
+from fsfunc.comm.launch import local_batch, make_mesh, spmd
+from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.candidates import Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.measured_choices import check_runs, measure_choices
 from fsfunc.planning.search_results import Search, front_of
 from fsfunc.planning.stacks import PIPE, Choice, Stack
-from fsfunc.planning.trials import Trials
+from fsfunc.planning.trials import Training, Trials
 from fsfunc.printing.tables import of_bytes
+from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
@@ -135,17 +146,17 @@ def search(
     # a rank's batch: ff.local_batch(batch, mesh, "data")
     """
     space = Space(
-        tuple(zero),
-        tuple(remat),
-        None if accumulate is None else tuple(accumulate),
-        tuple(schedules),
-        None if microbatches is None else tuple(microbatches),
-        tuple(compute) if isinstance(compute, Sequence) else (compute,),
-        reduce,
-        tuple(tuple(x) if not isinstance(x, str) else x for x in offload),  # pyright: ignore
-        donate,
-        dims or {},
-        layouts or {},
+        zero=tuple(zero),
+        remat=tuple(remat),
+        accumulate=None if accumulate is None else tuple(accumulate),
+        schedules=tuple(schedules),
+        microbatches=None if microbatches is None else tuple(microbatches),
+        compute=tuple(compute) if isinstance(compute, Sequence) else (compute,),
+        reduce=reduce,
+        offload=tuple(tuple(x) if not isinstance(x, str) else x for x in offload),  # pyright: ignore
+        donate=donate,
+        dims=dims or {},
+        layouts=layouts or {},
     )
     bound = hardware.memory if memory is None else memory
     if not bound > 0:
@@ -153,9 +164,10 @@ def search(
     if plans is not None and plans < 1:
         raise ValueError(f"plans={plans!r}: at least one stack is planned")
     sizes = meshes(mesh_sizes, hardware, space.named)
+    training = Training(loss_fn, optimizer, params, batch)
     if run:
-        check_runs(sizes, params, batch)
-    at = Trials(loss_fn, optimizer, params, batch, hardware, bound, space)
+        check_runs(sizes, training)
+    at = Trials(training, hardware, bound, space)
     sizes = [axes for axes in sizes if at.lies_on(axes)]
     every = [stack for axes in sizes for stack in _stacks(at, space, axes)]
     if plans is None and len(every) > MANY:
@@ -172,8 +184,7 @@ def search(
     found = _found(at)
     if not run:
         return found
-    times = measure_choices(found.ranked[:run], at.step, params, optimizer, batch)
-    return found.with_times(times)
+    return found.with_times(measure_choices(found.ranked[:run], at.step, training))
 
 
 def _stacks(at: Trials, space: Space, axes: Axes) -> list[Stack]:
@@ -256,3 +267,83 @@ def _nothing(at: Trials) -> str:
     whys = Counter(s.why for s in at.skipped)
     listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())
     return f"no stack could be tried: {listed or 'there is none in the space'}"
+
+
+_TURNS, _STEPS = 2, 4  # of each choice; in each turn one step comes before these
+
+
+def check_runs(sizes: Sequence[Axes], training: Training) -> None:
+    """Raises where stacks on these meshes cannot be run here.
+
+    Raises:
+        ValueError: a mesh of another number of ranks than there are processes;
+            parameters or a batch without values.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = dist.get_world_size() if dist.is_initialized() else world
+    for axes in sizes:
+        if (ranks := Stack(axes).ranks) != world:
+            raise ValueError(
+                f"run= measures steps here, where there are {world} processes, and "
+                f"mesh_sizes has {dict(axes)}: search by torchrun --nproc-per-node "
+                f"{ranks}, or without run="
+            )
+    for name, given in (("params", training.params), ("batch", training.batch)):
+        leaves = [] if callable(given) else tree.leaves(given)
+        if any(isinstance(x, Tensor) and not has_values(x) for x in leaves):
+            raise ValueError(
+                f"run= measures steps here, and {name} has a tensor without values: "
+                "give one with values, or a function that returns it"
+            )
+
+
+def measure_choices(
+    choices: Sequence[Choice], train_step: Callable[..., Any], training: Training
+) -> dict[Choice, float]:
+    """The seconds of a step of each choice, of the slowest rank.
+
+    Every rank calls it with the same choices. They take turns, one state at a time:
+    the median of eight steps, in two turns.
+    """
+    found: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    for _ in range(_TURNS):
+        for choice, times in found.items():
+            mesh = make_mesh(choice.axes)
+            step = choice.build(train_step, mesh)
+
+            def main(choice=choice, step=step, mesh=mesh) -> list[float]:
+                batch = training.batch
+                whole = batch() if callable(batch) else batch
+                mine = _part(whole, choice.stack, mesh)
+                layouts = choice.stack.layouts
+                made = training.params, training.optimizer, mine
+                state = init_state(step, *made, layouts=layouts)
+                return _seconds(step, state, mine, tuple(choice.axes))
+
+            times += spmd(main, mesh)()[0]
+    return {choice: statistics.median(times) for choice, times in found.items()}
+
+
+def _part(batch: Any, stack: Stack, mesh: Mesh) -> Any:
+    """This rank's part of the batch."""
+    batch = local_batch(batch, mesh, stack.cuts) if stack.cuts else batch
+    for axis in stack.means:
+        if dim := stack.dims.get(axis, 0):
+            count, at = mesh.axes[axis], axis_index(axis)
+            batch = tree.map(lambda x, n=count, i=at, d=dim: x.chunk(n, d)[i], batch)
+    return batch
+
+
+def _seconds(step: Any, state: Any, batch: Any, axes: tuple[str, ...]) -> list[float]:
+    """The seconds of some steps, of the slowest rank each."""
+    found, device = [], group(axes).link.device
+    for _ in range(1 + _STEPS):
+        pmax(torch.zeros((), device=device), axes)  # all begin together
+        began = time.perf_counter()
+        state, _ = step(state, batch)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - began
+        took = torch.tensor(seconds, dtype=torch.float64, device=device)
+        found.append(float(pmax(took, axes)))
+    return found[1:]

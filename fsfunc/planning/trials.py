@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -40,20 +41,30 @@ SURE, NEAR = 1.5, 1.1
 OFF = 1.3  # of an outline's time, against that of the fastest plan
 
 
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What is to be trained by some stack.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``; ``optimizer``: updates the parameters.
+        params: the whole parameters; ``batch``: of all ranks together. Or functions
+            that return them.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    params: Any
+    batch: Any
+
+
 class Trials:
     """Stacks tried so far, on one loss and one batch."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        optimizer: Any,
-        params: Any,
-        batch: Any,
-        hardware: Hardware,
-        memory: float,
-        space: Space,
+        self, training: Training, hardware: Hardware, memory: float, space: Space
     ):
-        self.space, self.optimizer = space, optimizer
+        loss_fn, params, batch = training.loss_fn, training.params, training.batch
+        self.space, self.optimizer = space, training.optimizer
         self.hardware, self.memory = hardware, memory
         self.bounded = replace(hardware, memory=memory)
         self.loss_fn = loss_fn
@@ -64,7 +75,7 @@ class Trials:
         for axis, dim in space.dims.items():
             if not self._lengths(dim):
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
-        self.step = _train_step(loss_fn, optimizer)
+        self.step = _train_step(loss_fn, self.optimizer)
         self.params, self.moments = self._once(self._sizes)
         # By what decides them: (rows of a part, bytes of activations) of each plan.
         self.activations: dict[Any, list[tuple[int, int]]] = {}

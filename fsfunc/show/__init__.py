@@ -21,8 +21,7 @@ memory_curves.py memory_plot.py   memory over a step, and its peak; its chart
 figures.py          charts by matplotlib
 chart_svg.py        charts as SVG
 traces.py           JSON for trace viewers
-chart_markup.py     charts as HTML
-pages.py            all of a plan as one HTML file
+pages.py            charts as HTML, and all of a plan as one file
 """
 
 from fsfunc.printing.tables import Report

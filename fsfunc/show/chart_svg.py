@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from fsfunc.printing.tables import of_bytes, visible
@@ -131,27 +132,37 @@ def _bar(drawing: Drawing, bar: Bar, left: float, right: float) -> None:
         drawing.text((left + right) / 2, drawing.below + BAR / 2, label, ink)
 
 
-def areas_svg(
-    title: str,
-    areas: Sequence[tuple[str, str]],
-    top: float,
-    axis: tuple[Sequence[Tick], float],
-    turns: Iterable[tuple[str, float, float]],
-    peak: float,
-    marks: Mapping[str, str],
-    parts: tuple[str, Sequence[tuple[str, str]]],
-) -> str:
-    """Stacked areas over an axis as SVG, and beside them what the peak holds.
+@dataclass(frozen=True)
+class StackedAreas:
+    """Areas over an axis, one on the other, and what the peak holds.
 
     Args:
         areas: (colour, path in a box of 1000 by 1000) of each.
         top: bytes at the upper edge.
-        axis: its marks and its length; ``turns``, ``peak`` are places on it.
-        parts: a title, and (colour, words) of each part.
+        axis: its marks; ``length``: of it.
+        turns: (colour, first, last) of stretches along it; ``peak``: a place on it.
+        marks: the colours of what there is, by its name.
+        beside: a title; ``parts``: (colour, words) of each part of the peak.
     """
-    beside = LETTER * max(len(words) for _, words in parts[1]) + 40
-    drawing = Drawing(WIDTH, title, beside)
-    left, high, length = 66.0, 240.0, axis[1] or 1.0
+
+    title: str
+    areas: Sequence[tuple[str, str]]
+    top: float
+    axis: Sequence[Tick]
+    length: float
+    turns: Iterable[tuple[str, float, float]]
+    peak: float
+    marks: Mapping[str, str]
+    beside: str
+    parts: Sequence[tuple[str, str]]
+
+
+def areas_svg(chart: StackedAreas) -> str:
+    """Stacked areas as SVG, and beside them what the peak holds."""
+    top, length = chart.top, chart.length or 1.0
+    beside = LETTER * max(len(words) for _, words in chart.parts) + 40
+    drawing = Drawing(WIDTH, chart.title, beside)
+    left, high = 66.0, 240.0
     wide = WIDTH - beside - left - 20
     upper = drawing.below + 6
     lower = upper + high
@@ -161,25 +172,27 @@ def areas_svg(
         drawing.line(left, y, wide, 0)
     move = f"translate({left} {upper:.6g}) scale({wide / 1000:.5g} {high / 1000:.5g})"
     drawing.parts.append(f'<g transform="{move}">')
-    drawing.parts += [f'<path fill="{color}" d="{path}"/>' for color, path in areas]
+    drawing.parts += [
+        f'<path fill="{color}" d="{path}"/>' for color, path in chart.areas
+    ]
     drawing.parts.append("</g>")
 
     def place(at: float) -> float:
         return left + wide * at / length
 
     drawing.parts.append(
-        f'<path d="M{place(peak):.6g} {upper}l-4 -7h8z" fill="{INK}"/>'
+        f'<path d="M{place(chart.peak):.6g} {upper}l-4 -7h8z" fill="{INK}"/>'
     )
-    for color, first, last in turns:
+    for color, first, last in chart.turns:
         size = max(place(last) - place(first), 0.5), 7
         drawing.box(place(first), lower, size, color)
     drawing.below = lower + 8
-    drawing.times(axis[0], place)
-    drawing.legend(marks)
+    drawing.times(chart.axis, place)
+    drawing.legend(chart.marks)
     y = upper
     x = WIDTH - beside + 8
-    drawing.text(x, y, parts[0])
-    for color, words in parts[1]:
+    drawing.text(x, y, chart.beside)
+    for color, words in chart.parts:
         y += LINE
         if color:
             drawing.box(x, y - 5, (11, 11), color)

@@ -1,7 +1,7 @@
 """The model of charts: what is drawn from where to where, its look and its label.
 
 ``lanes.py`` shows it as text, ``figures.py`` as a picture of matplotlib's, and
-``chart_markup.py`` as HTML.
+``pages.py`` as HTML.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painted
 from fsfunc.runtime.memory import KINDS
-from fsfunc.show.chart_svg import areas_svg
+from fsfunc.show.chart_svg import StackedAreas, areas_svg
 from fsfunc.show.charts import FAINT, INK, MEMORY, Look, Tick, outline, ticks
 from fsfunc.show.figures import LETTER, Drawn, listing, sheet
 from fsfunc.show.memory_curves import (
@@ -169,10 +169,19 @@ class MemoryChart(Drawn):
             if look is not None and look.title in GREYS
         ]
         parts = [(marks.get(kind, ""), words) for kind, words in self.said()]
-        said = f"at the peak, {of_bytes(sum(curve.peak[1]))}", parts
-        axis = self.axis(), curve.length
         return areas_svg(
-            self.title, areas, top, axis, turns, curve.peak[0], marks, said
+            StackedAreas(
+                title=self.title,
+                areas=areas,
+                top=top,
+                axis=self.axis(),
+                length=curve.length,
+                turns=turns,
+                peak=curve.peak[0],
+                marks=marks,
+                beside=f"at the peak, {of_bytes(sum(curve.peak[1]))}",
+                parts=parts,
+            )
         )
 
     def axis(self) -> list[Tick]:

@@ -8,9 +8,8 @@ import torch
 import fsfunc as ff
 from fsfunc.pipelining.actions import Action, ScheduleError, owners, parse, ranks_for
 from fsfunc.pipelining.player import other_end
-from fsfunc.pipelining.schedules import greedy
+from fsfunc.pipelining.schedules import gpipe, greedy
 from fsfunc.pipelining.stage_plans import cut
-from fsfunc.pipelining.synchronous import gpipe
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from tests.checks import all_refused

@@ -16,10 +16,10 @@ from fsfunc.pipelining.actions import (
     listing,
     owners,
     parse,
+    rounds_of,
     texts,
 )
 from fsfunc.pipelining.player import Dependencies
-from fsfunc.pipelining.synchronous import rounds_of
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.testing.strategies import valid_schedules

@@ -15,7 +15,7 @@ from fsfunc.planning.candidates import Space, whole_gradients
 from fsfunc.planning.hardware import H100
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
-from fsfunc.planning.trials import Trials
+from fsfunc.planning.trials import Training, Trials
 from tests.covering import by_turns
 from tests.models import chain, layer, layers, split, splits
 
@@ -96,7 +96,8 @@ def tried():
     tokens = torch.zeros(32, sizes["seq"], dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens.clone()}
     optimizer, memory = ff.sharded_adam(1e-3), H100.memory
-    return Trials(gpt.loss_fn, optimizer, init, batch, H100, memory, Space())
+    training = Training(gpt.loss_fn, optimizer, init, batch)
+    return Trials(training, H100, memory, Space())
 
 
 def test_what_an_outline_says_is_too_large_is_planned_last():
