@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -138,18 +138,13 @@ class Carried(NamedTuple):
     counted: Mapping[Hashable, Any]
 
 
-class Carrier(Protocol):
-    """What has the sums of a loop's rounds so far."""
-
-    def carried(self) -> Carried: ...
-
-
 @dataclass(frozen=True)
 class Round:
     """A round of a loop over microbatches, which is over.
 
     Args:
-        handed: what the loop hands on to the next round.
+        handed: what the loop hands on to the next round; ``carried()`` of each gives
+            a :class:`Carried`.
         state: whatever else decides what that will do.
         left: how many more rounds there are that do what this one did if they find what
             it found.
@@ -158,7 +153,7 @@ class Round:
             loop ends.
     """
 
-    handed: Sequence[Carrier]
+    handed: Sequence[Any]
     state: object
     left: int
     microbatch: int

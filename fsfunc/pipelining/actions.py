@@ -16,7 +16,7 @@ FORWARD, BACKWARD = "F", "B"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ActionKind:
     """A kind of action: all that schedules, their player, plans and charts ask of it.
 
     Work on a microbatch in a stage has the parts "F", the forward, "I", the gradient of
@@ -67,37 +67,37 @@ class Kind:
 
 # The one list of kinds: one more is added here alone.
 _ALL = (
-    Kind(
+    ActionKind(
         "F", "forward", "#4c7cb8", "rail_response",
         parts=("F",), costs=("f",), takes=FORWARD, gives=FORWARD, holds=1,
     ),
-    Kind(
+    ActionKind(
         "B", "backward", "#e07b39", "thread_state_iowait",
         parts=("I", "W"), costs=("i", "w"), needs=("F",),
         takes=BACKWARD, gives=BACKWARD, holds=-1,
     ),
-    Kind(
+    ActionKind(
         "I", "input gradient", "#edb83d", "yellow",
         parts=("I",), costs=("i",), needs=("F",), takes=BACKWARD, gives=BACKWARD,
     ),
-    Kind(
+    ActionKind(
         "W", "weight gradient", "#4fa37b", "thread_state_running",
         parts=("W",), costs=("w",), needs=("I",), holds=-1,
     ),
-    Kind("U", "update", "#8b5fa8", "black", costs=("u",), updates=True),
-    Kind(
+    ActionKind("U", "update", "#8b5fa8", "black", costs=("u",), updates=True),
+    ActionKind(
         "SF", "send activations", "#8aa9d1", "rail_idle",
         needs=("F",), transfer=">", carries=FORWARD,
     ),
-    Kind(
+    ActionKind(
         "SB", "send gradients", "#ecae85", "rail_animation",
         needs=("I",), transfer=">", carries=BACKWARD,
     ),
-    Kind(
+    ActionKind(
         "RF", "receive activations", "#8aa9d1", "rail_idle",
         transfer="<", carries=FORWARD,
     ),
-    Kind(
+    ActionKind(
         "RB", "receive gradients", "#ecae85", "rail_animation",
         transfer="<", carries=BACKWARD,
     ),
@@ -159,7 +159,7 @@ class Action:
         return not KINDS[self.kind].transfer
 
     @property
-    def of_kind(self) -> Kind:
+    def of_kind(self) -> ActionKind:
         """All that is to be known of its kind."""
         return KINDS[self.kind]
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN
+from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 
-if TYPE_CHECKING:
-    from fsfunc.pipelining.runtime import Worker
+
+class Placed(Protocol):
+    """What of a `runtime.Worker` says where which microbatches run."""
+
+    microbatches: Sequence[Microbatch]
+    owners: Sequence[int]
+    where: RankGroup
 
 
 class SampleGradients:
@@ -43,7 +50,7 @@ class SampleGradients:
         call: GradientCall,
         leaves: Leaves,
         values: Sequence[Tensor],
-        worker: Worker,
+        worker: Placed,
     ):
         batches, owners = worker.microbatches, worker.owners
         share, stages = batches[0].share, batches[0].cut.stages

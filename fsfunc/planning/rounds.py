@@ -29,7 +29,7 @@ from fsfunc.core.tracers import Round
 from fsfunc.planning.events import Gave, Ran, Started, Took, Waited
 
 
-class Section(NamedTuple):
+class LoopPart(NamedTuple):
     """The plan's counts when a part of a round began: ``what``, of a microbatch.
 
     Args:
@@ -63,7 +63,7 @@ class _Mark(NamedTuple):
     counts: list[dict[Hashable, int]]
     flying: frozenset[int]
     section: int
-    end: Section
+    end: LoopPart
     calls: dict[tuple[str, str], int]
 
 
@@ -103,12 +103,12 @@ class Rounds:
     def __init__(self, observer: Any, link: Any, named: str = ""):
         self.named = named
         self.observer, self.link, self.book = observer, link, observer.book
-        self.sections: list[Section] = []
+        self.sections: list[LoopPart] = []
         self.places: dict[tuple[Hashable, int], int] = {}  # of sections
         self.before: _Mark | None = None
         self.alike: list[tuple[int, int]] = []  # storages, and those that became them
 
-    def begin(self, what: Hashable, microbatch: int) -> Section:
+    def begin(self, what: Hashable, microbatch: int) -> LoopPart:
         """Hears that a section of a round begins, before its turn is noted."""
         self.places[what, microbatch] = len(self.sections)
         self.sections.append(section := self._now(what, microbatch))
@@ -167,7 +167,7 @@ class Rounds:
 
     # Names of storages and transfers
 
-    def section(self, number: int, kind: str) -> Section:
+    def section(self, number: int, kind: str) -> LoopPart:
         """The section that took a storage, or started a transfer."""
         return self.sections[
             bisect_right(self.sections, number, key=_COUNTED[kind]) - 1
@@ -191,11 +191,11 @@ class Rounds:
 
     # Whether rounds are equal
 
-    def _now(self, what: Hashable = None, microbatch: int = 0) -> Section:
+    def _now(self, what: Hashable = None, microbatch: int = 0) -> LoopPart:
         book, link = self.book, self.link
         events, turns, records = book.events, book.turns, link.log.records
         sizes = len(book.sizes), len(events), len(turns), link.count, len(records)
-        return Section(what, microbatch, *sizes)
+        return LoopPart(what, microbatch, *sizes)
 
     def _mark(self, done: Round) -> _Mark:
         book, each = self.book, [one.carried() for one in done.handed]
@@ -285,7 +285,7 @@ class _RoundAgain:
             for section, end in zip(sections, ends, strict=True)
         ]
 
-    def _references(self, section: Section, end: Section) -> list[_Reference]:
+    def _references(self, section: LoopPart, end: LoopPart) -> list[_Reference]:
         references: list[_Reference] = []
         events = self.book.events[section.events : end.events]
         for place, event in enumerate(events):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsfunc.pipelining.actions import KINDS, Kind
+from fsfunc.pipelining.actions import KINDS, ActionKind
 from fsfunc.planning.simulation import COMPUTE, Span
 
 
@@ -39,7 +39,7 @@ def _by_title(*looks: Look) -> dict[str, Look]:
 
 
 @functools.cache
-def _look(kind: Kind) -> Look:
+def _look(kind: ActionKind) -> Look:
     return Look(kind.title, kind.letter, kind.color, kind.reserved)
 
 

@@ -169,10 +169,12 @@ class _Sums:
     def __init__(self) -> None:
         self.first: Any = None
         self.grads: Any = None
+        self.count = 0  # of microbatches
         self.ours = False  # whether ``grads`` may be written in place
 
     def add(self, outcome: Outcome) -> None:
         """Adds an outcome, without writing into its memory."""
+        self.count += outcome.count
         if self.first is None:
             self.first, self.grads = outcome, outcome.grads
             self.ours = outcome.owns
@@ -187,10 +189,9 @@ class _Sums:
         weight = added_weights(a.weight, b.weight)
         self.grads = outcome.grads if outcome.summed else self._added(outcome.grads)
         aux = added(a.aux, b.aux)
-        total, count = a.total + b.total, a.count + b.count
         # Without its gradients: they would be held until the last microbatch.
         sums = a.replace(grads=None, own=None)
-        self.first = sums.replace(total=total, weight=weight, aux=aux, count=count)
+        self.first = sums.replace(total=a.total + b.total, weight=weight, aux=aux)
 
     def _added(self, grads: Any) -> Any:
         ours, theirs = split_alike(self.grads, grads)
@@ -215,15 +216,6 @@ class _Sums:
             out[i] = x
         return ours.rebuild(out)
 
-    @property
-    def count(self) -> int:
-        """The number of microbatches summed."""
-        return self.first.count
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self.first = self.first.replace(count=count)
-
     def carried(self) -> Carried:
         """The sums; they count their microbatches."""
         values = self.first.total, self.first.weight, self.first.aux
@@ -233,7 +225,8 @@ class _Sums:
     def outcome(self) -> Outcome:
         """The outcome that is the sum."""
         grads = self.grads
-        return self.first.replace(grads=grads, own=grads if self.ours else None)
+        own = grads if self.ours else None
+        return self.first.replace(grads=grads, own=own, count=self.count)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:

@@ -3,7 +3,14 @@
 import pytest
 
 import fsfunc as ff
-from fsfunc.pipelining.actions import KINDS, Action, Kind, ScheduleError, listing, parse
+from fsfunc.pipelining.actions import (
+    KINDS,
+    Action,
+    ActionKind,
+    ScheduleError,
+    listing,
+    parse,
+)
 from fsfunc.pipelining.timing import simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
@@ -18,7 +25,7 @@ def ran(monkeypatch):
     """A kind that comes after the forward, takes as long, and notes its turn."""
     ran = []
     note = lambda worker, action: ran.append((worker.where.index, str(action)))  # noqa: E731
-    kind = Kind(
+    kind = ActionKind(
         "X", "extra", "#123456", "grey", costs=("f",), needs=("F",), run=note
     )  # fmt: skip
     monkeypatch.setitem(KINDS, "X", kind)
