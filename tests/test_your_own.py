@@ -354,7 +354,13 @@ class Elsewhere(Counted):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_place_with_copies_of_its_own(ranks, zero):
-    """One class in one file: what ``offload`` copies, its ``copy`` copies."""
+    """One class in one file: what ``offload`` copies, its ``copy`` copies.
+
+    Gradients go in, and what an update has made; parameters come out for units, and
+    with the gradients for the update. At zero=3 the second of three units reads its
+    parameter again in the backward (the first needs none, the last one's is there). At
+    zero=1 gradients lie there as a whole until they are reduced.
+    """
     mesh = ff.make_mesh({"data": ranks}, "simulated")
     optimizer, x = ff.sharded_adam(0.1), integers(4, 4, seed=2)
     params = [integers(4, 4, seed=i) for i in range(3)]
@@ -367,6 +373,9 @@ def test_a_place_with_copies_of_its_own(ranks, zero):
         copied = {way: elements[way] - before[way] for way in elements}
         return ff.unshard(state.params), copied
 
+    own = 3 * 16 // ranks
+    again, late = own // 3 if zero == 3 else 0, 3 * 16 if zero == 1 else 0
+
     def both():
         rows, store = ff.local_batch(x, mesh, "data"), Elsewhere()
         beside = ff.offload(plain, params=store)
@@ -374,7 +383,7 @@ def test_a_place_with_copies_of_its_own(ranks, zero):
 
     for (expected, _), (found, copied) in ff.spmd(both, mesh)():
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert copied["in"] and copied["out"]
+        assert copied == {"in": 2 * own + late, "out": 3 * own + again + late}
 
 
 STRANGE = {
