@@ -40,7 +40,8 @@ from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.replicas import SPLIT, compare_batches
-from fsfunc.tracing.steadiness import Steadiness, Unsteady
+from fsfunc.tracing.rules import Unsteady
+from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding

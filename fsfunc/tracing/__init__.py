@@ -8,9 +8,9 @@ All runs begin alike (`runs.without_data`); each adds its own observer:
 - A sharded call is type checked once for each set of shapes, at ``init_state`` or
   before it first runs, unless the record shows that no types are at stake:
   `type_check` has a `checker.Checker` hold each value between units against its type.
-  The rules are `types` over the classes of `operators`, applied by `typed_operators` to
-  the facts in `knowledge`; `refusals` are the messages. Where tensors without data
-  cannot go on it runs on copies.
+  What it refuses is listed in `rules`, each with its words. Results have `types` by the
+  classes of `operators`, given by `typed_operators` from the facts in `knowledge`.
+  Where tensors without data cannot go on it runs on copies.
 - A pipelined loss is traced for each shape of microbatch, as ``ff.program`` does by
   hand: a stage of `tracer` runs every unit call and adds it to a `programs.Program`,
   with the dependencies and costs of its inputs (`dataflow`). Pipelines cut it.
@@ -33,5 +33,5 @@ split_work.py       values that are each rank's own along axes without a mean
 provenance.py results.py   gradients of rows that are averaged too early
 steadiness.py       placeholders for values; steps that differ from run to run
 compared_numbers.py   numbers and words of the arguments that a step compares
-refusals.py         the messages
+rules.py            what the first call refuses, and in which words
 """

@@ -20,7 +20,7 @@ from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, LawError
+from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, SUM
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import averaged, counts_as_leaf, is_reduced
 from fsfunc.core.tracers import Tracer
@@ -33,10 +33,11 @@ from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.knowledge import Seen, memory
 from fsfunc.tracing.operators import shown
 from fsfunc.tracing.provenance import Gradient, joined
-from fsfunc.tracing.refusals import refusal, refuse_cut
 from fsfunc.tracing.results import pairs, placed, pulled_with, together
+from fsfunc.tracing.rules import refusal, refused
 from fsfunc.tracing.runs import returned_state
 from fsfunc.tracing.steadiness import NumbersGiven, StandIns
+from fsfunc.tracing.torch_calls import check_tracked
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
@@ -106,10 +107,11 @@ class Checker(Tracer, Watcher, Operators):
         why, op = misused(how, seen.kind), how.op
         if why == "disagrees" and (unit := current_label()[0]):
             why, op = "parameters", unit
-        if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
-            why = "rows"  # of parts there is one dim: vmap brought the others
+        # Of parts there is one dim, of their sum none: vmap brought the others.
+        if seen.kind is Kind.K and x.ndim > (how == GATHER) and how in (GATHER, SUM):
+            why = "rows"
         if why:
-            raise refusal(why, op, [seen], None)
+            raise refusal(why, op, [seen])
         kind = moved_to(how, seen.kind)
         if how.op == "enter":
             self._parameters.add(memory(x))
@@ -122,7 +124,7 @@ class Checker(Tracer, Watcher, Operators):
             return
         seen = self.known.of(x)
         if seen.kind in PARTS and how != OWN:
-            raise refusal("parts", how.op, [seen], None)
+            raise refusal("parts", how.op, [seen])
         if how == ENTER:
             self._cast.add(memory(x))
         if _torch.function_runs():
@@ -138,18 +140,18 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind is Kind.K:
             alike = self._alike(what, (seen.digest, shown(x)), source_line())
         if seen.kind is Kind.V or not alike:
-            raise refusal("disagrees", what, [seen], None)
+            raise refusal("disagrees", what, [seen])
 
     def summed(self, x: Tensor, what: str) -> None:
         seen = self.known.of(x)
         if seen.kind in PARTS and not frame().path:
-            raise refusal("lost", what, [seen], None)
+            raise refusal("lost", what, [seen])
 
     def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
         if where.size > 1:
             lacking = self.split.over(where.axis) - self.split.of(x)
             if alike := [a for a in where.axis if a in lacking]:
-                raise LawError(_ALIKE.format(what, alike[0]))
+                raise refused("counted", op=what, axis=alike[0])
 
     def measured(self, what: str, *given: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
@@ -160,7 +162,7 @@ class Checker(Tracer, Watcher, Operators):
         each = [self.known.of(x) for x in given]
         parts = [seen for seen in each if seen.kind is Kind.S or seen.flat]
         if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
-            raise refusal("shape", what, parts[:1], None)
+            raise refusal("shape", what, parts[:1])
 
     def laid(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)
@@ -190,7 +192,7 @@ class Checker(Tracer, Watcher, Operators):
     def _ran(self, number: int, name: str) -> None:
         """A Function's backward has run; a collective's own sends."""
         if number not in self._answered:
-            raise refusal("unanswered", name.removesuffix("Backward"), [], None)
+            raise refusal("unanswered", name.removesuffix("Backward"), [])
 
     # Calls of sharded functions, and units
 
@@ -221,7 +223,7 @@ class Checker(Tracer, Watcher, Operators):
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
         leaves = list(leaves)
-        refuse_cut(name, [(leaf.name, leaf._local) for leaf in leaves])
+        check_tracked(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
             self.claimed(leaf._local, name)
         if not frame().path:
@@ -269,7 +271,7 @@ class Checker(Tracer, Watcher, Operators):
         if outermost:
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
                 if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
-                    raise refusal("input", call.name, [self.known.of(x)], None)
+                    raise refusal("input", call.name, [self.known.of(x)])
         taken = self._memory_of((params, inputs, keywords))
         start, before = _torch.next_sequence_number(), self.given
         given = (params, inputs, keywords)
@@ -327,10 +329,11 @@ class Checker(Tracer, Watcher, Operators):
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         for x in self.known.tensors(of[0]):  # not what is returned beside the loss
             if (apart := self.split.of(x)) and not frame().path:
-                raise LawError(_APART.format(source_line(), min(apart)))
+                raise refused("loss", line=source_line(), axis=min(apart))
         names = _combined_names(value[1])
         if not self._alike("a loss", names, source_line()):
-            raise LawError(_OTHERS.format(source_line(), ", ".join(names) or "none"))
+            said = ", ".join(names) or "none"
+            raise refused("beside", line=source_line(), said=said)
         self._laid(by, grads)
         # Where a loss is only evaluated, its mean is of all parameters it is given.
         inputs, found = zip(*pairs(by, grads), strict=True) if by else (of[1:], ())
@@ -389,25 +392,25 @@ class Checker(Tracer, Watcher, Operators):
             self.known.change(g, flat=True)
         if of.kind is Kind.S:
             if found.kind is Kind.V:
-                raise refusal("own gradient", "", [of, found], None)
+                raise refusal("own gradient", "", [of, found])
             self.known.give(g, Kind.S, of.what)
         elif found.kind in PARTS:
-            raise refusal("term", "", [of, found], None)
+            raise refusal("term", "", [of, found])
         elif of.kind in (Kind.K, Kind.I) and not agrees(found.kind) and not averaged:
             why = "whose" if of.kind is Kind.K else "unaveraged"
-            raise refusal(why, "", [of, found], None)
+            raise refusal(why, "", [of, found])
         elif of.parameter and found.kind is Kind.V and not averaged:
-            raise refusal("made of one", "", [of, found], None)
+            raise refusal("made of one", "", [of, found])
 
     def returned(self, args: Any, out: Any) -> None:
         """Holds what a sharded function returns against what it was given."""
         for y in tree.leaves(out, is_leaf=is_sharded):
             if isinstance(y, Sharded) and self._varies(held := _held(y)):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
-                raise refusal("returned", "", [leaf, self.known.of(held)], None)
+                raise refusal("returned", "", [leaf, self.known.of(held)])
             seen = self.known.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
             if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
-                raise refusal("bare", "", [seen], None)
+                raise refusal("bare", "", [seen])
         new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
         each = zip(paths, found, strict=True)
@@ -415,7 +418,7 @@ class Checker(Tracer, Watcher, Operators):
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
             if self._varies(x) and memory(x) in self._whole:
-                raise refusal("written", "", [self.known.of(x)], None)
+                raise refusal("written", "", [self.known.of(x)])
         if treedef != other:
             return  # it returns something else
         for x, y in zip(leaves, found, strict=True):
@@ -426,29 +429,6 @@ class Checker(Tracer, Watcher, Operators):
 
     def _varies(self, x: Any) -> bool:
         return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
-
-
-_ALIKE = (
-    "{0} takes each rank's own along {1!r}, and is given one value, the same on all of "
-    "its ranks, as no shard averages over {1!r}: it would be counted as often as there "
-    "are ranks, its derivatives too. Give each rank its share, mine = ff.pcast(x, "
-    '{1!r}, to="V").chunk(n, dim)[ff.axis_index({1!r})], and ff.all_gather(y, {1!r}, '
-    'dim=dim, to="I") of what comes out; or leave the axis out, or average over it, '
-    "ff.shard(step, mesh, (..., {1!r})). Of what is each rank's own already "
-    'ff.pcast(x, {1!r}, to="V") says so'
-)
-_APART = (
-    "the loss of the gradient call at {0} is each rank's own along {1!r}, which no "
-    "shard averages over: there it is one value. Take ff.psum of it over {1!r} where "
-    "the ranks have parts of a sum, or ff.pmean; or average over it, ff.shard(step, "
-    "mesh, (..., {1!r}))"
-)
-_OTHERS = (
-    "what a loss returns beside its value to be combined over the ranks has other "
-    "names, or is combined in another way, on other ranks: at {0} it is {1} here. Of "
-    "averages, ff.Summed and ff.Max each rank must return the same; what is a rank's "
-    "own, as rows are, may differ"
-)
 
 
 def _combined_names(aux: Any) -> tuple[str, ...]:

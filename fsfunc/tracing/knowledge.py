@@ -176,6 +176,10 @@ class Known:
         again = before.kind is seen.kind is Kind.K  # another constant
         if not rises and not again:
             seen = before._replace(value=seen.value, made_of=seen.made_of)
+        # Elsewhere in its memory may be another number.
+        part = _torch.unwrapped(x)
+        if part.nbytes < part.untyped_storage().nbytes():
+            seen = seen._replace(uniform=False)
         if self.seen(x) is not None:  # of which `x` may be a part
             self._seen[x] = self._told_apart(seen)
         else:

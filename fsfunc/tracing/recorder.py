@@ -11,6 +11,7 @@ calls (`runs.Noted`), and one that recomputes by none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import source_line
+from fsfunc._torch.fake_results import communicates
+from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
@@ -33,20 +35,14 @@ from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.tracing import runs
 from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.operators import DrawsWithin
-from fsfunc.tracing.refusals import (
-    communication_told,
-    refuse_cut,
-    refuse_hidden,
-    refuse_reshaped,
-    scripts_told,
-)
+from fsfunc.tracing.rules import refused
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
-from fsfunc.tracing.torch_calls import OwnValues, Reads
+from fsfunc.tracing.torch_calls import OwnValues, Reads, check_tracked
 
 
 @heard()
@@ -90,8 +86,15 @@ def record(
             again = None if planned else partial(_numbers_again, run, remembers)
             found.steadiness = Steadiness(found.said, again, found.calls_at)
             return found
-    with scripts_told(), communication_told():
+    try:
         return run()
+    except (ValueError, RuntimeError) as error:  # of what has words of its own for it
+        line, text = traceback_line(error), str(error)
+        if "instead found type 'Recorded'" in text:
+            raise refused("scripts", line=line) from error
+        if "Default process group has not been initialized" in text:
+            raise communicates(f"at {line}") from error
+        raise
 
 
 @heard()
@@ -385,7 +388,7 @@ class Recorder(Findings, Tracer, Watcher):
         return recorded
 
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
-        refuse_cut(name, ((self.path_of(x), local(x)) for x in leaves))
+        check_tracked(name, ((self.path_of(x), local(x)) for x in leaves))
 
     def _output(self, x: Any) -> Any:
         """An output; a leaf that a unit returns as it is, is no leaf any more."""
@@ -414,3 +417,36 @@ class Recorder(Findings, Tracer, Watcher):
                 self.inside[path, f.numbers] = source_line(), in_loss
             elif in_loss > self.outside.get(path, ("", -1))[1]:
                 self.outside[path] = source_line(), in_loss
+
+
+def refuse_hidden(recorder: Any, given: Any, returned: Sequence[Any]) -> None:
+    """Raises where a unit's leaves were written by ``.data`` and returned as they came.
+
+    Args:
+        recorder: of the step; ``given``: its arguments; ``returned``: its leaves.
+
+    Raises:
+        NotATensor: at zero=1 and 2 units would read what was gathered before.
+    """
+    if not recorder.hidden:
+        return
+    written = {p for t in recorder.taken for p in t.leaves} & recorder.hidden
+    came = set(map(id, tree.leaves(given, is_leaf=is_sharded)))
+    for x in returned:
+        if is_sharded(x) and x.name in written and id(x) in came:
+            raise refused("hidden", NotATensor, leaf=x.name)
+
+
+def refuse_reshaped(returned: Sequence[Any]) -> None:
+    """Raises where a leaf of the state is returned in another shape than it came.
+
+    Of this rank's part, a row of elements, that does not show: it would be taken for
+    the part of a leaf of the old shape.
+    """
+    for x in returned:
+        if not (is_sharded(x) and isinstance(x.local, Tensor)):
+            continue
+        shape, came = tuple(x.local.shape), tuple(x.layout.shape)
+        if shape != came and x.local.numel() == math.prod(came):
+            came, shape = list(came), list(shape)
+            raise refused("reshaped", leaf=x.name, came=came, shape=shape)

@@ -17,6 +17,7 @@ from fsfunc.tracing.provenance import (
     NOTHING,
     UNKNOWN,
     Along,
+    Gradient,
     Provenance,
     Rows,
     crossed,
@@ -26,7 +27,7 @@ from fsfunc.tracing.provenance import (
     nonlinear,
     takes_rows,
 )
-from fsfunc.tracing.refusals import apart
+from fsfunc.tracing.rules import refused
 from fsfunc.tracing.types import PARTS, Kind
 
 Facts = Sequence[tuple[Tensor, Seen]]  # about the tensors that an operator is given
@@ -123,7 +124,7 @@ def made_of(
         return joined([*(x._replace(gradients=frozenset()) for x in each), *chosen])
     if bends and not is_internal():
         if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
-            raise apart(op.name, *found)
+            raise _apart(op.name, *found)
     if not bends:
         each = _summed(op, given, tensors, each, made)
     stacked = _along(made, _dim(given, tensors[0])) if op.joins else None
@@ -232,8 +233,16 @@ def together(name: str, given: Sequence[Provenance]) -> Provenance:
         LawError: gradients of different rows are combined.
     """
     if (found := met(given)) is not None:
-        raise apart(name, *found)
+        raise _apart(name, *found)
     return joined(given)
+
+
+def _apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> Exception:
+    """The error for combining two changed gradients that are of different rows."""
+    where = ", ".join(x.where for x in (one, other) if x.where)
+    changed = f", each changed by what is not linear: {where}" if where else ""
+    line = source_line()
+    return refused("apart", op=op, line=line, rows=rows.name, changed=changed)
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:

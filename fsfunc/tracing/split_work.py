@@ -21,10 +21,10 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.typed_maps import LawError
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.tracing.operators import OF_LISTS, flat, rows
+from fsfunc.tracing.rules import refused
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
@@ -90,7 +90,8 @@ class SplitWork:
             lacking = self.over(where.axis) - self.of(x)
             if lacking and _torch.current_node() is None:  # else of a cotangent
                 name = "pmean" if how.power else how.op
-                raise LawError(_ENTERS.format(name, source_line(), min(lacking)))
+                line, axis = source_line(), min(lacking)
+                raise refused("enters", op=name, line=line, axis=axis)
 
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         """Notes what a linear map has made of ``x``."""
@@ -103,12 +104,3 @@ class SplitWork:
 def _sends(how: LinearMap) -> bool:
     """True of a map of each rank's own values, whose transpose gives such gradients."""
     return how.of in ("V", "M") and not how.ordered and how.sends is not None
-
-
-_ENTERS = (
-    "{0} at {1} takes each rank's own along {2!r}, and is given one value, the same on "
-    "all of its ranks, as no shard averages over {2!r}: its gradient would be that of "
-    "this rank's share alone. Leave {0} out where one value is meant; or, of it or of "
-    'what is each rank\'s own already, take ff.pcast(x, {2!r}, to="V"), whose gradient '
-    "is the sum over the ranks"
-)

@@ -28,6 +28,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.rules import refused
 
 _COUNTS, _NUMBERS = (1, 2, 0), (1.0, 2.0**20, -(2.0**20))
 _PATIENCE = 32  # a loop until something holds asks for it at one line
@@ -79,10 +80,6 @@ class StandIns:
         self._count[line] += 1
         self.turns = max(self.turns, most)
         return (self.turn + max(0, self._count[line] - _PATIENCE)) % most
-
-
-class Unsteady(RuntimeError):
-    """A step does another thing each time that it is run."""
 
 
 class NumbersGiven(NamedTuple):
@@ -206,15 +203,7 @@ def check_steady(
     for one, other in zip(first, second, strict=True):
         for a, b in zip(one.numbers, other.numbers, strict=False):
             if a != b and a == a:  # no nan
-                raise Unsteady(
-                    f"{one.name} at {one.where} is given {a} when the step is run "
-                    f"once, and {b} when it is run again: Python state that the step "
-                    "changes may be why (a counter, an attribute). It is run on "
-                    "tensors without data before its first call, to be recorded and "
-                    "checked, and would be ahead by as many runs. Keep what lasts "
-                    "from step to step in the state (state.step counts), or change it "
-                    "only where ff.recording() is False"
-                )
+                raise refused("count", op=one.name, line=one.where, first=a, second=b)
 
 
 def _places(given: Sequence[NumbersGiven]) -> list[tuple[str, str]]:
@@ -245,11 +234,7 @@ class Outside(TorchFunctionMode):
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
         if name in _EACH and args and isinstance(args[0], _torch.FakeTensor):
-            raise RuntimeError(
-                f"{name} at {source_line()} calls a function of Python with each "
-                "element, and a step is recorded on tensors that have none: use "
-                "torch's operators, or call it in a unit"
-            )
+            raise refused("python", op=name, line=source_line())
         if name == "tensor_split":
             args, kwargs = _without_tensors(args, kwargs)
         writes = name.endswith("_") and not name.endswith("__") or name in _WRITES
@@ -308,12 +293,7 @@ def check_data(out: Any) -> None:
             x = x._local if x.packed is None else x.packed.flat
         if isinstance(x, _torch.FakeTensor):
             path = tree.paths(out, is_leaf=is_sharded)[i]
-            raise Unsteady(
-                f"the step returns a tensor without data at {path!r}: it has kept one "
-                "in Python's own state (a list, an attribute) as it was recorded, "
-                "which runs it on such tensors. Keep what lasts from step to step in "
-                "the state, or keep it only where ff.recording() is False"
-            )
+            raise refused("kept", path=path)
 
 
 _EACH = {"apply_", "map_", "map2_"}

@@ -26,6 +26,7 @@ from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import Recorded, plain
 from fsfunc.tracing.operators import flat
+from fsfunc.tracing.rules import refused
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import Outside, said
 from fsfunc.tracing.types import Kind, agrees
@@ -274,12 +275,29 @@ def _check_pulled(name: str, args: Any, kwargs: dict[str, Any]) -> None:
     roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
     roots = [x for x in tree.leaves(roots) if isinstance(x, Tensor)]
     if roots and not any(x.requires_grad or x.grad_fn for x in roots):
-        raise RuntimeError(_NO_GRAPH.format(name, source_line()))
+        raise refused("no graph", op=name, line=source_line())
 
 
-_NO_GRAPH = (
-    "{} at {} asks for the derivative of what does not depend on anything that "
-    "requires grad: the leaves of a state do not, and no .grad is read. "
-    "ff.value_and_grad(loss_fn)(params, batch) returns the loss and its gradients; "
-    "within a loss, x.requires_grad_() first"
-)
+def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
+    """Raises where autograd does not see who reads a differentiated leaf.
+
+    A placed leaf is no tensor: ``Function.apply`` takes it for a constant.
+
+    Args:
+        leaves: the name of each, and this rank's part of it.
+
+    Raises:
+        LawError: an ``autograd.Function`` around the reader, or torch's checkpoint,
+            would lose the gradient.
+    """
+    if not (around := _torch.hides_tensors()):
+        return
+    unwrapped = _torch.reverse_mode_around()  # what is differentiated is hidden then
+    for name, x in leaves:
+        if name is not None and isinstance(x, Tensor):
+            if x.requires_grad or _torch.is_wrapped(x) or unwrapped:
+                leaf, line = (
+                    repr(name) if name else "of the first argument",
+                    source_line(),
+                )
+                raise refused("cut", reader=reader, leaf=leaf, line=line, around=around)

@@ -19,15 +19,16 @@ from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines, unlike
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Frame, frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
-from fsfunc.tracing.refusals import MAPPED, UNCHECKED, LawError, RowsApart
 from fsfunc.tracing.replicas import DueCall, Replicas, compare_whole
+from fsfunc.tracing.rules import RowsApart, Unsteady, refused
 from fsfunc.tracing.runs import shadows, without_data
-from fsfunc.tracing.steadiness import StandIns, Unsteady, check_data, check_steady
+from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
 from fsfunc.tracing.torch_calls import Asked
 from fsfunc.tracing.typed_operators import SharedOp
 
@@ -148,9 +149,9 @@ class TypeCheck(FirstCalls):
             seen = check(call, args, keywords, at, axes, again=again, exchange=exchange)
         except Exception as error:
             if "in the mapped dimension" in str(error):  # torch's own, of its vmap
-                raise LawError(f"{error}: {MAPPED}") from error
-            refused = isinstance(error, LawError | NotATensor | Unsteady)
-            if not later or refused or exchange.failed:
+                raise refused("mapped", raised=error) from error
+            broken = isinstance(error, LawError | NotATensor | Unsteady)
+            if not later or broken or exchange.failed:
                 raise
             exchange(())
             warn(UNCHECKED.format(repr(error)))
@@ -401,16 +402,19 @@ def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
         rest = [x.name for x in fewer[first:]]
         if [x.name for x in more[len(more) - len(rest) :]] == rest:
             extra = more[first]
-            raise LawError(
-                f"only rank {who} computes {extra.name} at {extra.where}, of what "
-                "should be one value on all ranks. What depends on the rank may only "
-                "go into own values: data, or a unit's inputs"
-            )
+            raise refused("one more", rank=who, op=extra.name, line=extra.where)
         a, b = events[first], others[first]
-        raise LawError(
-            f"ranks {rank} and {other} compute what should be one value in other "
-            f"ways: {a.name} at {a.where}, and {b.name} at {b.where}. What depends "
-            "on the rank may only go into own values: data, or a unit's inputs"
+        second = f"{b.name} at {b.where}"
+        raise refused(
+            "unlike", rank=rank, other=other, op=a.name, line=a.where, second=second
         )
     pairs = enumerate(zip(events, others, strict=True))
     return {i for i, (a, b) in pairs if a.constants != b.constants}
+
+
+UNCHECKED = (
+    "a step, run without data to check it once more (as before calls 17, 65, 257, ...; "
+    "see help(ff.shard)), raised {}. Its calls may not raise that, and this one runs "
+    "unchecked: what the step does now that it did not do before is not known to be "
+    "right. Let it run where ff.recording() is True, as it did before its first call"
+)

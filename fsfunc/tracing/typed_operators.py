@@ -18,6 +18,7 @@ from fsfunc._torch.fake_modes import result_below
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
+from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.tracing.knowledge import (
@@ -44,11 +45,11 @@ from fsfunc.tracing.operators import (
     shown,
 )
 from fsfunc.tracing.provenance import Provenance
-from fsfunc.tracing.refusals import LawError, refusal
 from fsfunc.tracing.results import seen_of
+from fsfunc.tracing.rules import refusal, refused
 from fsfunc.tracing.split_work import SplitWork
 from fsfunc.tracing.steadiness import StandIns
-from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
+from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, agrees, joint, result
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Operators(OperatorMode):
         seen = [self.known.of(x) for x in given]
         if any(x.kind in PARTS - {Kind.R} for x in seen):
             if not frame().path and not _trusted():
-                raise refusal("mixes", name, seen, None)
+                raise refusal("mixes", name, seen)
         kinds = {x.kind for x in seen}
         kind = Kind.R if kinds & PARTS else joint(kinds)
         if kind is Kind.V:
@@ -162,7 +163,7 @@ class Operators(OperatorMode):
 
     def of_a_part(
         self, func: Any, values: Iterable[Any], error: Exception
-    ) -> LawError | None:
+    ) -> Exception | None:
         """The refusal of a function that raised ``error``, given parts by a user."""
         if isinstance(error, LawError) or _torch.is_data_dependent(error):
             return None
@@ -295,7 +296,7 @@ class Operators(OperatorMode):
             if _torch.current_node() is not None or _trusted():
                 continue
             if seen.kind in PARTS:
-                raise refusal("input", name, [seen], None)
+                raise refusal("input", name, [seen])
             self.captured.append(self.known.made_of(x))
 
     def _takes_pairs(self, op: OperatorClass, x: Tensor, seen: Seen, y: Tensor) -> bool:
@@ -330,7 +331,7 @@ class Operators(OperatorMode):
             if paired and x.ndim:  # else one number for all elements
                 kept = all(y.shape == paired[0] for y in made)
                 if view or not (are_pairs and op.elementwise and kept):
-                    raise refusal("pairs", op.name, [seen], None)
+                    raise refusal("pairs", op.name, [seen])
                 for y in made:
                     self.known.pair(y)
             elif view:
@@ -339,10 +340,10 @@ class Operators(OperatorMode):
                 )
                 some = seen.flat and any(y.shape != x.shape for y in made)
                 if some if op.picks else turned:
-                    raise refusal("mixes", op.name, [seen], None)
+                    raise refusal("mixes", op.name, [seen])
             elif seen.flat and not (op.elementwise or op.factory):
                 if self._along or any(y.ndim for y in made):
-                    raise refusal("mixes", op.name, [seen], None)
+                    raise refusal("mixes", op.name, [seen])
 
     def _typed(
         self,
@@ -357,6 +358,9 @@ class Operators(OperatorMode):
             return result(op, operands, made, backward)
         except Untyped as why:
             sure = _trusted() if origin is None else origin.trusted
+            if str(why) == "positions" and not backward and _are_rows(operands):
+                sources = [self.known.of(x) for x in tensors]
+                raise refusal("rows", op.name, sources) from None
             if is_internal() and not backward or sure and str(why) != "own":
                 # The library knows what it does with parts.
                 return Kind.S if any(y.ndim for y in made) else Kind.P
@@ -394,7 +398,7 @@ class Operators(OperatorMode):
             part = next(x for x in seen if x.kind in PARTS)
             said = ", ".join(str(x) for x in numbers) or "a constant"
             own = Seen(Kind.V, f"a number ({said} here)")
-            raise refusal("own", op.name, [part, own], None)
+            raise refusal("own", op.name, [part, own])
         return Kind.V, None
 
     def _alike(self, name: str, constants: tuple[Any, ...], line: str) -> bool:
@@ -409,10 +413,21 @@ class Operators(OperatorMode):
             LawError: it is not.
         """
         if not self._alike(what, tuple(lines), where := source_line()):
-            raise LawError(
-                f"{what} is not the same on every rank, and what it is applied to is "
-                f"one value: at {where} it is {said} here"
-            )
+            raise refused("numbers", op=what, line=where, said=said)
+
+
+def _are_rows(given: Sequence[Operand]) -> bool:
+    """True where a part meets constants of its length, one for each of its elements.
+
+    Those of jacfwd: they are another tangent of each rank's part.
+    """
+    parts = [x.shape for x in given if x.kind is Kind.S]
+    others = [x.shape for x in given if agrees(x.kind) and not x.number]
+    return any(
+        len(shape) > len(part) and shape[-1:] == part[-1:] != (1,)
+        for part in parts
+        for shape in others
+    )
 
 
 def _trusted() -> bool:

@@ -125,6 +125,8 @@ def _lasts(out: Sequence[Tensor]) -> set[int]:
 def _of_terms(op: OperatorClass, given: Sequence[Operand], kinds: set[Kind]) -> Kind:
     """Terms may be added to each other, and scaled by what is the same everywhere."""
     terms = sum(x.kind is Kind.P for x in given)
+    if kinds <= {Kind.P, Kind.K} and op.joins:  # a row of terms, zeros for the others
+        return Kind.P
     if kinds <= {Kind.P} and (op.adds or op.joins or op.sums or op.scales):
         return Kind.P
     if op.scales and terms == 1 and all(agrees(k) for k in kinds - {Kind.P}):

@@ -8,6 +8,7 @@ from typing import Any
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
+from fsfunc.tracing.rules import listed
 from fsfunc.tracing.type_check import TypeCheck
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.shard_options import ShardOptions
@@ -85,15 +86,25 @@ def shard(
     What is checked: the first call of each structure of arguments and each set of True
     and False among them, and with each set of shapes if the step itself combines leaves
     or gradients outside units (``w - rate * g``), is run without data before it, and
-    refused where it has no meaning. A comparison that the step makes of a number or a
-    word among its arguments (``if state.step % 10 == 0``) is answered both ways there.
-    A branch that first runs in a later call, as an attribute or a clock chooses it, is
-    not seen at once: that would cost a Python function for every operator of every
-    call. Calls 17, 65, 257 and so on of a state that was laid out are checked too, with
-    the branches that run by then, which takes as long as Python in about fifteen steps;
-    so are calls 3, 5 and 9 of a step that itself combines numbers with leaves or
-    gradients (``w - rate * g``), which ranks compare; and a branch shows where it makes
-    replicated leaves differ. Give the step what chooses it as an argument.
+    refused where it breaks one of the rules below. A comparison that the step makes of
+    a number or a word among its arguments (``if state.step % 10 == 0``) is answered
+    both ways there. A branch that first runs in a later call, as an attribute or a
+    clock chooses it, is not seen at once: that would cost a Python function for every
+    operator of every call. Calls 17, 65, 257 and so on of a state that was laid out are
+    checked too, with the branches that run by then, which takes as long as Python in
+    about fifteen steps; so are calls 3, 5 and 9 of a step that itself combines numbers
+    with leaves or gradients (``w - rate * g``), which ranks compare; and a branch shows
+    where it makes replicated leaves differ. Give the step what chooses it as an
+    argument.
+
+    The rules, which refusals name, each with what breaks it and a way out. Between the
+    units of a step ``w`` is a tree of leaves that units take, of which a rank has a
+    part; ``s`` is a replicated number, ``x`` this rank's rows, ``each`` is
+    ``ff.tree.map``, ``loss(w, x)`` and ``unit(w["a"], x)`` are made of units, and
+    ``grads`` are gradients of the loss, one of each row. In units there are whole
+    tensors, and none of this holds.
+
+    {rules}
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
@@ -125,3 +136,9 @@ def shard(
             f"over which this shard takes a mean, {options.axes}"
         )
     return transformed(f, Sharding(options, TypeCheck(options.equal_batches)))
+
+
+# Not written twice: a rule's words are where it is made.
+shard.__doc__ = (shard.__doc__ or "").replace(
+    "{rules}", listed().replace("\n", "\n    ")
+)

@@ -4,7 +4,7 @@
 """
 
 import torch
-from torch.func import grad, hessian, vmap
+from torch.func import grad, hessian, jacfwd, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fsfunc as ff
@@ -74,6 +74,20 @@ def own_factor(w, x):
 def a_range(w, x):
     n = 5 - ff.axis_index("data")  # of nine
     return each(lambda a: a + torch.arange(n, dtype=a.dtype), w)
+
+
+def filled_in_part(w, x):
+    row = torch.zeros(5 - ff.axis_index("data"), dtype=x.dtype)
+    row[:2] = 1
+    return each(lambda a: a + row, w)
+
+
+def by_each_element(w, x):
+    return jacfwd(ff.tree_sum)(w)
+
+
+def by_each_element_of_a_norm(w, x):
+    return jacfwd(ff.global_norm)(w)
 
 
 def by_dims(w, x):
@@ -197,6 +211,9 @@ STEPS = {
     "bare": (bare, "returns .*part of the gradient by 'a'.*plain tensor.*ff.unshard"),
     "broadcast": (by_broadcasting, "broadcast_tensors at .*part of 'a'.*zeros_like"),
     "a range": (a_range, "add .*no single number.*ff.unshard.*ff.lay_like"),
+    "filled in part": (filled_in_part, "add .*no single number.*ff.unshard"),
+    "each element": (by_each_element, "along each element of .* leaf.*whole=True"),
+    "of a norm": (by_each_element_of_a_norm, "along each element of .*whole=True"),
     "a sum": (gradient(sum_of_parts), "sum .*part of 'a' alone: use ff.tree_sum"),
     "mixed": (sorted_parts, "sort .*mixes .*ff.unshard.tree. for whole tensors"),
     "a factor": (gradient(factor_by_hand), "sum over this rank's part .*ff.tree_scale"),

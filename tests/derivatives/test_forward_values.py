@@ -11,7 +11,7 @@ from torch.func import grad, jvp
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.tracing.refusals import LawError, RowsApart
+from fsfunc.tracing.rules import LawError, RowsApart
 from tests.checks import close
 from tests.derivatives.judging import by_turns, on
 from tests.derivatives.worlds import unit

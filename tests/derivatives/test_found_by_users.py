@@ -10,8 +10,7 @@ from torch.func import vjp
 
 import fsfunc as ff
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.tracing.refusals import LawError, RowsApart
-from fsfunc.tracing.steadiness import Unsteady
+from fsfunc.tracing.rules import LawError, RowsApart, Unsteady
 from tests import checks
 from tests.derivatives.judging import by_turns, on
 

@@ -18,7 +18,7 @@ from fsfunc import tree
 from fsfunc.sharded.leaf import NotATensor
 from fsfunc.testing import NoExactRule, exact, residues
 from fsfunc.testing.finite_field import is_exact, values
-from fsfunc.tracing.refusals import LawError, RowsApart
+from fsfunc.tracing.rules import LawError, RowsApart
 from tests.covering import examples
 from tests.derivatives import drawn_loops
 from tests.derivatives.drawn import losses, programs, run
@@ -114,6 +114,9 @@ SHIFTED = (
     SHIFT,
 )
 IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
+# A number that ff.value returns, as a factor of parts: its cotangent is a sum of them.
+EVALUATED = ("evaluated", ("whole", ("msq", ("x",)), ("x",)))
+FACTOR = ("squares", ("times own", ("w",), EVALUATED))
 
 
 @many(24)
@@ -124,6 +127,7 @@ IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 @example(("plus", ROUGH, IN_UNITS), "vag_w", 2, 0, "fake", "")
 @example(("plus", SHIFTED, IN_UNITS), "vag_x", 2, 0, "real", "")
 @example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "fake", "remat")
+@example(("plus", FACTOR, IN_UNITS), "vag_x", 2, 1, "fake", "")
 def test_programs_are_right_or_refused(node, take, n, way, route, stack):
     program = step_of(node, take)
     parts = {"parts": bool(way), "placed": way is not None}

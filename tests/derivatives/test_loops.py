@@ -12,7 +12,7 @@ from torch.func import grad
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.tracing.refusals import RowsApart
+from fsfunc.tracing.rules import RowsApart
 from tests import checks
 from tests.derivatives.judging import MESHES, W, X, by_turns, on
 from tests.derivatives.worlds import by_units, unit

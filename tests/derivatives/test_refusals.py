@@ -6,7 +6,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.derivatives import refused
 from tests.derivatives.judging import MESHES, W, X, gradient, on
 from tests.derivatives.worlds import by_units

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests import checks
 from tests.derivatives.judging import MESHES, W, X, on
 from tests.derivatives.worlds import by_units

@@ -1,6 +1,6 @@
 """What a refusal names as a way out is taken, and means what it does on one device.
 
-By the refusals of `tracing.refusals`: every one that names a way out has rows here.
+By the cases of `tracing.rules`: every one that names a way out has rows here.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch.func import grad, hessian, vmap
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.tracing import refusals
+from fsfunc.tracing import rules
 from tests.checks import close
 from tests.derivatives.judging import W, X, gradient, on
 from tests.derivatives.worlds import by_units, unit
@@ -234,7 +234,7 @@ BESIDE = {
         ),
     ],
 }
-# Those that are no rows of the table: RowsApart, what vmap maps, a Function of a leaf
+# Of rows, what vmap maps, a Function of a leaf
 OTHERS = {
     "apart": [lambda w, x: ff.reduce_like(CLIPPED(w, x), w)],
     "mapped": [lambda w, x: mean(MAPPED(w, x).sum(0))],
@@ -245,6 +245,20 @@ ELSEWHERE = {
     "written": "state/test_born_layouts.py",  # layouts={path: ff.Own("data")}
     "no term": "",  # of the library itself: they name no way out
     "no part": "",
+    "one more": "tracing/test_rules.py",
+    "unlike": "",  # as of the one before
+    "numbers": "state/test_unlike_steps.py",
+    "beside": "core/test_auxiliary.py",
+    "enters": "nn/test_kinds_of_axes.py",
+    "counted": "nn/test_kinds_of_axes.py",
+    "loss": "nn/test_kinds_of_axes.py",
+    "no graph": "tracing/test_rules.py",
+    "reshaped": "test_found_by_users.py",
+    "hidden": "test_found_by_users.py",
+    "count": "tracing/test_steadiness.py",
+    "kept": "tracing/test_steadiness.py",
+    "python": "tracing/test_rules.py",
+    "scripts": "tracing/test_rules.py",
 }
 EVERY = TEXTS | BESIDE | OTHERS
 ROWS = [(name, i) for name, steps in EVERY.items() for i in range(len(steps))]
@@ -265,9 +279,10 @@ def test_a_way_out_is_taken_and_means_what_it_does_on_one_device(name, i):
 
 def test_what_is_made_of_one_value_is_refused_without_a_word():
     how = {"w": PLACED, "laid": lambda s, x: s["s"] * x.mean()}
-    with pytest.raises(refusals.LawError, match="(?s)mean over the.*ff.assume"):
+    with pytest.raises(rules.LawError, match="(?s)mean over the.*ff.assume"):
         on(2, 3, doubled(lambda t: t), **how)
 
 
 def test_every_refusal_that_names_a_way_out_is_here():
-    assert set(refusals._TEXTS) == {*TEXTS, *BESIDE, *ELSEWHERE}
+    cases = [case for rule in rules.RULES for case in rule.texts]
+    assert sorted(cases) == sorted([*EVERY, *ELSEWHERE])

@@ -15,7 +15,7 @@ import torch
 import fsfunc as ff
 from fsfunc import nn
 from fsfunc.testing import assert_equal, check_types, exact, residues
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.checks import simulated
 
 D = 4

@@ -8,7 +8,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import NotATensor
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.checks import close, simulated
 
 MESH = simulated(2)

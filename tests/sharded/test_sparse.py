@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.checks import same, simulated
 from tests.transforms.test_shard_programs import TABLE, TOKENS, looking_up
 

@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.checks import close, on_ranks, same, simulated
 from tests.optim.optimizers import KINDS, TORCHS
 

@@ -6,7 +6,7 @@ from torch.func import vmap
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.rules import LawError
 from tests.checks import close, simulated
 
 MESH = simulated(2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.tracing.refusals import LawError
-from fsfunc.tracing.steadiness import Unsteady
+from fsfunc.tracing.rules import LawError, Unsteady
 from tests.checks import close, simulated
 from tests.derivatives.judging import by_turns
 

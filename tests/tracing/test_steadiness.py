@@ -9,7 +9,7 @@ import torch
 from torch.func import grad, jvp
 
 import fsfunc as ff
-from fsfunc.tracing.steadiness import Unsteady
+from fsfunc.tracing.rules import Unsteady
 from tests.checks import simulated
 
 MESH = simulated(2)
