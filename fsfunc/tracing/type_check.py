@@ -1,4 +1,36 @@
-"""The type check: a step is run without data, and refused if it has no meaning."""
+"""The type check: a step is run without data, and refused if it has no meaning.
+
+A first call reads in this order: `Sharding.call`; `Sharding.entered`, which asks
+whether calls of its kind are known; `TypeCheck.check`, which says whether ranks compare
+and whether the step is to be seen to repeat itself; `check`, whose blocks are the
+phases; and `_DryRuns.run`, one run. Before its first real call a step is run
+
+=====  ============================  ==============================================
+runs   where                         why
+=====  ============================  ==============================================
+1      place, init_state:            which units take which leaves, and in which order
+       `recorder.record`             (forward passes alone; if that raises, with fakes
+                                     that remember nothing, and with backward passes)
+0, 1   the same, at its end:         it repeats itself: run again, unless a type check
+       `steadiness`                  has given torch the same numbers
+0, 1   the same, if types are at     `check`, its phase 1; later calls of the same kind
+       stake; else a call of a new   are not checked
+       kind
+0, 1   a call, if nothing recorded   phase 2: it repeats itself
+       the step
+0, 1   with the next two, beside     phase 3: as another rank, if the step reads its
+       the check                     rank (simulated: the last rank of the mesh)
+0, 1                                 phase 4: with what ranks have unlike as their own
+0-2                                  phase 5: a turn for each other answer to a value,
+                                     or a comparison, that the step asks for
+0, 1                                 phase 6: with each row twice, if the step took
+                                     parts of its rows
+=====  ============================  ==============================================
+
+So ``init_state`` has two runs more than a first call: to record, and to see that it
+repeats itself. Nothing is computed in any of them, unless a step does not run without
+data: then phase 1 and those after it run on copies.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +67,9 @@ from fsfunc.tracing.typed_operators import SharedOp
 _LOG = logging.getLogger(__name__)
 
 
+Exchange = Callable[[Lines], Mapping[int, Lines]]
+
+
 def check(
     call: Callable[..., Any],
     args: tuple[Any, ...],
@@ -68,59 +103,230 @@ def check(
         Unsteady: it does not repeat itself.
         Exception: what the step itself raises on copies.
     """
+    # Simulated ranks run one program: what one of them has seen holds for the others,
+    # but for one more, which stands for all that may do something else.
     notes, last = at.link.notes, at.mesh.size - 1
     key, known = None, None
     if notes is not None:
         count = notes["checks", at.rank] = notes.get(("checks", at.rank), 0) + 1
         key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
-        known, asks = notes.get(key, (None, False))
-        if known is not None and not asks:
+        known, reads_rank = notes.get(key, (None, False))
+        if known is not None and not reads_rank:
             if at.rank != (0 if known.stand_ins.rank == last else last):
                 return known
-    asked: set[str] = set()
-    trial = _Trial(call, args, keywords, axes, asked)
-    found = there = trial.first(at)
-    other = at
-    if again and known is None and not trial.real:
-        check_steady(found.said, lambda: trial.run(at).said)
-    if known is not None and not trial.real:
+
+    # Phase 1: a run that ends without an error of the step's own. It may raise where
+    # there are no data, though it is right: for what fakes remember of forward mode,
+    # for a number in place of a value, or because it cannot do without.
+    runs = _DryRuns(call, args, keywords, axes)
+    seen = runs.attempt(at)
+    if seen is None:
+        before, runs.forgets = runs.last, True
+        seen = runs.attempt(at)
+        check_steady(before.said, lambda: runs.last.said)
+        turns = runs.last.stand_ins.turns
+        while seen is None and runs.turn + 1 < turns:
+            runs.turn += 1
+            seen = runs.attempt(at)
+    if seen is None:
+        _LOG.info("a step does not run without data: it is checked on copies")
+        runs.on_copies, runs.turn = True, 0
+        seen = runs.attempt(at) or runs.run(at, counts=True)
+
+    # Phase 2: the same again. A count that the step keeps would be ahead of its calls.
+    if again and known is None and not runs.on_copies:
+        check_steady(seen.said, lambda: runs.run(at).said)
+
+    # Phase 3: another rank, which must do the same to what is one value. A simulated
+    # one has been seen; else we run as our neighbour, of which we may not have all.
+    there, other = seen, at
+    if known is not None and not runs.on_copies:
         there, other = known, replace(at, rank=known.stand_ins.rank)
-    elif (notes is None or trial.real) and asked & set(axes):
+    elif (notes is None or runs.on_copies) and runs.asked & set(axes):
         other = replace(at, rank=_neighbour(at, axes))
-        there = trial.elsewhere(other) or found
-    varying = differing(found.events, there.events, at.rank, other.rank)
-    if not trial.real:
-        varying |= _across(found.events, exchange, at.rank)
+        there = runs.attempt(other)
+        if there is None:
+            runs.forgets = True
+            there = runs.attempt(other) or runs.attempt(other, counts=True) or seen
+    varying = differing(seen.events, there.events, at.rank, other.rank)
+    # Other processes say what they do; those that raise, or do nothing, say no lines.
+    if not runs.on_copies:
+        mine = [replace(e, constants=(repr(e.constants),)) for e in seen.events]
+        said = [("looked", "at"), *((e.name, *e.constants) for e in mine)]
+        for rank, lines in exchange(said).items():
+            theirs = [SharedOp(name, (text,), "the same place") for name, text in lines]
+            if lines:
+                varying |= differing(mine, theirs[1:], at.rank, rank)
+
+    # Phase 4: numbers that differ are each rank's own, and may go where those may.
     if varying:
-        trial.run(at, varying=varying)
-    trial.other_ways(at, found)
-    found.own_paths |= trial.own_paths
-    found.drawing |= trial.drawing
+        runs.run(at, varying=varying)
+
+    # Phase 5: the other ways that the step takes where it asks for a value.
+    for turn in range(seen.stand_ins.turns):
+        if turn != runs.turn:
+            runs.attempt(at, turn=turn)
+
+    # Phase 6: a loop over a single row looks like none; rows that stay apart show with
+    # more of them. (Nothing else is refused there: all was right as it is.)
+    if seen.known.own.were_picked:
+        runs.attempt(at, (RowsApart,), times=2)
+
+    seen.own_paths |= runs.own_paths
+    seen.drawing |= runs.drawing
     if known is not None:  # all ranks of one process take one for granted
-        found.draws = known.draws
-        found.drawing |= known.drawing
+        seen.draws = known.draws
+        seen.drawing |= known.drawing
     if notes is not None:
-        notes.setdefault(key, (found, bool(asked & set(axes))))
-    return found
+        notes.setdefault(key, (seen, bool(runs.asked & set(axes))))
+    return seen
 
 
-Exchange = Callable[[Lines], Mapping[int, Lines]]
+class _DryRuns:
+    """Runs of one call in which nothing is sent.
+
+    Attributes:
+        asked: the axes whose `axis_index` any of them has read.
+        on_copies: whether they run on copies with data.
+        forgets: whether fake tensors use no cache, see ``remembering_nothing``.
+        turn: selects the numbers in place of values.
+        last: the checker of the last one.
+        own_paths, drawing: what the checkers of all have seen.
+    """
+
+    last: Checker
+
+    def __init__(self, call: Any, args: Any, keywords: Any, axes: tuple[str, ...]):
+        self.call, self.args, self.keywords, self.axes = call, args, keywords, axes
+        self.asked: set[str] = set()
+        self.on_copies, self.forgets, self.turn = False, False, 0
+        self.own_paths: set[str] = set()
+        self.drawing: set[str] = set()
+
+    def attempt(
+        self,
+        at: Here,
+        refused: tuple[type[Exception], ...] = (LawError, NotATensor),
+        **options: Any,
+    ) -> Checker | None:
+        """A run, or None where it raises what is no refusal."""
+        try:
+            return self.run(at, **options)
+        except refused:
+            raise
+        except Exception:  # the caller tries it otherwise, at last with real values
+            _LOG.debug("a run that checks a step's types raised", exc_info=True)
+            return None
+
+    def run(
+        self,
+        at: Here,
+        *,
+        turn: int | None = None,
+        counts: bool = False,
+        varying: Iterable[int] = (),
+        times: int = 1,
+    ) -> Checker:
+        """One run, at a rank, and what the checker saw of it.
+
+        Args:
+            turn: the numbers in place of values, if not those of all runs.
+            counts: whether a rank's own counts, which may be lengths, stay as they are.
+            varying: the events whose constants are each rank's own.
+            times: how often each row of what is the rank's own is there.
+        """
+        alone, copies = at.mesh.axis_size(self.axes) == 1, self.on_copies
+        odd = None if counts else _is_odd(at, self.axes)
+        stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
+        self.last = checker = Checker(self.axes, alone, stand_ins, varying)
+        checker.fills = copies
+        link = EchoLink(at.rank) if copies else AbstractLink(at.rank)
+        now, given = replace(at, link=link), (self.args, self.keywords)
+        with without_data(
+            given,
+            now,
+            fake=not copies,
+            remembers=not self.forgets,
+            restores=False,
+            asked=self.asked,
+            # Ranks of one process share these, and none draws what another does.
+            seed=None if at.link.notes is None else at.rank,
+        ) as mode:
+            coordinates = at.mesh.coordinates(at.rank)
+            args, named = shadows(
+                None if copies else mode, given, coordinates, apart=True
+            )
+            # A shadow is a new tensor: whose it is stands beside it.
+            pairs = zip(*map(_leaves, (self.args, args)), strict=False)
+            for mine, its in pairs:
+                if how := laid_as(mine):
+                    lay_leaf(its, how)
+            if times > 1:
+                rows = tree.map(lambda x: _repeated(x, times), (args[1:], named))
+                args, named = (*args[:1], *rows[0]), rows[1]
+            args, named = checker.heard((args, named))
+            with (
+                inside(frame().replace(tracer=checker, at=now)),
+                watching(checker),
+                checker,
+                Asked(checker),
+            ):
+                self.call(*args, **named)
+        self.own_paths |= checker.own_paths
+        self.drawing |= checker.drawing
+        return checker
 
 
-def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[int]:
-    """The events that have other constants in another process.
+def _leaves(args: Any) -> list[Any]:
+    return tree.leaves(args, is_leaf=is_sharded)
+
+
+def _repeated(x: Any, times: int) -> Any:
+    """An own tensor with each of its rows so many times."""
+    return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
+
+
+def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
+    """True if a rank is odd, along the first axis that has several."""
+    coordinates = at.mesh.coordinates(at.rank)
+    return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
+
+
+def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
+    """Another rank, next to this one on each of ``axes`` that has several."""
+    other = at.mesh.coordinates(at.rank)
+    for axis in axes:
+        size = at.mesh.axes[axis]
+        other[axis] += 1 if other[axis] + 1 < size else -1 if size > 1 else 0
+    return at.mesh.rank_at(other)
+
+
+def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
+    """The events of two ranks that had other constants.
 
     Raises:
         LawError: they are not the same operators.
     """
-    mine = [replace(e, constants=(repr(e.constants),)) for e in events]
-    found: set[int] = set()
-    said = [("looked", "at"), *((e.name, *e.constants) for e in mine)]
-    for other, lines in exchange(said).items():
-        if lines:  # of those who have raised, or have nothing to look at, none
-            theirs = [SharedOp(name, (text,), "the same place") for name, text in lines]
-            found |= differing(mine, theirs[1:], rank, other)
-    return found
+    names, others_names = [a.name for a in events], [b.name for b in others]
+    if names != others_names:
+        alike = zip(names, others_names, strict=False)
+        first = next((i for i, (a, b) in enumerate(alike) if a != b), None)
+        first = min(len(names), len(others_names)) if first is None else first
+        more, fewer, who = events, others, rank
+        if len(events) < len(others):
+            more, fewer, who = others, events, other
+        # One rank has further operators, and what comes after them is the same.
+        rest = [x.name for x in fewer[first:]]
+        if [x.name for x in more[len(more) - len(rest) :]] == rest:
+            extra = more[first]
+            raise refused("one more", rank=who, op=extra.name, line=extra.where)
+        a, b = events[first], others[first]
+        second = f"{b.name} at {b.where}"
+        raise refused(
+            "unlike", rank=rank, other=other, op=a.name, line=a.where, second=second
+        )
+    pairs = enumerate(zip(events, others, strict=True))
+    return {i for i, (a, b) in pairs if a.constants != b.constants}
 
 
 class TypeCheck(FirstCalls):
@@ -238,178 +444,6 @@ class _Exchange:
         found = unlike(lines, where)
         self.failed = False
         return found
-
-
-class _Trial:
-    """Runs of one call in which nothing is sent.
-
-    Attributes:
-        asked: the axes whose ``axis_index`` is read.
-        real: whether it runs on copies with data.
-        forgets: whether fake tensors use no cache, see ``remembering_nothing``.
-        turn: selects the numbers in place of values.
-        checker: that of the last run.
-    """
-
-    def __init__(self, call: Any, args: Any, keywords: Any, axes: Any, asked: set[str]):
-        self.call, self.args, self.keywords = call, args, keywords
-        self.axes, self.asked = axes, asked
-        self.real, self.forgets, self.turn = False, False, 0
-        self.checker: Any = None
-        self.own_paths: set[str] = set()  # of all runs
-        self.drawing: set[str] = set()
-
-    def first(self, at: Here) -> Checker:
-        """The first run that ends without an error, which the last attempt must."""
-        found = self.attempt(at)
-        if found is None:  # of forward mode it may raise for what fakes remember
-            before, self.forgets = self.checker, True
-            found = self.attempt(at)
-            check_steady(before.said, lambda: self.checker.said)
-        turns = self.checker.stand_ins.turns
-        while found is None and self.turn + 1 < turns:
-            self.turn += 1
-            found = self.attempt(at)
-        if found is None:
-            _LOG.info("a step does not run without data: it is checked on copies")
-            self.real, self.turn = True, 0
-            found = self.attempt(at) or self.run(at, counts=True)
-        return found
-
-    def elsewhere(self, at: Here) -> Checker | None:
-        """A run at another rank, of which ours may not have all that it has."""
-        found = self.attempt(at)
-        if found is None:
-            self.forgets = True
-            found = self.attempt(at)
-        return self.attempt(at, counts=True) if found is None else found
-
-    def other_ways(self, at: Here, found: Checker) -> None:
-        """Runs with other values in place of those that the step asks for.
-
-        And with twice the rows if the step took parts of an own tensor, as a loop over
-        a single row looks like none.
-        """
-        for turn in range(found.stand_ins.turns):
-            if turn != self.turn:
-                self.attempt(at, turn=turn)
-        if found.known.own.were_picked:
-            self.attempt(at, (RowsApart,), times=2)  # else all is right as it is
-
-    def attempt(
-        self,
-        at: Here,
-        refused: tuple[type[Exception], ...] = (LawError, NotATensor),
-        **how: Any,
-    ) -> Checker | None:
-        """A run, or None where it raises what is no refusal."""
-        try:
-            return self.run(at, **how)
-        except refused:
-            raise
-        except Exception:  # the caller tries it otherwise, at last with real values
-            _LOG.debug("a run that checks a step's types raised", exc_info=True)
-            return None
-
-    def run(
-        self,
-        at: Here,
-        *,
-        turn: int | None = None,
-        counts: bool = False,
-        varying: Iterable[int] = (),
-        times: int = 1,
-    ) -> Checker:
-        """One run, at a rank, and what the checker saw of it."""
-        alone = at.mesh.axis_size(self.axes) == 1
-        odd = None if counts else _is_odd(at, self.axes)
-        stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
-        self.checker = checker = Checker(self.axes, alone, stand_ins, varying)
-        checker.fills = self.real
-        link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
-        now, given = replace(at, link=link), (self.args, self.keywords)
-        with without_data(
-            given,
-            now,
-            fake=not self.real,
-            remembers=not self.forgets,
-            restores=False,
-            asked=self.asked,
-            # Ranks of one process share these, and none draws what another does.
-            seed=None if at.link.notes is None else at.rank,
-        ) as mode:
-            f, coordinates = frame(), at.mesh.coordinates(at.rank)
-            copying = None if self.real else mode
-            args, named = shadows(copying, given, coordinates, apart=True)
-            for mine, its in zip(*map(_leaves, (self.args, args)), strict=False):
-                if how := laid_as(mine):
-                    lay_leaf(its, how)
-            if times > 1:
-                given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
-                args, named = (*args[:1], *given[0]), given[1]
-            args, named = checker.heard((args, named))
-            with (
-                inside(f.replace(tracer=checker, at=now)),
-                watching(checker),
-                checker,
-                Asked(checker),
-            ):
-                self.call(*args, **named)
-        self.own_paths |= checker.own_paths
-        self.drawing |= checker.drawing
-        return checker
-
-
-def _leaves(args: Any) -> list[Any]:
-    return tree.leaves(args, is_leaf=is_sharded)
-
-
-def _repeated(x: Any, times: int) -> Any:
-    """An own tensor with each of its rows so many times."""
-    return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
-
-
-def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
-    """True if a rank is odd, along the first axis that has several."""
-    coordinates = at.mesh.coordinates(at.rank)
-    return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
-
-
-def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
-    """Another rank, next to this one on each of ``axes`` that has several."""
-    other = at.mesh.coordinates(at.rank)
-    for axis in axes:
-        size = at.mesh.axes[axis]
-        other[axis] += 1 if other[axis] + 1 < size else -1 if size > 1 else 0
-    return at.mesh.rank_at(other)
-
-
-def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
-    """The events of two ranks that had other constants.
-
-    Raises:
-        LawError: they are not the same operators.
-    """
-    names, others_names = [a.name for a in events], [b.name for b in others]
-    if names != others_names:
-        alike = zip(names, others_names, strict=False)
-        first = next((i for i, (a, b) in enumerate(alike) if a != b), None)
-        first = min(len(names), len(others_names)) if first is None else first
-        more, fewer, who = events, others, rank
-        if len(events) < len(others):
-            more, fewer, who = others, events, other
-        # One rank has further operators, and what comes after them is the same.
-        rest = [x.name for x in fewer[first:]]
-        if [x.name for x in more[len(more) - len(rest) :]] == rest:
-            extra = more[first]
-            raise refused("one more", rank=who, op=extra.name, line=extra.where)
-        a, b = events[first], others[first]
-        second = f"{b.name} at {b.where}"
-        raise refused(
-            "unlike", rank=rank, other=other, op=a.name, line=a.where, second=second
-        )
-    pairs = enumerate(zip(events, others, strict=True))
-    return {i for i, (a, b) in pairs if a.constants != b.constants}
 
 
 UNCHECKED = (

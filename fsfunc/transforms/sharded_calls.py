@@ -74,14 +74,15 @@ class Sharding(Interpretation):
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` with this interpretation in force; packs leaves that it made.
 
-        In order: the arguments are checked (`entered`) and packed, a runtime is made,
+        In order: the arguments are checked (`entered`; the first time of their kind
+        `tracing.type_check` runs ``f`` without data) and packed, a runtime is made,
         ``f`` runs, and its result is compared, packed and laid out.
         """
         leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
         given = treedef.child(0).child(0) if args else None
         state = leaves[: given.num_leaves] if given else []
         found = self.entered(self, f, args, keywords, (leaves, treedef), state)
-        at = found.at or here(self.mesh)
+        at, tracer = found.at or here(self.mesh), found.tracer
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
             if repacked(leaves, coordinates):
@@ -89,8 +90,8 @@ class Sharding(Interpretation):
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
             where = partial(group, self.axes, at)
-            if found.tracer is not None:
-                args, keywords = found.tracer.heard((args, keywords))
+            if tracer is not None:
+                args, keywords = tracer.heard((args, keywords))
             elif enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
@@ -103,8 +104,8 @@ class Sharding(Interpretation):
                 settle(failed=True)
                 raise
             runtime.gathers.close()
-            if found.tracer is not None:
-                found.tracer.returned(args, out)
+            if tracer is not None:
+                tracer.returned(args, out)
             if self.first_calls.ran:
                 self.first_calls.check_returned(out)
             self.ran(at)
@@ -160,7 +161,11 @@ class Sharding(Interpretation):
     def _check(
         self, f: Any, args: Any, keywords: Any, at: Here, flat: Any, state: Any = ()
     ) -> None:
-        """Checks a call with arguments of a new kind, before it runs."""
+        """Checks a call with arguments of a new kind, before it runs.
+
+        Under ``torch.func.vmap`` that of one row; on a vmap mesh no types.
+        """
+        # Every call comes here; of a kind that is known it goes on at once.
         tracer, key, apart = frame().tracer, None, self.mesh.backend == "vmap"
         if not apart:
             try:
@@ -174,15 +179,18 @@ class Sharding(Interpretation):
         if at.link.moves:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
-        if tracer is not None and not apart:
+        if apart:
+            return
+        # Within a run without data its tracer hears of the call, and checks it there.
+        if tracer is not None:
             tracer.called(key, args, keywords, (*at.mean, *self.axes))
-        elif not (apart or _torch.fake_active()):
-            check_laid_out(state, args)
-            self._check_first(f, args, keywords, at, key)
-
-    def _check_first(self, f: Any, args: Any, keywords: Any, at: Here, key: Any):
-        """Type checks a call; under ``vmap`` that of one row."""
-        if _torch.functorch_active():  # what is transformed must have a meaning itself
+            return
+        if _torch.fake_active():
+            return
+        # The first real call of a kind is run without data before it. What torch.func
+        # transforms must have a meaning by itself.
+        check_laid_out(state, args)
+        if _torch.functorch_active():
             args, keywords = tree.map(_plain, (args, keywords), is_leaf=is_sharded)
             with _torch.outside_transforms():
                 flat = tree.flatten((args, keywords), is_leaf=is_sharded)
@@ -310,13 +318,13 @@ class Sharding(Interpretation):
             found.take_parts()
         if runtime.sums.observed:
             found.check_observed()
-        if f.tracer is not None:
+        if (tracer := f.tracer) is not None:
             replicated = f.runtime_of(self).ownership.is_replicated
-            f.tracer.gradient(tuple(chosen), found.trees(), replicated)
+            tracer.gradient(tuple(chosen), found.trees(), replicated)
         with internal():
             found.take_sums()
             grads = found.trees()
-        total = None if f.tracer is None else outcome.total
+        total = None if tracer is None else outcome.total
         own, summed = grads if runtime.sums_all else None, bool(runtime.sums.earlier)
         outcome = outcome.replace(grads=grads, own=own, summed=summed)
         steps = runtime.sums.steps
@@ -324,9 +332,9 @@ class Sharding(Interpretation):
             by = tuple(chosen)
             outcome = outcome.replace(shown=lambda grads: shown(grads, by, steps))
         outcome = averaged(outcome, found, here(self.mesh))
-        if f.tracer is not None:
+        if tracer is not None:
             of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)
-            f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
+            tracer.reduced(tuple(chosen), outcome.grads, of, value)
         return outcome
 
     def _steps(
