@@ -31,7 +31,7 @@ replicas.py         comparison of what must be equal on ranks; batches that shou
 types.py knowledge.py   the types, and the facts about tensors
 split_work.py       values that are each rank's own along axes without a mean
 provenance.py results.py   gradients of rows that are averaged too early
-steadiness.py       placeholders for values; steps that differ from run to run
-compared_numbers.py   numbers and words of the arguments that a step compares
+steadiness.py       placeholders for values, and for numbers that a step compares;
+                    steps that differ from run to run
 rules.py            what the first call refuses, and in which words
 """

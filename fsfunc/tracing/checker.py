@@ -29,14 +29,13 @@ from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as
-from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.knowledge import Seen, memory
 from fsfunc.tracing.operators import shown
 from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.results import pairs, placed, pulled_with, together
 from fsfunc.tracing.rules import refusal, refused
 from fsfunc.tracing.runs import returned_state
-from fsfunc.tracing.steadiness import NumbersGiven, StandIns
+from fsfunc.tracing.steadiness import NumbersGiven, StandIns, asked_numbers
 from fsfunc.tracing.torch_calls import check_tracked
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to

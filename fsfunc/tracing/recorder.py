@@ -37,11 +37,10 @@ from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.tracing import runs
-from fsfunc.tracing.compared_numbers import asked_numbers
 from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
 from fsfunc.tracing.operators import DrawsWithin
 from fsfunc.tracing.rules import refused
-from fsfunc.tracing.steadiness import NumbersGiven, Steadiness
+from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, asked_numbers
 from fsfunc.tracing.torch_calls import OwnValues, Reads, check_tracked
 
 
@@ -72,7 +71,8 @@ def record(
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    run = partial(_record, fn, params, rest, how, splits or {}, frozenset(rank_local))
+    recording = _Recording(fn, params, rest, how == "fake", splits or {}, rank_local)
+    run = recording.run
     if how == "real":
         return run()
     # A forward pass shows which units take which leaves, and in which order. If it
@@ -105,49 +105,55 @@ def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[Number
     return run().said
 
 
-def _record(
-    fn: Callable[..., Any],
-    params: Any,
-    rest: tuple[Any, ...],
-    how: str,
-    splits: Mapping[str, tuple[Split, ...]],
-    rank_local: frozenset[str],
-    forward_only: bool = False,
-    remembers: bool = False,
-) -> Recorder:
-    f, fake = frame(), how == "fake"
-    recorder = Recorder(forward_only=forward_only, draws=not fake)
-    recorder.rank_local = rank_local
-    mine = fake and not _torch.fake_active()  # else they are fake already
-    asked: set[str] = set()
-    with runs.without_data(
-        (params, rest),
-        runs.place_without_data(),
-        fake=fake,
-        remembers=remembers,
-        restores=False,
-        asked=asked,
-        told=_TOLD if fake else None,
-    ) as mode:
-        if mine:
-            params, rest = runs.shadows(mode, (params, rest), apart=True)
-        # What is fake may be written: an optimizer then copies nothing.
-        donated = Everything() if fake else None
-        handlers = tuple(map(recorder.standing_for, f.handlers))
-        f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
-        with inside(f), watching(recorder):
-            given = recorder.leaves(params, splits), *rest
-            recorder.own.add(tree.leaves(rest))
-            with Reads(recorder):
-                try:
-                    out = fn(*recorder.heard(given))
-                except Exception as error:
-                    recorder.explain(error, rest)
-                    raise
-            recorder.carries(given[:1], out)
-    asks(asked)
-    recorder.end(asked)
-    return recorder
+@dataclass(frozen=True)
+class _Recording:
+    """What is recorded: ``fn(params, *rest)``, on tensors without data if ``fake``.
+
+    ``splits`` and ``rank_local`` as for `record`.
+    """
+
+    fn: Callable[..., Any]
+    params: Any
+    rest: tuple[Any, ...]
+    fake: bool
+    splits: Mapping[str, tuple[Split, ...]]
+    rank_local: Collection[str]
+
+    def run(self, forward_only: bool = False, remembers: bool = False) -> Recorder:
+        """One run, without backward passes if ``forward_only``."""
+        f, fake, params, rest = frame(), self.fake, self.params, self.rest
+        recorder = Recorder(forward_only=forward_only, draws=not fake)
+        recorder.rank_local = frozenset(self.rank_local)
+        mine = fake and not _torch.fake_active()  # else they are fake already
+        asked: set[str] = set()
+        with runs.without_data(
+            (params, rest),
+            runs.place_without_data(),
+            fake=fake,
+            remembers=remembers,
+            restores=False,
+            asked=asked,
+            told=_TOLD if fake else None,
+        ) as mode:
+            if mine:
+                params, rest = runs.shadows(mode, (params, rest), apart=True)
+            # What is fake may be written: an optimizer then copies nothing.
+            donated = Everything() if fake else None
+            handlers = tuple(map(recorder.standing_for, f.handlers))
+            f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
+            with inside(f), watching(recorder):
+                given = recorder.leaves(params, self.splits), *rest
+                recorder.own.add(tree.leaves(rest))
+                with Reads(recorder):
+                    try:
+                        out = self.fn(*recorder.heard(given))
+                    except Exception as error:
+                        recorder.explain(error, rest)
+                        raise
+                recorder.carries(given[:1], out)
+        asks(asked)
+        recorder.end(asked)
+        return recorder
 
 
 _TOLD = (

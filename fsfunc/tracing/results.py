@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.knowledge import Known, Seen
+from fsfunc.tracing.knowledge import Known, Origin, Seen
 from fsfunc.tracing.operators import COPIES, MOVES_ROWS, OperatorClass, number, shown
 from fsfunc.tracing.provenance import (
     NOTHING,
@@ -28,93 +29,109 @@ from fsfunc.tracing.provenance import (
     takes_rows,
 )
 from fsfunc.tracing.rules import refused
-from fsfunc.tracing.types import PARTS, Kind
-
-Facts = Sequence[tuple[Tensor, Seen]]  # about the tensors that an operator is given
+from fsfunc.tracing.types import PARTS, Kind, Operand
 
 
-def seen_of(
-    known: Known,
-    op: OperatorClass,
-    kind: Kind,
-    given: Sequence[Any],
-    facts: Facts,
-    made: Tensor,
-    digest: Any,
-    line: str,
-    *,
-    uniform: bool,
-    rows: bool,
-) -> Seen:
-    """The facts about a result of some kind, of which ``made`` is the first tensor.
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator that has run, and what is known of what it was given.
 
     Args:
-        facts: those about the tensors among ``given``.
-        uniform: whether it is elementwise in what is one number each; ``rows``:
-            whether elements of a row stay where they are.
+        op: its class; ``given``: its arguments; ``made``: what it made, or wrote into.
+        tensors: those among the arguments; ``sources``: the facts about each.
+        operands: of those whose values it reads.
+        node: the autograd node that runs it, if any; ``origin``: the operator of the
+            forward pass that it is of.
+        trusted: whether the library calls it.
+    """
+
+    op: OperatorClass
+    given: Sequence[Any]
+    made: Sequence[Tensor]
+    tensors: Sequence[Tensor]
+    sources: Sequence[Seen]
+    operands: Sequence[Operand]
+    node: Any
+    origin: Origin | None
+    trusted: bool
+
+    @property
+    def line(self) -> str:
+        """The line that it is of."""
+        if self.node is not None or self.origin is None:
+            return source_line()
+        return self.origin.where
+
+    @property
+    def facts(self) -> list[tuple[Tensor, Seen]]:
+        return list(zip(self.tensors, self.sources, strict=True))
+
+
+def seen_of(known: Known, call: OperatorCall, kind: Kind, digest: Any) -> Seen:
+    """The facts about the first result of a call, which is of this kind.
 
     Raises:
         LawError: of gradients that do not mean here what they would on one device.
     """
-    forward = _torch.current_node() is None
-    told = forward and not op.random
-    sources = [x for _, x in facts]
-    lies = made.ndim == 1 or made.ndim == 2 and known.is_paired(made)
-    return _seen(op, kind, sources, digest, line)._replace(
-        uniform=(uniform or op.factory or op.alike) and not op.random,
-        flat=forward and rows and lies and any([x.flat for x in sources]),
-        made_of=made_of(known, op, given, facts, made) if forward else NOTHING,
-        value=value_of(known, op, given, facts) if told else 0,
-        root=_root(known, op, facts) if told else 0,
+    op, y, pairs = call.op, call.made[0], call.origin and call.origin.of_pairs
+    # Each element is made of those at its place: what is one number stays one.
+    elementwise = op.elementwise or op.name == "select_backward" and bool(pairs)
+    uniform = elementwise and all([x.number for x in call.operands])
+    found = next((x for x in call.sources if x.kind is kind), None)
+    if kind in PARTS and found is None:  # a sum over parts, which is of the same leaf
+        part = next((x for x in call.sources if x.kind in PARTS), None)
+        found = part and part._replace(kind=kind)
+    if found is None or kind is Kind.K:
+        found = Seen(kind, f"what {op.name} made", call.line, digest)
+    if kind is Kind.A:
+        made = any(x.parameter or x.kind is Kind.I for x in call.sources)
+        found = found._replace(parameter=True) if made else found
+    found = found._replace(
+        uniform=(uniform or op.factory or op.alike) and not op.random
+    )
+    if _torch.current_node() is not None:
+        return found._replace(flat=False, made_of=NOTHING, value=0, root=0)
+    # Elements of a row stay where they are.
+    rows, lies = op.elementwise or call.trusted, y.ndim == 1
+    lies = lies or y.ndim == 2 and known.is_paired(y)
+    return found._replace(
+        flat=rows and lies and any([x.flat for x in call.sources]),
+        made_of=made_of(known, call),
+        value=0 if op.random else value_of(known, call),
+        root=0 if op.random else _root(known, call),
     )
 
 
-def _seen(
-    op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any, line: str
-) -> Seen:
-    found = next((x for x in sources if x.kind is kind), None)
-    if kind in PARTS and found is None:  # a sum over parts, which is of the same leaf
-        part = next((x for x in sources if x.kind in PARTS), None)
-        found = part and part._replace(kind=kind)
-    if found is None or kind is Kind.K:
-        found = Seen(kind, f"what {op.name} made", line, digest)
-    if kind is Kind.A and any(x.parameter or x.kind is Kind.I for x in sources):
-        return found._replace(parameter=True)
-    return found
-
-
-def _root(known: Known, op: OperatorClass, facts: Facts) -> int:
+def _root(known: Known, call: OperatorCall) -> int:
     """The value of which a result has the rows in another order, if it has."""
-    own = [(x, seen) for x, seen in facts if seen.kind is Kind.V]
-    if op.name in MOVES_ROWS and own:
+    own = [(x, seen) for x, seen in call.facts if seen.kind is Kind.V]
+    if call.op.name in MOVES_ROWS and own:
         return known.root(*own[0])
     return next((seen.root for _, seen in own if seen.root), 0)
 
 
-def value_of(
-    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts
-) -> int:
+def value_of(known: Known, call: OperatorCall) -> int:
     """A hash of a result: of the operator and the values of its operands."""
-    if op.name in COPIES:
-        return known.value(*facts[-1])
-    each = iter(facts)
+    if call.op.name in COPIES:
+        return known.value(*call.facts[-1])
+    each = iter(call.facts)
     of = [
-        known.value(*next(each)) if isinstance(x, Tensor) else number(x) for x in given
+        known.value(*next(each)) if isinstance(x, Tensor) else number(x)
+        for x in call.given
     ]
-    return hash((op.name, *of))
+    return hash((call.op.name, *of))
 
 
-def made_of(
-    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts, made: Tensor
-) -> Provenance:
-    """Of what a result is made, of which ``made`` is the first tensor.
+def made_of(known: Known, call: OperatorCall) -> Provenance:
+    """Of what the results of a call are made.
 
     Raises:
         LawError: of gradients that do not mean here what they would on one device.
     """
+    op, given, facts = call.op, call.given, call.facts
     if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
         facts = facts[1:]  # of the first nothing is left
-    tensors = [x for x, _ in facts]
+    tensors, y = [x for x, _ in facts], call.made[0]
     each = [known.made_of(*x) for x in facts]
     chosen = _chosen(known, op, given, facts)
     if not any([x.gradients for x in each]):
@@ -125,28 +142,16 @@ def made_of(
     if bends and not is_internal():
         if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
             raise _apart(op.name, *found)
-    if not bends:
-        each = _summed(op, given, tensors, each, made)
-    stacked = _along(made, _dim(given, tensors[0])) if op.joins else None
+    if not bends:  # it adds terms, or sums over their dims
+        terms = zip(tensors, each, factors(op, given, tensors), strict=True)
+        each = [
+            p.lying(partial(_lying, op, given, x, y)).scaled(by) for x, p, by in terms
+        ]
+    stacked = _along(y, _dim(given, tensors[0])) if op.joins else None
     made_of = joined([*each, *chosen], stacked)
     if not is_internal():
         together(op.name, each)
     return made_of.changed(f"{op.name} at {source_line()}") if bends else made_of
-
-
-def _summed(
-    op: OperatorClass,
-    given: Sequence[Any],
-    tensors: Sequence[Tensor],
-    each: Sequence[Provenance],
-    made: Tensor,
-) -> list[Provenance]:
-    """Of what terms are made, as an operator adds them, or sums over their dims."""
-    found = []
-    factor = factors(op, given, tensors)
-    for x, p, by in zip(tensors, each, factor, strict=True):
-        found.append(p.lying(partial(_lying, op, given, x, made)).scaled(by))
-    return found
 
 
 def _lying(
@@ -187,7 +192,7 @@ _PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot"}
 
 
 def _chosen(
-    known: Known, op: OperatorClass, given: Sequence[Any], facts: Facts
+    known: Known, op: OperatorClass, given: Sequence[Any], facts: Sequence[Any]
 ) -> list[Provenance]:
     """Rows of an own tensor that are copied, or that constants choose or weigh."""
     if takes_rows(op, given) and facts[0][1].kind is Kind.V:

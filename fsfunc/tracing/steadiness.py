@@ -8,8 +8,10 @@ which are compared between runs.
 A value that a step reads from a fake tensor is replaced by a number. The number differs
 from run to run, so that more than one branch is seen; and for a rank's own value it
 differs between neighbouring ranks, so that results that depend on it are found. Of a
-number or a word among its arguments, such as the count of steps, a comparison that the
-step makes is answered both ways.
+number or a word among its arguments, such as the count of steps (``if state.step % 10
+== 0``), the branch of this call is no more than one of those to come: where the step
+itself compares one, outside units, the check learns of it and answers both ways. A
+schedule is given the plain number (`rate_at`): of its comparisons there is a rate.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.attribution import (
+    called_by_user,
+    is_internal,
+    is_own_call,
+    source_line,
+)
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.rules import refused
+from fsfunc.tree.structure import count_as_leaf
 
 _COUNTS, _NUMBERS = (1, 2, 0), (1.0, 2.0**20, -(2.0**20))
 _PATIENCE = 32  # a loop until something holds asks for it at one line
@@ -80,6 +88,71 @@ class StandIns:
         self._count[line] += 1
         self.turns = max(self.turns, most)
         return (self.turn + max(0, self._count[line] - _PATIENCE)) % most
+
+
+# Numbers and words of the arguments, whose comparisons are heard
+
+Answered = Callable[[bool], "bool | Tensor"]
+
+
+def asked_numbers(values: Any, answered: Answered) -> Any:
+    """A tree, of whose numbers and words ``answered`` hears how they compare.
+
+    Args:
+        answered: is given the answer to a comparison that a user's code makes, and
+            returns the one that the code gets.
+    """
+    return tree.map(lambda x: _asked(x, answered), values, is_leaf=is_sharded)
+
+
+def _asked(x: Any, answered: Answered) -> Any:
+    if (kind := _KINDS.get(type(x))) is None:
+        return x
+    found = kind(x)
+    found.answered = answered
+    return found
+
+
+def _kind(kind: type, made: Iterable[str] = ()) -> type:
+    """The class of heard numbers, or words.
+
+    Args:
+        made: the methods whose results are heard too.
+    """
+
+    def comparing(name: str) -> Callable[..., Any]:
+        plain = getattr(kind, name)
+
+        def compare(self: Any, *other: Any) -> Any:
+            found = plain(self, *other)
+            heard = isinstance(found, bool) and called_by_user(sys._getframe(1))
+            return self.answered(found) if heard else found
+
+        return compare
+
+    def making(name: str) -> Callable[..., Any]:
+        plain = getattr(kind, name)
+        return lambda self, *other: _asked(plain(self, *other), self.answered)
+
+    own: dict[str, Any] = {
+        "__class__": kind,  # to whoever asks it is what it stands for
+        "__hash__": kind.__hash__,
+        "__reduce__": lambda self: (kind, (kind(self),)),  # a copy is plain
+    }
+    names = ("lt", "le", "eq", "ne", "gt", "ge", *(["bool"] * (kind is not str)))
+    own |= {f"__{name}__": comparing(f"__{name}__") for name in names}
+    own |= {name: making(name) for name in made if hasattr(kind, name)}
+    heard = type(f"Heard{kind.__name__}", (kind,), own)
+    count_as_leaf(heard)
+    return heard
+
+
+_BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+_MADE = ["__neg__", *(f"__{side}{name}__" for name in _BINARY for side in ("", "r"))]
+_KINDS = {int: _kind(int, _MADE), float: _kind(float, _MADE), str: _kind(str)}
+
+
+# The numbers that a run gives torch, which the next one gives it too
 
 
 class NumbersGiven(NamedTuple):

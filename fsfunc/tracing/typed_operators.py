@@ -45,7 +45,7 @@ from fsfunc.tracing.operators import (
     shown,
 )
 from fsfunc.tracing.provenance import Provenance
-from fsfunc.tracing.results import seen_of
+from fsfunc.tracing.results import OperatorCall, seen_of
 from fsfunc.tracing.rules import refusal, refused
 from fsfunc.tracing.split_work import SplitWork
 from fsfunc.tracing.steadiness import StandIns
@@ -237,34 +237,26 @@ class Operators(OperatorMode):
         over = op.name == "copy" and sources[0].kind not in PARTS  # the first is lost
         read = tensors[1:] if over else tensors
         operands = list(map(operand, read, sources[len(tensors) - len(read) :]))
+        call = OperatorCall(
+            op, given, made, tensors, sources, operands, node, origin, trusted
+        )
         if by_user:
-            self._placed(op, tensors, sources, made, view)
+            self._check_placed(call, view)
             # Of a slice that is all there is, torch makes an alias.
             taken = op.picks or op.name == "as_strided" or self.indexing
             if view and taken:
                 self.known.own.picked(tensors[0])
         if view and not op.picks:
             return
-        kind = self._typed(op, operands, tensors, made, origin)
+        kind = self._typed(call)
         if view:
             return
         if op.random and not any(isinstance(x, torch.Generator) for x in given):
             kind = self.own  # the ranks' default generators are their own
-        digest, line = None, source_line() if node or not origin else origin.where
+        digest = None
         if by_user and kind is not Kind.V:
-            kind, digest = self._event(op, given, tensors, sources, kind, line)
-        numbers_alone = all([x.number for x in operands])
-        paired = op.name == "select_backward" and bool(origin and origin.of_pairs)
-        facts = list(zip(tensors, sources, strict=True))
-        seen = seen_of(
-            self.known, op, kind, given, facts, made[0], digest, line,
-            uniform=(op.elementwise or paired) and numbers_alone,
-            rows=op.elementwise or trusted,
-        )  # fmt: skip
-        self._put(made, lies_in, seen)
-
-    def _put(self, made: Sequence[Tensor], lies_in: Sequence[bool], seen: Seen) -> None:
-        """Notes facts about results; ``lies_in``: which lie in an operand's memory."""
+            kind, digest = self._event(call, kind)
+        seen = seen_of(self.known, call, kind, digest)
         for i, (y, within) in enumerate(zip(made, lies_in, strict=True)):
             if i and seen.value:
                 seen = seen._replace(value=hash((seen.value, i)))
@@ -312,18 +304,12 @@ class Operators(OperatorMode):
             return True
         return self.known.are_pairs(x, seen) and keeps_pairs(x, y)
 
-    def _placed(
-        self,
-        op: OperatorClass,
-        given: Sequence[Tensor],
-        sources: Sequence[Seen],
-        made: Sequence[Tensor],
-        view: bool,
-    ) -> None:
+    def _check_placed(self, call: OperatorCall, view: bool) -> None:
         """Raises where the dims of a placed leaf's elements count: it shows a row."""
+        op, made = call.op, call.made
         placed = [
             (x, seen, self.known.are_pairs(x, seen))
-            for x, seen in zip(given, sources, strict=True)
+            for x, seen in call.facts
             if seen.flat or seen.kind is Kind.S
         ]
         paired = [x.shape for x, _, are_pairs in placed if are_pairs]
@@ -345,54 +331,39 @@ class Operators(OperatorMode):
                 if self._along or any(y.ndim for y in made):
                     raise refusal("mixes", op.name, [seen])
 
-    def _typed(
-        self,
-        op: OperatorClass,
-        operands: Sequence[Operand],
-        tensors: Sequence[Tensor],
-        made: Sequence[Tensor],
-        origin: Origin | None,
-    ) -> Kind:
-        backward = _torch.current_node() is not None
+    def _typed(self, call: OperatorCall) -> Kind:
+        op, made, origin = call.op, call.made, call.origin
+        backward = call.node is not None
         try:
-            return result(op, operands, made, backward)
+            return result(op, call.operands, made, backward)
         except Untyped as why:
-            sure = _trusted() if origin is None else origin.trusted
-            if str(why) == "positions" and not backward and _are_rows(operands):
-                sources = [self.known.of(x) for x in tensors]
-                raise refusal("rows", op.name, sources) from None
+            sure = call.trusted if origin is None else origin.trusted
+            if str(why) == "positions" and not backward and _are_rows(call.operands):
+                raise refusal("rows", op.name, call.sources) from None
             if is_internal() and not backward or sure and str(why) != "own":
                 # The library knows what it does with parts.
                 return Kind.S if any(y.ndim for y in made) else Kind.P
             forward = (origin.name, origin.where) if backward and origin else None
-            sources = [self.known.of(x) for x in tensors]
-            raise refusal(str(why), op.name, sources, forward) from None
+            raise refusal(str(why), op.name, call.sources, forward) from None
 
-    def _event(
-        self,
-        op: OperatorClass,
-        given: Sequence[Any],
-        tensors: Sequence[Tensor],
-        seen: Sequence[Seen],
-        kind: Kind,
-        line: str,
-    ) -> tuple[Kind, Any]:
+    def _event(self, call: OperatorCall, kind: Kind) -> tuple[Kind, Any]:
         """Notes what the ranks must agree on; what they do not is each rank's own."""
+        op, seen = call.op, call.sources
         if op.name in COPIES:  # a rank may make more of them
             return kind, seen[-1].digest if seen else None
-        numbers = tuple(number(x) for x in given if not isinstance(x, Tensor))
+        numbers = tuple(number(x) for x in call.given if not isinstance(x, Tensor))
         constants = (
             *numbers,
             *(
                 (x.digest, None if x.uniform else shown(t))
-                for x, t in zip(seen, tensors, strict=True)
+                for t, x in call.facts
                 if x.kind is Kind.K
             ),
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
         self.numbers = self.numbers or bool(constants)
-        if self._alike(op.name, constants, line):
+        if self._alike(op.name, constants, call.line):
             return kind, None
         if kind in PARTS:
             part = next(x for x in seen if x.kind in PARTS)
