@@ -30,7 +30,6 @@ class Seen(NamedTuple):
         flat: whether it is the flattened part of a leaf of other dims.
         parameter: whether it is made of replicated values, whose gradients are means.
         value: a key, equal for what is computed in the same way from equal values.
-        root: for a permutation of rows, the key of the value that they are from.
         made_of: the rows and the gradients that it is computed from.
     """
 
@@ -42,7 +41,6 @@ class Seen(NamedTuple):
     flat: bool = False
     parameter: bool = False
     value: int = 0
-    root: int = 0
     made_of: Provenance = NOTHING
 
     def __str__(self) -> str:
@@ -130,14 +128,9 @@ class Known:
             rows = self.own.rows(_torch.unwrapped(x))
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
-    def root(self, x: Tensor, seen: Seen | None = None) -> int:
-        """A key of the tensor that rows are of, whatever their order."""
-        seen = seen or self.of(x)
-        return seen.root or self.value(x, seen)
-
     def weighed(self, x: Tensor, by: Tensor) -> Provenance:
         """Of what rows are made that a constant chooses, or weighs."""
-        which = Rows(self.root(x), self.of(x).what, ("weighed", self.value(by)))
+        which = Rows(self.value(x), self.of(x).what, ("weighed", self.value(by)))
         return Provenance(frozenset((which,)))
 
     def tensors(self, values: Any) -> list[Tensor]:
@@ -157,7 +150,7 @@ class Known:
     def put(self, x: Tensor, seen: Seen) -> None:
         self._seen[x] = seen = self._told_apart(seen)
         if seen.kind in (Kind.K, Kind.A, Kind.V):
-            self.own.add(_torch.unwrapped(x), seen.value, seen.root, seen.what)
+            self.own.add(_torch.unwrapped(x), seen.value, seen.what)
 
     def _told_apart(self, seen: Seen) -> Seen:
         return seen if seen.value else seen._replace(value=next(self._numbers))
@@ -304,7 +297,6 @@ class _Own(NamedTuple):
     """A rank's own tensor: its offset in memory, and the stride of its rows."""
 
     value: int
-    root: int
     name: str
     start: int
     stop: int
@@ -324,12 +316,12 @@ class OwnTensors:
         self._lengths: dict[int, int] = {}
         self.were_picked = False
 
-    def add(self, x: Tensor, value: int, root: int, name: str) -> None:
+    def add(self, x: Tensor, value: int, name: str) -> None:
         """An own tensor that fills its memory, or a range of it."""
         if x.layout != torch.strided or not x.ndim or not x.numel():
             return
         start, stop = _span(x)
-        new = _Own(value, root, name, start, stop, x.shape[0], x.stride(0))
+        new = _Own(value, name, start, stop, x.shape[0], x.stride(0))
         found = self._own.get(x) or []
         within = [own for own in found if own.start <= start and stop <= own.stop]
         if any((own.start, own.stop) != (start, stop) for own in within):
@@ -348,9 +340,8 @@ class OwnTensors:
                 at = _rows(x, start - own.start, own)
                 if at is None:
                     return None
-                self._lengths[own.root or own.value] = own.rows
-                moved = (own.value, at) if own.root else at
-                return Rows(own.root or own.value, own.name, moved)
+                self._lengths[own.value] = own.rows
+                return Rows(own.value, own.name, at)
         return None
 
     def cover(self, gradient: Gradient) -> bool:

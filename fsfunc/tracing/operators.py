@@ -17,7 +17,6 @@ from fsfunc._torch import OperatorMode
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # Views of a row that mean another thing where the leaf has dims.
 TURNS = {"t", "transpose", "permute"}
-MOVES_ROWS = {"roll", "flip", "rot90", "index", "index_select", "gather", "sort"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
 # What torch tags as pointwise, and gives one number for all elements.
 _NOT_ELEMENTWISE = {"equal"}

@@ -13,7 +13,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Known, Origin, Seen
-from fsfunc.tracing.operators import COPIES, MOVES_ROWS, OperatorClass, number, shown
+from fsfunc.tracing.operators import COPIES, OperatorClass, number, shown
 from fsfunc.tracing.provenance import (
     NOTHING,
     UNKNOWN,
@@ -90,7 +90,7 @@ def seen_of(known: Known, call: OperatorCall, kind: Kind, digest: Any) -> Seen:
         uniform=(uniform or op.factory or op.alike) and not op.random
     )
     if _torch.current_node() is not None:
-        return found._replace(flat=False, made_of=NOTHING, value=0, root=0)
+        return found._replace(flat=False, made_of=NOTHING, value=0)
     # Elements of a row stay where they are.
     rows, lies = op.elementwise or call.trusted, y.ndim == 1
     lies = lies or y.ndim == 2 and known.is_paired(y)
@@ -98,16 +98,7 @@ def seen_of(known: Known, call: OperatorCall, kind: Kind, digest: Any) -> Seen:
         flat=rows and lies and any([x.flat for x in call.sources]),
         made_of=made_of(known, call),
         value=0 if op.random else value_of(known, call),
-        root=0 if op.random else _root(known, call),
     )
-
-
-def _root(known: Known, call: OperatorCall) -> int:
-    """The value of which a result has the rows in another order, if it has."""
-    own = [(x, seen) for x, seen in call.facts if seen.kind is Kind.V]
-    if call.op.name in MOVES_ROWS and own:
-        return known.root(*own[0])
-    return next((seen.root for _, seen in own if seen.root), 0)
 
 
 def value_of(known: Known, call: OperatorCall) -> int:
@@ -227,7 +218,7 @@ def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
     """Some rows of an own tensor, copied."""
     known.own.picked(x)
     which = tuple(map(known.value, where))
-    one = Rows(known.root(x), known.of(x).what, which)
+    one = Rows(known.value(x), known.of(x).what, which)
     return Provenance(frozenset((one,)))
 
 

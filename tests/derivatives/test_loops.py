@@ -85,6 +85,11 @@ def own_steps(w, x):
     return ff.value_and_grad(outer)(w)[1]
 
 
+def by_values(w, x):
+    """Of each row's loss, which is a mean as its gradient is."""
+    return sum(ff.value_and_grad(by_units)(w, row)[0].exp() for row in x.split(1))
+
+
 def by_transformation(w, x):
     clip = ff.chain(ff.clip_by_global_norm(0.1))
     found = []
@@ -110,6 +115,8 @@ REFUSED = {
     "losses": by_losses,
     "pairs": as_pairs,
     "own steps": own_steps,
+    "values": by_values,
+    "reordered": over(lambda x: [x[:1], x.flip(0)[:1], x.roll(2, 0)[:1]]),
     "transformation": by_transformation,
     "stock": by_stock,
 }
@@ -137,6 +144,12 @@ def support_and_query(w, x):
         return by_units(each(lambda a, g: a - 0.1 * g, w, g), query)
 
     return clipped(ff.value_and_grad(outer)(w)[1])
+
+
+def noise_of_halves(w, x):
+    """Halves of a batch are halves on every rank."""
+    one, other = (slope(w, rows) for rows in x.chunk(2))
+    return ff.tree_sum(each(torch.mul, one, other))
 
 
 def by_hand(w, x):
@@ -176,8 +189,8 @@ def local_rows(w, x):
 ALLOWED = {
     f.__name__: f
     for f in (
-        critic, critic_by_adam, support_and_query, by_hand, by_hand_stacked, two_models,
-        accumulated, local_rows,
+        critic, critic_by_adam, support_and_query, noise_of_halves, by_hand,
+        by_hand_stacked, two_models, accumulated, local_rows,
     )
 }  # fmt: skip
 
