@@ -126,6 +126,28 @@ def test_what_an_attribute_chooses_is_checked_later(how, zero):
     assert {4, 8} & {*map(seen.count, (0, 1))}  # before calls 5 and 9
 
 
+def test_a_branch_of_a_step_of_library_functions_is_checked_later():
+    """It combines no numbers: nothing but a later check sees what it does then."""
+    seen, optimizer = [0, 0], ff.sgd(0.01)
+
+    def step(s, x):
+        seen[MESH.rank] += not ff.recording()
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s.params, x)[1]
+        g = each(lambda g: g * x.mean(), g) if seen[MESH.rank] > 10 else g
+        return s.apply_gradients(g, optimizer), None
+
+    def main():
+        sharded = ff.shard(step, MESH, "data")
+        mine = ff.local_batch(X / 12, MESH, "data")
+        state = ff.init_state(sharded, W, optimizer, mine)
+        for _ in range(17):
+            state, _ = sharded(state, mine)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        ff.spmd(main, MESH)()
+    assert max(seen) == 16
+
+
 def test_what_a_later_check_alone_raises_is_told():
     """Real calls do not: a check runs the step without data, or on ranks alike."""
     seen = []
