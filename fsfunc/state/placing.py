@@ -17,7 +17,7 @@ from fsfunc.comm.mesh import Here, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
-from fsfunc.core.frames import frame
+from fsfunc.core.frames import recording
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, is_sharded
@@ -337,9 +337,7 @@ def _check_types(
 
     Errors of the step itself are left to its first call, as the state may still change.
     """
-    if not at.link.moves or frame().tracer is not None or at.mesh.backend == "vmap":
-        return
-    if _torch.fake_active():
+    if recording() or not at.link.moves or at.mesh.backend == "vmap":
         return
     try:
         seen = check(fn, args, {}, at, sharding.axes, exchange=agreement.exchange)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import Interpretation, frame, transformed
+from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.comparing import place_of
+from fsfunc.testing.observed_runs import unseen
 
 
 class NotFinite(FloatingPointError):
@@ -74,7 +75,7 @@ class _Finite(Interpretation):
             out = run(params, *inputs, **keywords)
             look(out, f"{said} returns")
             for x in tree.leaves(out, is_leaf=is_sharded):
-                if isinstance(x, Tensor) and x.requires_grad and not _unseen():
+                if isinstance(x, Tensor) and x.requires_grad and not unseen():
                     x.register_hook(lambda g: look(g, of_cotangent))
             return out
 
@@ -90,18 +91,9 @@ class _Finite(Interpretation):
         return looked
 
 
-def _unseen() -> bool:
-    return (
-        frame().tracer is not None
-        or _torch.functorch_active()
-        or _torch.fake_active()
-        or _torch.forward_ad_active()
-    )
-
-
 def look(value: Any, says: str, kind: str = "") -> None:
     """Raises where a tensor in a tree holds what is not finite."""
-    if _unseen():
+    if unseen():
         return
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
     for path, leaf in zip(paths, leaves, strict=True):

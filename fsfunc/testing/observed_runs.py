@@ -29,6 +29,7 @@ from fsfunc.core.frames import (
     Interpretation,
     frame,
     inside,
+    recording,
     transformed,
 )
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -202,12 +203,8 @@ def observe(
 
 def unseen() -> bool:
     """True where nothing is noted: tensors have no data, or stand for several."""
-    return (
-        frame().tracer is not None
-        or _torch.fake_active()
-        or _torch.functorch_active()
-        or _torch.forward_ad_active()
-    )
+    levels = _torch.functorch_active() or _torch.forward_ad_active()
+    return levels or recording()
 
 
 def _is_hidden(f: Frame) -> bool:
