@@ -386,9 +386,10 @@ class Replay:
             start, stop = max(first, low), min(end, high)
             part = out[start - low : stop - low]
             memory = _Memory(self.tape, ops, first, end)
-            # Of an offloaded leaf too the bits are the device's.
+            # Of an offloaded leaf too the bits are the device's. A given tensor of which
+            # a part is written has its values elsewhere.
             here = part.dtype == about.dtype and part.device.type == about.device.type
-            if here and (start, stop) == (first, end):
+            if here and about.given is None and (start, stop) == (first, end):
                 memory.held[storage] = part
             for op in ops:
                 if op.span is not None:
@@ -478,7 +479,8 @@ def _run_range(memory: _Memory, op: TapedOp, start: int, stop: int) -> None:
 
         def operand(r: Ref, first: int = first, end: int = end) -> Tensor:
             if r.span == op.span:
-                return memory.range(r.storage, first, end)
+                x = memory.range(r.storage, first, end)
+                return x if r.place.shape else x[0]  # without dims no dtype is widened
             given = memory.tape.storages[r.storage].given
             assert given is not None, "what has another place is a number"
             return _torch.view_at(given, r.place)

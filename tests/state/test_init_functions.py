@@ -322,6 +322,44 @@ def test_a_given_tensor_is_taken_from_and_left_as_it_is():
     assert weight.tolist() == [1.0] * 6 and buffer.tolist() == [0.0] * 6
 
 
+@pytest.mark.parametrize("size", [8, 200_000])  # one block, and several
+def test_of_a_given_tensor_what_is_not_written_stays(size):
+    def init():
+        copied, drawn, filled = (torch.tensor(range(size)).float() for _ in range(3))
+        copied[:4] = torch.randn(4)
+        drawn[2:5].normal_()
+        filled[-1].fill_(torch.zeros(()))
+        return {"a": {"copied": copied, "drawn": drawn, "filled": filled}}
+
+    expected, _ = alone(init, "a")
+    plain = torch.arange(float(size))
+    assert torch.equal(expected["a"]["copied"][4:], plain[4:])
+    assert torch.equal(expected["a"]["drawn"][:2], plain[:2])
+    assert torch.equal(expected["a"]["drawn"][5:], plain[5:])
+    for found, _ in everywhere(init, "a", [1, 3], [3]):
+        same(found, expected)
+
+
+def test_a_number_does_not_widen_a_leaf_of_one_element():
+    numbers = torch.tensor([0.3, 0.1], dtype=torch.float64)
+
+    def init():
+        x, y = torch.rand(1), torch.rand(1)
+        z, h = torch.rand(()), torch.rand((), dtype=torch.half)
+        first, second = numbers
+        made = {"x": x * first, "y": y * second, "z": z * second}
+        drawn = {"x": x, "y": y, "z": z, "h": h}
+        return {"a": {**made, "h": h * second.float()}, "b": drawn}
+
+    for seed in range(8):
+        found, _ = alone(init, "ab", seed)
+        x, y, z, h = (found["b"][k] for k in "xyzh")
+        assert torch.equal(found["a"]["x"], x * numbers[0])
+        assert torch.equal(found["a"]["y"], y * numbers[1])
+        assert torch.equal(found["a"]["z"], z * numbers[1])
+        assert torch.equal(found["a"]["h"], h * numbers[1].float())
+
+
 def test_numbers_that_the_function_asks_for_are_computed():
     def init():
         w = torch.randn(70_000)
