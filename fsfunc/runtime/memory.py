@@ -59,6 +59,8 @@ class StorageTable(Generic[Fact]):
         self.freed = freed
         self.facts: dict[int, Fact] = {}  # by the storage's address
         self._alive: dict[int, weakref.ref] = {}
+        # Weak, so that who drops a table lets go of its facts at once: no cycle.
+        self._weak = weakref.ref(self)
 
     def get(self, x: Tensor) -> Fact | None:
         """The entry of a tensor's storage, or None."""
@@ -68,14 +70,17 @@ class StorageTable(Generic[Fact]):
         base = _torch.unwrapped(x)
         key = _torch.storage_key(base)
         if key not in self.facts:
-            forget = functools.partial(self._forget, key)
+            forget = functools.partial(_forget, self._weak, key)
             self._alive[key] = weakref.ref(_torch.storage(base), forget)
         self.facts[key] = fact
 
-    def _forget(self, key: int, gone: Any) -> None:
-        if self._alive.get(key) is gone:  # else the address is another storage's by now
-            del self._alive[key]
-            self.freed(self.facts.pop(key))
+
+def _forget(weak: weakref.ref[Any], key: int, gone: Any) -> None:
+    table = weak()
+    # Else the address is another storage's by now.
+    if table is not None and table._alive.get(key) is gone:
+        del table._alive[key]
+        table.freed(table.facts.pop(key))
 
 
 class BufferPool:

@@ -386,8 +386,8 @@ class Replay:
             start, stop = max(first, low), min(end, high)
             part = out[start - low : stop - low]
             memory = _Memory(self.tape, ops, first, end)
-            # Of an offloaded leaf too the bits are the device's. A given tensor of which
-            # a part is written has its values elsewhere.
+            # Of an offloaded leaf too the bits are the device's. Of a given tensor the
+            # rest, which nobody writes, has its values elsewhere.
             here = part.dtype == about.dtype and part.device.type == about.device.type
             if here and about.given is None and (start, stop) == (first, end):
                 memory.held[storage] = part

@@ -1,5 +1,7 @@
 """Policies: what they name is not computed again; `test_remat` has the bits."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,3 +156,23 @@ def test_a_unit_that_does_something_else_the_second_time_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="must do the same again"):
         ff.remat(ff.value_and_grad(fickle), ff.SaveOnly("h"))(P[0]["a"], X)
+
+
+def test_what_an_op_made_together_goes_without_the_garbage_collector() -> None:
+    x, w = torch.randn(256, 64), torch.eye(64)
+
+    @ff.unit
+    def unit(w, x):
+        high, low = torch.split_with_sizes_copy(x @ w, [128, 128])  # two of one op
+        return checkpoint_name(torch.sin(high) + low, "h")
+
+    step = ff.remat(ff.value_and_grad(lambda w: unit(w, x).sum()), ff.SaveOnly("h"))
+    step(w)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes(x, w) as memory:
+            out = step(w)
+            assert memory.live == sum(y.nbytes for y in out)
+    finally:
+        gc.enable()
