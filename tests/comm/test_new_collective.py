@@ -4,6 +4,7 @@ A shift along a ring, up and down, which are each other's transposes; and a prod
 ranks, a reduction that has none. They are as reference, on every backend.
 """
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -187,9 +188,9 @@ def natively_unequal(mesh):
         assert 'pprod over "data" of torch.complex64' in str(error)
     sizes, rank = ((1, 2, 0), (0, 1, 3), (2, 0, 1)), mesh.rank
     how, found = LinearMap("all_to_all", sizes=sizes), []
-    for dtype in (torch.complex64, torch.bool):
+    for dtype, width in itertools.product((torch.complex64, torch.bool), (2, 0)):
         xs = [
-            (torch.arange(4 * len(c) + 4) % 3).to(dtype).view(-1, 2)[: sum(c)] * 1
+            (torch.arange(4 * len(c) + 4) % 3).to(dtype).view(-1, 2)[: sum(c), :width]
             for c in sizes
         ]
         there = OPERATIONS["all_to_all"].combine(xs, sizes=sizes)[rank]
@@ -212,7 +213,7 @@ def test_between_processes(processes, way):
         (found,) = ff.spmd(cases.everything, mesh)()
         assert not cases.wrong(found[0], mesh.rank), found[0]
         assert found[1] == cases.SENT, found[1]
-        assert ff.spmd(lambda: cases.natively_unequal(mesh), mesh)() == [[True] * 2]
+        assert ff.spmd(lambda: cases.natively_unequal(mesh), mesh)() == [[True] * 4]
         print("right", flush=True)
         """,
         3,

@@ -49,7 +49,8 @@ def issue(
     """
     dtype, operation = x.dtype, OPERATIONS[op]
     shape = operation.result_shape(x.shape, where.size, where.index, **how)
-    if not x.numel() and not how.get("sizes"):
+    # Of unequal parts one rank's may be empty alone, unless all rows are.
+    if not x.numel() and not (how.get("sizes") and math.prod(x.shape[1:])):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
     if dtype in _KNOWN:
