@@ -111,7 +111,11 @@ class _InBackward(Optimizer):
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        self = super().__new__(cls, inner.init, unseen, unseen)
+        def apply(grads: Tree, state: State, params: Tree) -> Phases:
+            unseen(grads, state)  # before any optimizer of the step writes
+            yield
+
+        self = super().__new__(cls, inner.init, unseen, apply)
         self.inner = inner
         return self
 

@@ -174,7 +174,11 @@ class Optimizer(_Functions):
         return self
 
     def _replace(self, **changes: Any) -> Optimizer:
-        how = {"interprets": self.interprets, "elementwise": self.elementwise}
+        how = {
+            "apply": self._phases,  # both of them: `apply` runs them at once
+            "interprets": self.interprets,
+            "elementwise": self.elementwise,
+        }
         other = Optimizer(**(self._asdict() | how | changes))
         return other.known_as(self.called, dict(self.configuration) | changes)
 

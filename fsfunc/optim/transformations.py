@@ -70,7 +70,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         check_unfollowed("chain", states[:-1])
         return states
 
-    def phases(grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
+    def check(states: Any) -> None:
         if type(states) not in (tuple, list):
             raise unlike("chain", states, tuple)
         if len(states) != len(transforms):
@@ -78,6 +78,9 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
                 f"a chain of {len(transforms)} was given a state of {len(states)}: "
                 "make one with its own init(params)"
             )
+
+    def phases(grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
+        check(states)
         done = []
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
@@ -86,7 +89,8 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return result, (*done, state)
 
     def interprets(states: Any) -> Reading:
-        each = [t.reading(x) for t, x in zip(transforms, states, strict=False)]
+        check(states)  # or the chain that is read would be as short as they are
+        each = [t.reading(x) for t, x in zip(transforms, states, strict=True)]
         handlers = tuple(h for reading in each for h in reading.handlers)
         return Reading(handlers, _chained([reading.optimizer for reading in each]))
 

@@ -141,6 +141,34 @@ def test_of_two_that_share_a_step_none_writes_before_both_are_ready(first):
         optimizer.apply(grads, state, w)
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (ff.step_in_backward(ff.sgd(1.0)), "did not see these gradients"),
+        (ff.sgd(1.0)._replace(init=ff.lion().init), "another optimizer has made"),
+    ],
+    ids=["step_in_backward", "replaced"],
+)
+def test_what_shares_a_step_refuses_before_another_writes(second, message):
+    both = {"a": ff.sgd(1.0), "b": second}
+    optimizer = ff.partition(both, lambda path, leaf: path)
+    w = {"a": torch.ones(2), "b": torch.ones(2)}
+    state, grads = optimizer.init(w), ff.tree.map(torch.clone, w)
+    with donated(), unchanged(w, state), pytest.raises(ValueError, match=message):
+        optimizer.apply(grads, state, w)
+
+
+@pytest.mark.parametrize("states", [1, 3])
+def test_a_chain_that_takes_gradients_refuses_a_state_of_another_length(states):
+    scaled = ff.loss_scale(ff.sgd(1.0))
+    optimizer = ff.chain(scaled, ff.scale(0.5))
+    step = optimizer(ff.value_and_grad(lambda w: w.sum()))
+    w = torch.ones(2)
+    state = ff.TrainState(w, (scaled.init(w), (), ())[:states])
+    with pytest.raises(ValueError, match="a chain of 2 was given a state of"):
+        step(state)
+
+
 def test_a_generator_that_a_plain_function_returns_is_run():
     apply = by_kernel([])
     hidden = heavy_ball(lambda *args: apply(*args))
