@@ -64,9 +64,13 @@ class Gradient:
             both = (any(r.of == rows.of for r in one.rows) for one in (self, other))
             if all(both):
                 return rows
-        if self.rows and not _proportional(self.shares, other.shares):
-            return min(self.rows, key=str)
-        return None
+        if self.shares is None or other.shares is None:
+            # Of a multiple that nobody knows: rows of tensors that may be the same ones
+            # in another order, as flipped or rolled.
+            unlike = bool(other.rows) and self.rows != other.rows
+        else:
+            unlike = not _proportional(self.shares, other.shares)
+        return min(self.rows, key=str) if self.rows and unlike else None
 
 
 Along = tuple[int, int]  # a dim by its stride and size: views move it, and keep these
@@ -74,9 +78,7 @@ UNKNOWN: Along = (0, 0)
 Shares = frozenset[tuple[frozenset[Rows], float]]
 
 
-def _proportional(some: Shares | None, others: Shares | None) -> bool:
-    if some is None or others is None:
-        return True
+def _proportional(some: Shares, others: Shares) -> bool:
     one, other = dict(some), dict(others)
     if one.keys() != other.keys():
         return False

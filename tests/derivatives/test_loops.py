@@ -117,6 +117,10 @@ REFUSED = {
     "own steps": own_steps,
     "values": by_values,
     "reordered": over(lambda x: [x[:1], x.flip(0)[:1], x.roll(2, 0)[:1]]),
+    "reordered multiples": over(
+        lambda x: [x.roll(1, 0)[:1], x.roll(2, 0)[:1]],
+        lambda g: clipped(each(lambda g: g * torch.tensor(2.0), g)),
+    ),
     "transformation": by_transformation,
     "stock": by_stock,
 }
