@@ -25,6 +25,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
     added,
+    begun,
     by_phases,
     check_takes_plainly,
     described,
@@ -441,8 +442,7 @@ class _ScheduleFree:
             return (yield from added(self.update)(grads, state, params))
         rate, c, counted = self.weighed(state)
         decays = matched.decays(rate * self.weight_decay, self.mask)
-        base = self.base.phases(grads, state.base, z, True)
-        next(base)
+        base = begun(self.base.phases(grads, state.base, z, True))
 
         def decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
             torch._foreach_add_(zs, ys, alpha=-weight_decay)

@@ -21,6 +21,7 @@ from fsfunc.optim.optimizer import (
     Phases,
     Reading,
     State,
+    begun,
     described,
     finished,
 )
@@ -271,8 +272,8 @@ class BackwardSteps(GradientSteps):
         rest = [i for i, g in enumerate(found) if g is not None and i not in stepped]
         step = None
         if rest:
-            step = self._phases(rest, {self.paths[i]: found[i] for i in rest})
-            next(step)
+            grads = {self.paths[i]: found[i] for i in rest}
+            step = begun(self._phases(rest, grads))
         yield
         if step is not None:
             self._commit(rest, step)

@@ -11,6 +11,7 @@ from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
+    begun,
     by_phases,
     described,
     finished,
@@ -187,9 +188,9 @@ class _Partitioned:
     def phases(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
-        steps = {k: self.optimizers[k].phases(*x, adds) for k, x in shares.items()}
-        for step in steps.values():
-            next(step)
+        steps = {
+            k: begun(self.optimizers[k].phases(*x, adds)) for k, x in shares.items()
+        }
         yield
         done = {label: finished(step) for label, step in steps.items()}
         frozen = parts.leaves if adds else [None] * len(parts.leaves)

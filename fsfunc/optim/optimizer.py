@@ -289,7 +289,7 @@ def by_phases(
             is. Where it ``adds`` it ends with (params, state), otherwise with
             (updates, state). Of an optimizer within it runs ``yield from
             optimizer.phases(grads, state.inner, params, adds)``; of several, each up
-            to its ``yield`` by ``next``, and then, behind its own, each to its end by
+            to its ``yield`` by `begun`, and then, behind its own, each to its end by
             `finished`. No ``with`` may be open at a ``yield``: what runs between the
             phases would be in it.
     """
@@ -301,6 +301,20 @@ def by_phases(
     return Optimizer(
         init, update, apply, interprets=interprets, elementwise=elementwise
     )
+
+
+def begun(phases: Phases) -> Phases:
+    """Runs the first phase of a step; what is left of it is for `finished`."""
+    try:
+        next(phases)
+    except StopIteration as end:  # it had nothing to write
+        return _ended(end.value)
+    return phases
+
+
+def _ended(result: Any) -> Phases:
+    return result
+    yield
 
 
 def finished(phases: Phases) -> tuple[Any, State]:

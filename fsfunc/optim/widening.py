@@ -35,6 +35,7 @@ from fsfunc.optim.optimizer import (
     Reading,
     State,
     apply_updates,
+    begun,
     by_phases,
     described,
     finished,
@@ -130,8 +131,7 @@ class Widened:
             # In place, where nobody asks for a graph.
             within = frame().replace(donated=self.donation(low.only(wide)))
             with inside(within):
-                step = self.optimizer.phases(grads, state.inner, wide, True)
-                next(step)
+                step = begun(self.optimizer.phases(grads, state.inner, wide, True))
             yield
             with inside(within):
                 new, inner = finished(step)

@@ -169,6 +169,30 @@ def test_a_chain_that_takes_gradients_refuses_a_state_of_another_length(states):
         step(state)
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda o: o,
+        lambda o: ff.partition({"w": o}, lambda path, leaf: path),
+        ff.master_weights,
+        lambda o: ff.schedule_free(o, 0.5),
+        lambda o: ff.chain(ff.scale(0.5), o),
+    ],
+    ids=["alone", "partition", "master_weights", "schedule_free", "chain"],
+)
+def test_what_has_nothing_to_write_may_end_at_once(around):
+    def apply(grads, state, params):
+        if not any(grads["w"]):
+            return params, state
+        yield
+        return ff.tree.map(torch.sub, params, grads), state
+
+    still = lambda grads, state, params=None: (ff.tree.map(lambda g: -g, grads), state)  # noqa: E731
+    optimizer = around(ff.Optimizer(lambda params: (), still, apply))
+    w, g = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    same(optimizer.apply(g, optimizer.init(w), w)[0], w)
+
+
 def test_a_generator_that_a_plain_function_returns_is_run():
     apply = by_kernel([])
     hidden = heavy_ball(lambda *args: apply(*args))
