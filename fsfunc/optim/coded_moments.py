@@ -159,6 +159,11 @@ class CodeGroup:
     used: int  # those before the padding, on this rank
     first: Any
 
+    @property
+    def is_split(self) -> bool:
+        """True if ranks have parts of them."""
+        return is_sharded(self.first) and bool(self.first.layout.axes)
+
 
 def groups_of(
     leaves: Sequence[Any], paths: Sequence[str]
@@ -197,7 +202,7 @@ def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     """A zero for each ``per`` elements, laid out as what each rank has of its own."""
     first, count = group.first, group.room // per
     device = device_with(first)
-    if not is_sharded(first) or not first.layout.axes:
+    if not group.is_split:
         return kept_zeros((count,), dtype, device)
     owned = first.layout.owned
     apart = {p.axis for p in owned}
@@ -256,7 +261,9 @@ class CodedStep:
         self, kernel: Callable[..., None], coders: Sequence[Coder], count: int
     ):
         self.kernel, self.coders, self.count = kernel, coders, count
-        self.scratch: dict[torch.device, Tensor] = {}
+        # By device, and apart for parts of leaves and for whole ones: what holds a part
+        # for a while is typed as one ever after.
+        self.scratch: dict[tuple[torch.device, bool], Tensor] = {}
 
     def write(
         self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
@@ -311,7 +318,7 @@ class CodedStep:
         where: Moved,
         begin: int,
     ) -> None:
-        moments, spare = self._room(where[0][0])
+        moments, spare = self._room(where[0][0], group.is_split)
         rows = list(zip(moments, self.coders, where[::2], where[1::2], strict=True))
         for x, coder, (old, _), (scales, _) in rows:
             coder.decode(old, scales, x, spare)
@@ -327,14 +334,15 @@ class CodedStep:
                 dither = chance(x.device, len(x), seed)
             coder.encode(x, new, scales, dither, spare)
 
-    def _room(self, codes: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _room(self, codes: Tensor, is_split: bool) -> tuple[list[Tensor], Tensor]:
         """A float32 tensor like codes for each moment, and one int32: made once."""
         count, device = len(codes), codes.device
-        rows = self.scratch.get(device)
+        rows = self.scratch.get((device, is_split))
         if rows is None or rows.shape[1] < count:
             size = max(count, CHUNK) if device.type == "cpu" else count
             shape = 1 + len(self.coders), size
-            rows = self.scratch[device] = torch.empty(shape, device=device)
+            rows = torch.empty(shape, device=device)
+            self.scratch[device, is_split] = rows
         *moments, spare = (row[:count] for row in rows)
         return moments, spare.view(torch.int32)
 

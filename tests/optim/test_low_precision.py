@@ -9,6 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing import integers
 from tests.checks import all_refused, simulated
 from tests.optim.shards import mixed, placed, together
 from tests.optim.steps import parts
@@ -349,6 +350,30 @@ def codes_of_another_mesh():
 def differentiated(optimizer, dtype=FP32):
     w = torch.ones(3, dtype=dtype)
     torch.func.grad(lambda g: optimizer.apply(g, optimizer.init(w), w)[0].sum())(w)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_codes_of_parts_and_of_whole_leaves_stand_side_by_side(zero):
+    """A leaf that no unit reads is whole on every rank, and so are its moments."""
+    unit, mesh = ff.unit(lambda w, x: x @ w), ff.make_mesh({"data": 2}, "simulated")
+    loss = lambda p, x: (unit(p["w"], x) * p["s"]).square().mean()  # noqa: E731
+    optimizer = adam(moment_dtype=torch.uint8)
+    params = {"w": integers(4, 4), "s": integers(4, seed=1)}
+    x = integers(4, 4, seed=2)
+    plain = optimizer(ff.value_and_grad(loss))
+    step = ff.shard(plain, mesh, "data", zero=zero)
+
+    def states(step, rows):
+        """After one step, whose moments were never codes, and after two."""
+        first, _ = step(ff.init_state(step, params, optimizer, rows), rows)
+        second, _ = step(first, rows)
+        return ff.unshard(first.params), ff.unshard(second.params)
+
+    alone, _ = states(plain, x)
+    found = ff.spmd(lambda: states(step, ff.local_batch(x, mesh, "data")), mesh)()
+    for first, _ in found:
+        torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[0][1]["s"], found[1][1]["s"])
 
 
 EIGHT, CHANCE = adam(moment_dtype=torch.uint8), ff.stochastic_rounding(adam())
