@@ -345,12 +345,15 @@ class OwnTensors:
         return None
 
     def cover(self, gradient: Gradient) -> bool:
-        """True if a gradient is of all rows of each tensor that it was taken of."""
+        """True if a gradient is of all rows of each tensor that it was taken of.
+
+        Of rows that an index tensor chose nobody knows: of those it is not.
+        """
         seen: dict[int, int] = defaultdict(int)
         for rows in gradient.rows:
             block = isinstance(rows.at, tuple) and len(rows.at) == 2
             seen[rows.of] += rows.at[1] if block and type(rows.at[1]) is int else 1
-        return all(n >= self._lengths.get(of, 0) for of, n in seen.items())
+        return all(n >= self._lengths.get(of, n + 1) for of, n in seen.items())
 
     def lone(self, rows: Rows) -> bool:
         """True if some rows are one alone, of several, or were chosen one by one."""

@@ -102,6 +102,16 @@ def by_stock(w, x):
     return total([clipped(grad(by_units)(w, row)) for row in x.split(1)])
 
 
+def noise_of(rows):
+    """The product of two gradients, each of some rows."""
+
+    def noise(w, x):
+        one, other = (slope(w, some) for some in rows(x))
+        return ff.tree_sum(each(torch.mul, one, other))
+
+    return noise
+
+
 # What the ranks' means make of it is not what one device does.
 # (`drawn_loops` has other ways to reach rows, to change gradients and to join them.)
 REFUSED = {
@@ -120,6 +130,10 @@ REFUSED = {
     "reordered multiples": over(
         lambda x: [x.roll(1, 0)[:1], x.roll(2, 0)[:1]],
         lambda g: clipped(each(lambda g: g * torch.tensor(2.0), g)),
+    ),
+    "indexed": noise_of(lambda x: [x[torch.tensor([i])] for i in (0, 1)]),
+    "selected": noise_of(
+        lambda x: [x.index_select(0, torch.tensor([i])) for i in (0, 1)]
     ),
     "transformation": by_transformation,
     "stock": by_stock,
