@@ -34,10 +34,10 @@ class Store:
     reference to what it returns, or that is never freed. An optimizer may compute in
     that memory, so it holds plain tensors. ``kind`` names it, equally on all ranks.
 
-    All copies between the store and the device are made by ``copy`` and ``copy_all``:
-    by default as between any two tensors, and between the host's memory and a GPU while
-    Python goes on (`host_copies`). A store whose memory is reached in another way
-    overrides both, and sets ``copies_ahead`` to False.
+    What a step copies between the store and the device goes by ``copy`` and
+    ``copy_all``: by default as between any two tensors, and between the host's memory
+    and a GPU while Python goes on (`host_copies`). A store whose memory is reached in
+    another way overrides both, and sets ``copies_ahead`` to False.
 
     >>> import torch, fsfunc as ff
     >>> class Shared(ff.Store):

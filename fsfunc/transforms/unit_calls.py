@@ -75,9 +75,9 @@ def call_unit(
     **named: Any,
 ) -> Any:
     """Runs a unit call: gathers its parameters, calls it, frees them."""
-    given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
+    every_leaf, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
     treedef = spec.child(0)
-    leaves = given[: treedef.num_leaves]
+    leaves = every_leaf[: treedef.num_leaves]
     f, functional = call.frame, call.frame.composable
     gathered = _gathered_here(cut, leaves, call)
     whole = [] if f.path else _unaveraged(leaves, runtime, functional)
@@ -88,7 +88,7 @@ def call_unit(
             f.tracer.takes(f"unit {call.name!r}", [leaves[i] for i in gathered])
         if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
-        others = given[len(leaves) :]
+        others = every_leaf[len(leaves) :]
         arguments = UnitArguments(leaves, treedef, gathered, inputs, named, others)
         if not functional:
             return _gather_and_forget(runtime, run, call, arguments)

@@ -81,10 +81,9 @@ def _issue(
     operation: Operation, x: Tensor, where: Any, out: Tensor | None, group: Any, **how
 ) -> tuple[list[Any], Tensor]:
     """The works of a collective of ``x``, and where its result will be."""
-    if operation.all_reduces:
+    if (fold := operation.fold) is not None and operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)
-        assert operation.fold is not None
-        kind = getattr(dist.ReduceOp, operation.fold.name)
+        kind = getattr(dist.ReduceOp, fold.name)
         return [dist.all_reduce(y, kind, group=group, async_op=True)], y
     n, i = where.size, where.index
     shape = operation.result_shape(x.shape, n, i, **how)
