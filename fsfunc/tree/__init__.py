@@ -2,6 +2,7 @@
 
 functions.py nodes.py   flatten, map, paths; registered classes
 structure.py        how two trees differ; tensors hidden in leaves
+types.py            PyTree and Leaf, for annotations
 """
 
 from fsfunc.tree.functions import (
@@ -19,3 +20,4 @@ from fsfunc.tree.functions import (
 )
 from fsfunc.tree.nodes import register_node
 from fsfunc.tree.structure import TreeDef, TreeMismatch, paths_of
+from fsfunc.tree.types import Leaf, PyTree
