@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from fsfunc.sharded.spent import refuse_spent, spend
 from fsfunc.transforms.donation import Memory
 from fsfunc.tree.structure import TreeMismatch, matches, nearest
 
+_Tree = TypeVar("_Tree")
+
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -54,8 +56,8 @@ _TAKEN = (
 
 @api_boundary
 def load(
-    path: str | os.PathLike,
-    target: Any,
+    path: str | os.PathLike[str],
+    target: _Tree,
     *,
     at: str = "",
     only: Only | None = None,
@@ -65,7 +67,7 @@ def load(
     random: bool | None = None,
     donate: bool = False,
     device: torch.device | str | None = None,
-) -> Any:
+) -> _Tree:
     """The state saved at ``path``, laid out as ``target`` is.
 
     Every rank of the mesh calls it. ``target`` may have layouts of any mesh and any

@@ -41,6 +41,7 @@ from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.spent import refuse_spent
+from fsfunc.tree.types import PyTree
 
 _TITLE = "the ranks save to different paths, or trees that differ"
 _ADVICE = (
@@ -130,8 +131,8 @@ def _differing(sums: Sequence[tuple[str, int]], axis: str, at: Here) -> list[str
 
 @api_boundary
 def save(
-    path: str | os.PathLike,
-    state: Any,
+    path: str | os.PathLike[str],
+    state: PyTree,
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: int | None = None,
@@ -180,8 +181,8 @@ def save(
 
 @api_boundary
 def save_async(
-    path: str | os.PathLike,
-    state: Any,
+    path: str | os.PathLike[str],
+    state: PyTree,
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: int | None = None,

@@ -9,7 +9,7 @@ has a backward pass that waits for them k calls late.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,18 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Tree = TypeVar("_Tree")
 
-def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
+
+def start(
+    collective: Callable[Concatenate[_Tree, Axis, _P], _R],
+    x: _Tree,
+    axis: Axis,
+    *args: _P.args,
+    **options: _P.kwargs,
+) -> Pending[_R]:
     """Starts a collective: ``start(f, x, axis).wait()`` equals ``f(x, axis)``.
 
     Transpose: in the backward pass the transposed collective starts where the forward
@@ -32,7 +42,7 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     Args:
         collective: one of fsfunc's collectives, such as ``ff.all_gather``.
         x: its input; it must not be written in place before the wait.
-        axis, *args, **how: as for ``collective``.
+        axis, *args, **options: as for ``collective``.
 
     Returns:
         a `Pending`; every rank waits for each of them once, in any order.
@@ -52,7 +62,7 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     """
 
     with run_by(launch):
-        waits, treedef = tree.flatten(collective(x, axis, *args, **how))
+        waits, treedef = tree.flatten(collective(x, axis, *args, **options))
     if not all(callable(wait) for wait in waits):
         raise TypeError(
             f"start takes a collective, such as ff.all_gather; got {collective!r}"
@@ -70,14 +80,14 @@ def launch(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
     return lambda: _wait(token, how, where, flight)
 
 
-class Pending:
+class Pending(Generic[_R]):
     """A collective in flight, as ``start`` returns it."""
 
     def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
         self._waits, self._treedef = waits, treedef
         self._result: Any = None
 
-    def wait(self) -> Any:
+    def wait(self) -> _R:
         """Waits for the collective; returns its result, the same one every time."""
         if self._waits:
             results = [wait() for wait in self._waits]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fsfunc.comm.attribution import current_label, label
 from fsfunc.comm.mesh import Here, here, place_here
 from fsfunc.sharded.inputs import check_function
 
-Map = Callable[[Tensor], Tensor]
+Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def collective(forward: Map, transpose: Map) -> Map:

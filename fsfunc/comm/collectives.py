@@ -22,18 +22,22 @@ a psum is one value, I.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
 from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup, axis_size, group
-from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.linear_maps import AxisType, LinearMap
 from fsfunc.comm.mesh import Axis, asks, here
 from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
 
+_Tree = TypeVar("_Tree")
 
-def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
+
+def psum(
+    x: _Tree, axis: Axis, *, of: AxisType = "V", to: AxisType | None = None
+) -> _Tree:
     """The sum of ``x`` over the ranks along ``axis``, on each of them.
 
     Transpose: V->V a psum; V->I a cast, without communication; P->R a psum (Megatron's
@@ -68,7 +72,9 @@ def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     return _sum(x, axis, of, to, power=0)
 
 
-def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
+def pmean(
+    x: _Tree, axis: Axis, *, of: AxisType = "V", to: AxisType | None = None
+) -> _Tree:
     """The mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
 
     Integers and truth values are summed in int64, and their mean is of torch's default
@@ -95,7 +101,7 @@ def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     return _sum(x, axis, of, to, power=-1)
 
 
-def pmax(x: Any, axis: Axis) -> Any:
+def pmax(x: _Tree, axis: Axis) -> _Tree:
     """The elementwise maximum over the ranks along ``axis``.
 
     It has no derivative: differentiating it raises.
@@ -119,7 +125,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
 
 
-def pmin(x: Any, axis: Axis) -> Any:
+def pmin(x: _Tree, axis: Axis) -> _Tree:
     """The elementwise minimum over the ranks along ``axis``: see :func:`pmax`.
 
     >>> import fsfunc as ff, torch
@@ -131,7 +137,7 @@ def pmin(x: Any, axis: Axis) -> Any:
     return over(x, axis, lambda leaf, where: LinearMap("pmin", to="I"))
 
 
-def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
+def all_gather(x: _Tree, axis: Axis, *, dim: int = 0, to: AxisType = "V") -> _Tree:
     """The ranks' ``x`` concatenated along ``dim``, in axis order.
 
     Transpose: psum_scatter (``to="V"`` or ``"R"``); for ``to="I"`` the rank's slice.
@@ -159,7 +165,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
     return over(x, axis, how)
 
 
-def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
+def psum_scatter(x: _Tree, axis: Axis, *, dim: int = 0, of: AxisType = "V") -> _Tree:
     """This rank's part, along ``dim``, of the sum over the ranks along ``axis``.
 
     Truth values are counted, in int64.
@@ -189,7 +195,7 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
     return over(x, axis, how)
 
 
-def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+def all_to_all(x: _Tree, axis: Axis, *, split_dim: int, concat_dim: int) -> _Tree:
     """Part i of ``x`` along ``split_dim`` goes to rank i; received ones are joined.
 
     Transpose: all_to_all with the dims exchanged.
@@ -219,7 +225,7 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     return over(x, axis, how)
 
 
-def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
+def ppermute(x: _Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> _Tree:
     """``x`` of rank ``s`` at rank ``d`` for each (s, d) in ``pairs``; zeros elsewhere.
 
     Transpose: ppermute with every pair turned round.
@@ -255,7 +261,7 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
     return over(x, axis, how)
 
 
-def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
+def pbroadcast(x: _Tree, axis: Axis, *, source: int, to: AxisType = "V") -> _Tree:
     """``x`` of the rank at index ``source`` along ``axis``, on each of them.
 
     Transpose: the sum arrives at the source (``to="V"``); what the source holds stays,
@@ -287,7 +293,7 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
     return over(x, axis, how)
 
 
-def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
+def _sum(x: _Tree, axis: Axis, of: AxisType, to: AxisType | None, power: int) -> _Tree:
     where = group(axis)
     if not where.mean and (means := set(here().mean).intersection(where.axis)):
         mine = tuple(name for name in where.axis if name in means)

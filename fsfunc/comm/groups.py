@@ -169,7 +169,7 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
     return at.groups[axis]
 
 
-def axis_index(axis: Axis) -> Any:
+def axis_index(axis: Axis) -> int:
     """This rank's index along ``axis``: an int (a batched tensor on a vmap mesh).
 
     Of several names the first varies slowest.

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch.distributed as dist
 
@@ -36,7 +36,11 @@ from fsfunc.printing.tables import Report
 from fsfunc.sharded.inputs import check_function, refuse
 from fsfunc.sharded.leaf_tables import ranks_table
 
-BACKENDS = ("processes", "simulated", "abstract", "vmap")
+_R = TypeVar("_R")
+_Tree = TypeVar("_Tree")
+
+Backend: TypeAlias = Literal["processes", "simulated", "abstract", "vmap"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @atexit.register
@@ -58,7 +62,7 @@ os.register_at_fork(
 )
 
 
-class PerRank(list):
+class PerRank(list[_R]):
     """One value for each rank hosted here, in rank order, as ``spmd`` returns them.
 
     On an abstract mesh it has one for each distinct program: ``ranks`` are the ranks
@@ -71,7 +75,7 @@ class PerRank(list):
     ranks: tuple[int, ...] | None = None
     asked: tuple[str, ...] = ()
 
-    def unzip(self) -> tuple[PerRank, ...]:
+    def unzip(self) -> tuple[PerRank[Any], ...]:
         """Of a list of tuples, a tuple of lists: ``states, metrics = out.unzip()``.
 
         >>> PerRank([(1, "a"), (2, "b")]).unzip()
@@ -82,7 +86,7 @@ class PerRank(list):
             column.ranks, column.asked = self.ranks, self.asked
         return columns
 
-    def of(self, rank: int, mesh: Mesh) -> Any:
+    def of(self, rank: int, mesh: Mesh) -> _R:
         """The value of one rank of an abstract mesh."""
         place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
         at = [place(r) for r in self.ranks or (0,)].index(place(rank))
@@ -108,7 +112,7 @@ class PerRank(list):
 @api_boundary
 def make_mesh(
     axes: Mapping[str, int],
-    backend: str | None = None,
+    backend: Backend | None = None,
     *,
     timeout: float | timedelta | None = None,
     shared_memory: bool = True,
@@ -184,7 +188,7 @@ def _limit(timeout: Any) -> timedelta | None:
 
 
 @api_boundary
-def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
+def spmd(fn: Callable[..., _R], mesh: Mesh) -> Callable[..., PerRank[_R]]:
     """``fn`` run on every rank that this process hosts.
 
     ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
@@ -278,7 +282,7 @@ def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRan
 
 
 @api_boundary
-def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
+def local_batch(batch: _Tree, mesh: Mesh, axis: Axis, uneven: bool = False) -> _Tree:
     """This rank's part, along dim 0, of a batch that every rank holds whole.
 
     Args:

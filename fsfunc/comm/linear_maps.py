@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
 from fsfunc.comm.operations import OPERATIONS, SUM, Sizes, Types
+
+AxisType: TypeAlias = Literal["V", "I", "R", "P"]
+"""The types that a user names, as ``of`` and ``to`` of the collectives."""
 
 # The transposes of maps that are no collectives, by op and types before and after; of
 # collectives `OPERATIONS` has them. M counts as V. Those with an asterisk have inputs

@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsfunc.runtime.scopes import Scoped
 from fsfunc.sharded.placements import row_major
 from fsfunc.tree.structure import meant
 
-Axis = str | tuple[str, ...]
+Axis: TypeAlias = str | tuple[str, ...]
 
 
 class NoMesh(RuntimeError):

@@ -25,15 +25,17 @@ PART         a value of the rank's own as a part      n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.linear_maps import AxisType, LinearMap, meanings
 from fsfunc.comm.mesh import Axis
+
+_Tree = TypeVar("_Tree")
 
 GATHER = LinearMap("all_gather", "V", "M")
 REDUCE = LinearMap("psum_scatter", "M", "V", power=-1)
@@ -135,7 +137,7 @@ _CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
 _CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
 
 
-def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
+def pcast(x: _Tree, axis: Axis, *, to: AxisType, of: AxisType = "I") -> _Tree:
     """``x`` with another type over ``axis``; nothing moves in the forward pass.
 
     Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V

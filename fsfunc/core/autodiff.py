@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fsfunc.core.gradient_checks import (
     check_gathered,
     collective_axes,
 )
-from fsfunc.core.losses import Tie, loss_parts
+from fsfunc.core.losses import Loss, Tie, loss_parts
 from fsfunc.core.outcomes import (
     Argnums,
     GradientCall,
@@ -40,8 +40,74 @@ from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import PyTree
+
+_P = ParamSpec("_P")
+# Bound to Any, so that a lambda may do with its parameters what it likes.
+_A = TypeVar("_A", bound=Any)
+_B = TypeVar("_B", bound=Any)
+_Aux = TypeVar("_Aux")
 
 
+# The first argument, which is differentiated by default, keeps its type: gradients have
+# that of the parameters. What a checker cannot follow (several arguments that are not
+# the first two, a flag known at run time) is a tree.
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _P], tuple[Loss, _Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _P], tuple[tuple[Tensor, _Aux], _A]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _P], tuple[Loss, _Aux]],
+    argnums: Literal[0],
+    has_aux: Literal[True],
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _P], tuple[tuple[Tensor, _Aux], _A]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _P], Loss],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _P], tuple[Tensor, _A]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _B, _P], tuple[Loss, _Aux]],
+    argnums: tuple[Literal[0], Literal[1]],
+    has_aux: Literal[True],
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _B, _P], tuple[tuple[Tensor, _Aux], tuple[_A, _B]]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _B, _P], tuple[Loss, _Aux]],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    has_aux: Literal[True],
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _B, _P], tuple[tuple[Tensor, _Aux], tuple[_A, _B]]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[_A, _B, _P], Loss],
+    argnums: tuple[Literal[0], Literal[1]],
+    has_aux: Literal[False] = False,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _B, _P], tuple[Tensor, tuple[_A, _B]]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[_P, Loss | tuple[Loss, Any]],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[_P, tuple[Any, PyTree]]: ...
 @api_boundary
 def value_and_grad(
     fn: Callable[..., Any],
@@ -49,7 +115,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     batch_argnums: Argnums | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, PyTree]]:
     """A function that returns ``(value, grads)`` of the scalar ``fn``.
 
     Under ``shard`` the loss is a mean over this rank's rows; value and gradients are
@@ -129,6 +195,27 @@ def value_and_grad(
     return run
 
 
+@overload
+def value(
+    fn: Callable[_P, Loss],
+    has_aux: Literal[False] = False,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[_P, Tensor]: ...
+@overload
+def value(
+    fn: Callable[_P, tuple[Loss, _Aux]],
+    has_aux: Literal[True],
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[_P, tuple[Tensor, _Aux]]: ...
+@overload
+def value(
+    fn: Callable[_P, Loss | tuple[Loss, Any]],
+    has_aux: bool,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[_P, Any]: ...
 @api_boundary
 def value(
     fn: Callable[..., Any],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
@@ -21,6 +21,9 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Interpretation:
@@ -410,10 +413,7 @@ def _value(x: Any) -> str:
 
 
 @api_boundary
-def transformed(
-    f: Callable[..., Any],
-    handler: Interpretation,
-) -> Callable[..., Any]:
+def transformed(f: Callable[_P, _R], handler: Interpretation) -> Callable[_P, _R]:
     """``f`` with an interpretation of the unit and gradient calls inside.
 
     All transforms are made with it; use it to apply one of your own.

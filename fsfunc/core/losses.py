@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from fsfunc.comm.typed_maps import TOTAL
 from fsfunc.core.frames import frame
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
+
+Tree = TypeVar("Tree")
 
 
 class Weighted(NamedTuple):
@@ -37,6 +39,10 @@ class Weighted(NamedTuple):
 
     total: Tensor
     weight: Tensor | float
+
+
+Loss: TypeAlias = Tensor | Weighted
+"""What a loss function returns: a floating scalar, or a sum with its weight."""
 
 
 class LossParts(NamedTuple):
@@ -91,7 +97,7 @@ class Tie(torch.autograd.Function):
         return g, torch.zeros_like(g)
 
 
-class Reduced:
+class Reduced(Generic[Tree]):
     """A tree of tensors that are combined over microbatches and ranks, not averaged.
 
     An auxiliary output of a loss; each class of them has a way of its own.
@@ -105,18 +111,19 @@ class Reduced:
 
     __slots__ = ("tree",)
 
-    tree: Any
+    tree: Tree
 
     # Of each class: what it makes, of two microbatches and over ranks.
     called: ClassVar[str]
     combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     over_ranks: ClassVar[LinearMap]
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Tree):
         self._check(tree)
         self.tree = tree
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # which notes that it is generic
         tree.register_node(cls, lambda x: ([x.tree], None), partial(_restored, cls))
 
     def __repr__(self) -> str:
@@ -148,7 +155,7 @@ def _restored(kind: type[Reduced], _: Any, children: Any) -> Reduced:
     return reduced
 
 
-class Summed(Reduced):
+class Summed(Reduced[Tree]):
     """A tree of tensors that are summed over microbatches and ranks, not averaged.
 
     An auxiliary output of a loss, for counts, sums and moments. Each tensor keeps its
@@ -177,7 +184,7 @@ class Summed(Reduced):
     called, combine, over_ranks = "sums", staticmethod(torch.add), TOTAL
 
 
-class Max(Reduced):
+class Max(Reduced[Tree]):
     """A tree of tensors of which the largest over microbatches and ranks is taken.
 
     Element by element, for extremes: the longest sequence, the largest activation or

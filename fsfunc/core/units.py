@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,12 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import row_major
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
-def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
+def unit(fn: Callable[_P, _R], *, whole: bool = False) -> Callable[_P, _R]:
     """``fn`` as a unit: a function whose calls transforms may reinterpret.
 
     Units are the granularity of gathers, recomputation, offload and pipeline stages.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from fsfunc.core.frames import recording
 from fsfunc.core.losses import Summed
 from fsfunc.nn.normalization import normalized, normalizer, shifted_sums, summed
 from fsfunc.nn.numerics import wide
+from fsfunc.tree.types import PyTree
+
+_Tree = TypeVar("_Tree")
 
 
 class Moments(NamedTuple):
@@ -159,7 +162,9 @@ def check_norm(
             )
 
 
-def commit_statistics(running: Any, stats: Any, momentum: float | None = 0.1) -> Any:
+def commit_statistics(
+    running: _Tree, stats: PyTree, momentum: float | None = 0.1
+) -> _Tree:
     """Running statistics with one more batch in them, as new tensors.
 
     mean' = (1 - m) mean + m batch mean, and so for the unbiased variance, where m is

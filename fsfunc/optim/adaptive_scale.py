@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
 def observe_gradients(
-    grad_fn: Callable[..., Any], measure: Callable[[Tensor], Tensor]
-) -> Callable[..., Any]:
+    grad_fn: Callable[_P, _R], measure: Callable[[Tensor], Tensor]
+) -> Callable[_P, tuple[_R, Tensor, int]]:
     """``grad_fn``, and what its gradients measure before anybody sums them.
 
     A gradient call over n ranks in c microbatches, of ``accumulate`` or ``pipeline``,
@@ -83,7 +86,7 @@ def observe_gradients(
     check_function(grad_fn, "observe_gradients")
 
     @functools.partial(Transformed, grad_fn, "observe_gradients", tuple)
-    def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
+    def observed(*args: _P.args, **keywords: _P.kwargs) -> tuple[_R, Tensor, int]:
         seen, f = _Measure(measure), frame()
         with inside(f.replace(handlers=(*f.handlers, seen))):
             out = grad_fn(*args, **keywords)

@@ -61,7 +61,16 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, Self
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import Tensor
@@ -85,6 +94,26 @@ Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
 Phases = Generator[None, None, Any]  # ends with (params or updates, state)
 Apply = Callable[[Tree, State, Tree], Any]  # -> Phases, or (params, state) at once
+
+
+_P = ParamSpec("_P")
+_Params = TypeVar("_Params", bound=Any)
+
+
+class Trainable(Protocol):
+    """A state that a train step takes: `TrainState`, or one of your own."""
+
+    @property
+    def params(self) -> Any:
+        """The tree that gradients are taken by."""
+        ...
+
+    def apply_gradients(self, grads: Any, optimizer: Any) -> Any:
+        """Returns the state after one step of ``optimizer``."""
+        ...
+
+
+_Trained = TypeVar("_Trained", bound=Trainable)
 
 
 class Reading(NamedTuple):
@@ -203,7 +232,15 @@ class Optimizer(_Functions):
         """
         return Reading((), self) if self.interprets is None else self.interprets(state)
 
-    def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+    @overload
+    def __call__(
+        self, grad_fn: Callable[Concatenate[_Params, _P], tuple[Tensor, _Params]]
+    ) -> Callable[Concatenate[_Trained, _P], tuple[_Trained, dict[str, Tensor]]]: ...
+    @overload
+    def __call__(
+        self, grad_fn: Callable[Concatenate[_Params, _P], tuple[Any, _Params]]
+    ) -> Callable[Concatenate[_Trained, _P], tuple[_Trained, dict[str, Any]]]: ...
+    def __call__(self, grad_fn: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
 
         Args:
@@ -248,9 +285,6 @@ class Optimizer(_Functions):
             return state.apply_gradients(grads, optimizer), metrics
 
         return Transformed(grad_fn, self.called, tuple, train_step, train_step)
-
-
-_P = ParamSpec("_P")
 
 
 def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:

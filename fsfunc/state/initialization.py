@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import Tensor
@@ -24,22 +33,67 @@ from fsfunc.state.agreeing import together
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import LayoutRequest, lay_out, own_leaves
-from fsfunc.state.train_state import TrainState, known_optimizer
+from fsfunc.state.train_state import OptimizerLike, TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.tree.types import PyTree
+
+if TYPE_CHECKING:
+    from fsfunc.transforms.local.averaging import LocalState
+
+_P = ParamSpec("_P")
+# Bound to Any, so that a lambda may do with its parameters what it likes.
+_Params = TypeVar("_Params", bound=Any)
+_State = TypeVar("_State", bound=Any)
 
 
+# What an editor sees: a state of the parameters that it is made of. The leaves of these
+# become `Sharded`, and are typed as the tensors that they stand for: a tree keeps its
+# type through `place`, `load` and `unshard`, as model functions read it.
+@overload
+def init_state(
+    step: Callable[Concatenate[TrainState[_Params], _P], Any],
+    params_or_init_fn: _Params | Callable[[], _Params],
+    optimizer: OptimizerLike,
+    *batch: PyTree,
+    record: Literal["fake", "real"] = "fake",
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> TrainState[_Params]: ...
+@overload
+def init_state(
+    step: Callable[Concatenate[LocalState[TrainState[_Params]], _P], Any],
+    params_or_init_fn: _Params | Callable[[], _Params],
+    optimizer: OptimizerLike,
+    *batch: PyTree,
+    record: Literal["fake", "real"] = "fake",
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> LocalState[TrainState[_Params]]: ...
+@overload
+def init_state(
+    step: Callable[Concatenate[_State, _P], Any],
+    params_or_init_fn: PyTree,
+    optimizer: Callable[[Any], Any],
+    *batch: PyTree,
+    record: Literal["fake", "real"] = "fake",
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> _State: ...
 @api_boundary
 def init_state(
     step: Callable[..., Any],
-    params_or_init_fn: Any,
-    optimizer: Any,
-    *batch: Any,
-    record: str = "fake",
-    extra: Any = None,
+    params_or_init_fn: PyTree,
+    optimizer: OptimizerLike | Callable[[Any], Any],
+    *batch: PyTree,
+    record: Literal["fake", "real"] = "fake",
+    extra: PyTree = None,
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
-) -> Any:
+) -> PyTree:
     """The initial state of ``step``, of which each rank has its part.
 
     The step is run once on fake tensors to find the leaves that its units take. The
@@ -151,16 +205,46 @@ def init_state(
     return _begun(asked, _first_state(optimizer, extra))
 
 
+@overload
+def abstract_state(
+    step: Callable[Concatenate[TrainState[_Params], _P], Any],
+    params_or_init_fn: _Params | Callable[[], _Params],
+    optimizer: OptimizerLike,
+    *batch: PyTree,
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> TrainState[_Params]: ...
+@overload
+def abstract_state(
+    step: Callable[Concatenate[LocalState[TrainState[_Params]], _P], Any],
+    params_or_init_fn: _Params | Callable[[], _Params],
+    optimizer: OptimizerLike,
+    *batch: PyTree,
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> LocalState[TrainState[_Params]]: ...
+@overload
+def abstract_state(
+    step: Callable[Concatenate[_State, _P], Any],
+    params_or_init_fn: PyTree,
+    optimizer: Callable[[Any], Any],
+    *batch: PyTree,
+    extra: PyTree = None,
+    layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
+) -> _State: ...
 @api_boundary
 def abstract_state(
     step: Callable[..., Any],
-    params_or_init_fn: Any,
-    optimizer: Any,
-    *batch: Any,
-    extra: Any = None,
+    params_or_init_fn: PyTree,
+    optimizer: OptimizerLike | Callable[[Any], Any],
+    *batch: PyTree,
+    extra: PyTree = None,
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
-) -> Any:
+) -> PyTree:
     """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
 
     What ``ff.load`` needs to know of the state that it is to make.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,12 @@ from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import take
 from fsfunc.state.unsharding import block_layout, elements_by_rank
 from fsfunc.tracing.groups import plain
+from fsfunc.tree.types import PyTree
+
+_Tree = TypeVar("_Tree")
 
 
-def reduce_like(t: Any, like: Any) -> Any:
+def reduce_like(t: _Tree, like: PyTree) -> _Tree:
     """The means of ``t`` over the ranks, with the layouts of ``like``.
 
     For values that differ between ranks, such as the clipped and summed gradients of
@@ -70,7 +73,7 @@ def reduce_like(t: Any, like: Any) -> Any:
     return _back(t, like, "reduce_like", REDUCE, MEAN)
 
 
-def lay_like(t: Any, like: Any) -> Any:
+def lay_like(t: _Tree, like: PyTree) -> _Tree:
     """``t``, which is equal on all ranks, with the layouts of ``like``.
 
     For whole tensors that every rank computed from the same values, such as the
@@ -209,7 +212,7 @@ def _laid(
     return list(flat[: sum(held)].split(held))
 
 
-def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
+def randn_like(like: _Tree, *, generator: torch.Generator | None = None) -> _Tree:
     """Standard normal noise with the layouts of ``like``.
 
     Each rank draws its part of the noise for the whole leaf, which is the same on any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Concatenate, Literal, TypeVar
 
 from torch import Tensor
 
@@ -45,17 +45,20 @@ from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.tree.types import PyTree
+
+_Tree = TypeVar("_Tree")
 
 
 @api_boundary
 def place(
-    fn: Callable[..., Any],
-    t: Any,
-    *rest: Any,
-    record: str = "fake",
+    fn: Callable[Concatenate[_Tree, ...], Any],
+    t: _Tree,
+    *rest: PyTree,
+    record: Literal["fake", "real"] = "fake",
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
-) -> Any:
+) -> _Tree:
     """``t``, whole on every rank, laid out for the call ``fn(t, *rest)``.
 
     The inverse of ``unshard``. Leaves that units take are packed into buffers, which
@@ -126,7 +129,7 @@ class LayoutRequest:
     t: Any
     rest: tuple[Any, ...]
     source: GivenLeaves
-    record: str = "fake"
+    record: Literal["fake", "real"] = "fake"
     layouts: LayoutRules | None = None
     like: Mapping[str, str] | None = None
     own: Mapping[str, Own] = field(default_factory=dict)

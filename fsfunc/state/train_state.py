@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from fsfunc import tree
@@ -16,6 +16,23 @@ from fsfunc.optim.optimizer import Optimizer
 from fsfunc.printing.tables import Report
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.leaf_tables import state_table
+from fsfunc.tree.types import PyTree
+
+_Params = TypeVar("_Params")
+
+
+class OptimizerLike(Protocol):
+    """What a state asks of an optimizer: an `Optimizer`, or one of your own."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]:
+        """``init(params) -> opt_state``."""
+        ...
+
+    @property
+    def apply(self) -> Callable[[Any, Any, Any], Any]:
+        """``apply(grads, opt_state, params) -> (params, opt_state)``."""
+        ...
 
 
 class Applied(NamedTuple):
@@ -40,7 +57,7 @@ def noting_applied() -> Iterator[list[Applied]]:
 
 
 @dataclass(frozen=True)
-class TrainState:
+class TrainState(Generic[_Params]):
     """Parameters, the optimizer's state, the step count, and whatever else is carried.
 
     It is a pytree. Any other pytree is as good a state; this one knows how to apply
@@ -52,10 +69,10 @@ class TrainState:
             (`master_weights`, `schedule_free`). In `replace` name both if you mean it.
     """
 
-    params: Any
-    opt_state: Any = None
+    params: _Params
+    opt_state: PyTree = None
     step: int = 0
-    extra: Any = field(default_factory=dict)
+    extra: PyTree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for other in _STATES.valuerefs():
@@ -65,7 +82,9 @@ class TrainState:
                 _check_origins(state.params, self)
         _STATES[id(self)] = self
 
-    def apply_gradients(self, grads: Any, optimizer: Any, **changes: Any) -> TrainState:
+    def apply_gradients(
+        self, grads: _Params, optimizer: OptimizerLike, **changes: Any
+    ) -> Self:
         """The state after one update by ``optimizer`` (of the state's own make)."""
         _check_fit(self.params, grads)
         if self.opt_state is None:
@@ -83,7 +102,7 @@ class TrainState:
             self, params=params, opt_state=opt_state, step=self.step + 1, **changes
         )
 
-    def replace(self, **changes: Any) -> TrainState:
+    def replace(self, **changes: Any) -> Self:
         """The state with some fields changed."""
         if "opt_state" in changes:  # your word that it is of the parameters
             changes["opt_state"] = tree.map(lambda x: x, changes["opt_state"])
@@ -100,7 +119,9 @@ class TrainState:
         printer.text(str(self._report()))
 
 
-_STATES: WeakValueDictionary[int, TrainState] = WeakValueDictionary()  # all there are
+_STATES: WeakValueDictionary[int, TrainState[Any]] = (
+    WeakValueDictionary()
+)  # all there are
 
 tree.register_node(
     TrainState,

@@ -8,7 +8,7 @@ is the entry of a unit. `laid_like` has the ways back.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,13 @@ from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import write
 from fsfunc.sharded.spent import refuse_spent
 
+_Tree = TypeVar("_Tree")
+
 
 @api_boundary
 def unshard(
-    t: Any, *, to: torch.device | str | None = None, only: int | None = None
-) -> Any:
+    t: _Tree, *, to: torch.device | str | None = None, only: int | None = None
+) -> _Tree:
     """``t`` with every sharded leaf whole: the inverse of ``place``.
 
     Leaf by leaf, for any tree (states included): values carry their layout. Every rank

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def record(
     fn: Callable[..., Any],
     params: Any,
     rest: tuple[Any, ...],
-    how: str = "fake",
+    how: Literal["fake", "real"] = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
     rank_local: Collection[str] = (),
 ) -> Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,14 @@ from fsfunc.sharded.packing import split_alike, split_buffers
 from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 from fsfunc.transforms.sharded_calls import Sharding
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
 def accumulate(
-    f: Callable[..., Any], n: int, *, batch_argnums: Argnums | None = None
-) -> Callable[..., Any]:
+    f: Callable[_P, _R], n: int, *, batch_argnums: Argnums | None = None
+) -> Callable[_P, _R]:
     """``f`` with each gradient call run on ``n`` microbatches, one after another.
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,17 +13,20 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.sharded.inputs import check_function
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
 def precision(
-    f: Callable[..., Any],
+    f: Callable[_P, _R],
     compute: torch.dtype,
     reduce: torch.dtype | None = None,
     *,
     output: torch.dtype | None = None,
     gradients: torch.dtype | None = None,
     overrides: Mapping[str, torch.dtype | None] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """``f`` with units computing in ``compute`` on parameters kept as they are.
 
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,15 +21,18 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.transforms.rematerialization import keeps_names, share_kept
 from fsfunc.tree.structure import matches
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
 def jit(
-    f: Callable[..., Any],
+    f: Callable[_P, _R],
     *,
     only: str | Sequence[str] = "**",
     whole_step: bool = False,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """``f`` with its units compiled, forward and backward, each function once.
 
     In a train step an update without a fused kernel of torch's compiles too, to one

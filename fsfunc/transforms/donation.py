@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import filterfalse
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, UntypedStorage, strided
 from torch.nn import Parameter
@@ -20,6 +20,10 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.sharded.spent import any_spent, refuse_spent, spend, spend_all, unspend
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_State = TypeVar("_State", bound=Any)
 
 _DENSE, _HELD = {Tensor, Parameter}, (Tensor, Sharded)
 
@@ -44,7 +48,9 @@ _SPOILED = (
 
 
 @api_boundary
-def donate(step: Callable[..., Any]) -> Callable[..., Any]:
+def donate(
+    step: Callable[Concatenate[_State, _P], _R],
+) -> Callable[Concatenate[_State, _P], _R]:
     """``step``, which may overwrite the state, its first argument.
 
     The result is that of ``step``, in less memory: optimizers update in place, where
@@ -82,7 +88,7 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     structure = None  # of the last state: a walk through 150 leaves is 80 us
 
     @functools.partial(Transformed, step, "donate", tuple)
-    def run(state: Any, *args: Any, **keywords: Any) -> Any:
+    def run(state: _State, *args: _P.args, **keywords: _P.kwargs) -> _R:
         outer = frame()
         if outer.tracer is not None and not outer.tracer.complete:
             return step(state, *args, **keywords)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 Where = str | os.PathLike | Store | None
 
 
@@ -35,12 +38,12 @@ class Stores(NamedTuple):
 
 @api_boundary
 def offload(
-    f: Callable[..., Any],
+    f: Callable[_P, _R],
     *,
     params: Where = None,
     moments: Where = None,
     activations: Where = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """``f`` with parameters, moments or saved activations outside the device's memory.
 
     Each of them is given a place: ``"host"`` is the host's memory (pinned if the device

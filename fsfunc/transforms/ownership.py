@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import apply_map, assumed
 from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import AxisType
 from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import ENTER
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, laid_as
+
+_Tree = TypeVar("_Tree")
 
 
 class Ownership:
@@ -91,7 +94,7 @@ def storage_of(x: Tensor) -> int:
         return _torch.storage_key(x)
 
 
-def assume(x: Any, axis: Axis, type: str) -> Any:
+def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
     """``x``, declared to be replicated or rank-local over an axis of ``shard``.
 
     The way past a refusal where you know more than the type check. Nothing is checked,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from fsfunc.runtime.generators import States, generator_states, set_generators
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.runtime.scopes import Scoped
 
-MODES = ("always", "except_last", "never")
+Mode: TypeAlias = Literal["always", "except_last", "never"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)

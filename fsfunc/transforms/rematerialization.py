@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,15 +15,18 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Frame, Interpretation, transformed
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.transforms.policies import MODES, MinCut, Policy, recomputes
+from fsfunc.transforms.policies import MODES, MinCut, Mode, Policy, recomputes
 from fsfunc.transforms.repeated_calls import RepeatedCall
 from fsfunc.transforms.sharded_calls import Sharding
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @api_boundary
 def remat(
-    f: Callable[..., Any], policy: Policy | MinCut | str | None = None
-) -> Callable[..., Any]:
+    f: Callable[_P, _R], policy: Policy | MinCut | Mode | None = None
+) -> Callable[_P, _R]:
     """``f`` with each unit keeping its inputs alone, and computing again in backward.
 
     The recompute runs under the same autocast, with the same random numbers (of torch's
@@ -64,10 +67,10 @@ def remat(
 
 @api_boundary
 def remat_calls(
-    f: Callable[..., Any],
+    f: Callable[_P, _R],
     calls: Iterable[int],
-    policy: Policy | MinCut | str | None = None,
-) -> Callable[..., Any]:
+    policy: Policy | MinCut | Mode | None = None,
+) -> Callable[_P, _R]:
     """``f`` with these of its loss's unit calls recomputed in the backward.
 
     ``remat`` recomputes every unit; this one the calls of the given numbers, counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Literal, ParamSpec, TypeVar
 
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.tracebacks import api_boundary
@@ -14,14 +14,17 @@ from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.sharded_calls import Sharding
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @api_boundary
 def shard(
-    f: Callable[..., Any],
+    f: Callable[_P, _R],
     mesh: Mesh,
     axis: Axis,
     *,
-    zero: int = 3,
+    zero: Literal[0, 1, 2, 3] = 3,
     replicate: Axis | None = None,
     reshard_after_forward: bool | Mapping[str, bool] = True,
     min_bytes: int = 0,
@@ -29,7 +32,7 @@ def shard(
     gather: Gather | None = None,
     reduction: Reduction | None = None,
     equal_batches: Axis | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """``f`` with its units' parameters split over ``axis``, one part per rank.
 
     Each unit gathers its parameters, runs, and frees them; its backward gathers them

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,11 @@ from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import rows_over, stacked, unstacked
 from fsfunc.sharded.plain_leaves import lay_leaves
 
+_State = TypeVar("_State", bound=Any)
+
 
 @dataclass(frozen=True)
-class LocalState:
+class LocalState(Generic[_State]):
     """The state of a step under ``local_sgd``, ``slowmo`` or ``gossip``: a pytree.
 
     Args:
@@ -45,13 +47,13 @@ class LocalState:
         axis: the axes along which ranks differ.
     """
 
-    copies: Any
+    copies: _State
     count: int = 0
     slow: Any = ()
     weights: tuple[float, ...] = ()
     axis: tuple[str, ...] = ()
 
-    def replace(self, **changes: Any) -> LocalState:
+    def replace(self, **changes: Any) -> Self:
         """The state with some fields changed."""
         return replace(self, **changes)
 
@@ -241,7 +243,7 @@ def assign(params: Any, means: Any) -> None:
 
 
 @api_boundary
-def consensus(state: LocalState) -> Any:
+def consensus(state: LocalState[_State]) -> _State:
     """The mean of the copies of a state, as one state of the ranks along an axis.
 
     Floating leaves, moments too, are averaged (of 8-bit codes the decoded values), with

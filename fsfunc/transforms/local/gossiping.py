@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,13 +26,22 @@ from fsfunc.transforms.local.averaging import (
 from fsfunc.transforms.local.graphs import Graph
 from fsfunc.transforms.local.local_updates import LocalUpdates
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_State = TypeVar("_State", bound=Any)
+
 Moves = Sequence[Sequence[tuple[int, int]]]
 
 
 @api_boundary
 def gossip(
-    step: Callable[..., Any], mesh: Mesh, axis: Axis, graph: Graph, *, every: int = 1
-) -> Callable[..., Any]:
+    step: Callable[Concatenate[_State, _P], tuple[_State, _R]],
+    mesh: Mesh,
+    axis: Axis,
+    graph: Graph,
+    *,
+    every: int = 1,
+) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
     """``step`` for ranks along ``axis`` that train copies, and mix them with a few.
 
     Stochastic gradient push. Rank i has a numerator x_i and a weight w_i, at first 1;
@@ -81,7 +90,8 @@ def gossip(
     >>> ff.spmd(main, mesh)()
     [(2.0, 1.0), (2.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
     """
-    return transformed(step, Gossip(mesh, axis, graph, every))
+    # The state that goes in and out is another than the inner step's.
+    return cast(Any, transformed(step, Gossip(mesh, axis, graph, every)))
 
 
 class Gossip(LocalUpdates):

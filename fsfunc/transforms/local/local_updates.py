@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,11 +34,19 @@ from fsfunc.transforms.local.averaging import (
     written,
 )
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_State = TypeVar("_State", bound=Any)
+
 
 @api_boundary
 def local_sgd(
-    step: Callable[..., Any], mesh: Mesh, axis: Axis, *, every: int
-) -> Callable[..., Any]:
+    step: Callable[Concatenate[_State, _P], tuple[_State, _R]],
+    mesh: Mesh,
+    axis: Axis,
+    *,
+    every: int,
+) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
     """``step`` for ranks along ``axis`` that each train a copy of the state.
 
     After each ``every`` steps the floating parameters become their mean over the axis.
@@ -88,7 +96,8 @@ def local_sgd(
     >>> ff.spmd(main, mesh)()
     [([-0.5, -1.5], -1.5), ([-1.0, -1.5], -1.5)]
     """
-    return transformed(step, LocalSGD(mesh, axis, every))
+    # The state that goes in and out is another than the inner step's.
+    return cast(Any, transformed(step, LocalSGD(mesh, axis, every)))
 
 
 class LocalUpdates(Interpretation):

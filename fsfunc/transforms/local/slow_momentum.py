@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from fsfunc.optim.leaves import map_flat
 from fsfunc.optim.schedules import Schedule, check_ranges, rate_at
 from fsfunc.transforms.local.averaging import LocalState, assign, averages, written
 from fsfunc.transforms.local.local_updates import LocalUpdates
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_State = TypeVar("_State", bound=Any)
 
 
 class SlowMomentum(NamedTuple):
@@ -33,7 +37,7 @@ class SlowMomentum(NamedTuple):
 
 @api_boundary
 def slowmo(
-    step: Callable[..., Any],
+    step: Callable[Concatenate[_State, _P], tuple[_State, _R]],
     mesh: Mesh,
     axis: Axis,
     *,
@@ -42,7 +46,7 @@ def slowmo(
     alpha: float = 1.0,
     lr: float | Schedule,
     average_every: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
     """``step`` on each rank's own copy, and slow momentum after each ``every`` steps.
 
     With x_0 the parameters after the last slow step, at first the initial ones::
@@ -105,8 +109,10 @@ def slowmo(
         raise ValueError(
             f"slowmo(average_every={average_every!r}): steps, at least 1, or None"
         )
-    return transformed(
-        step, SlowMo(mesh, axis, every, (beta, alpha, lr, average_every))
+    # The state that goes in and out is another than the inner step's.
+    return cast(
+        Any,
+        transformed(step, SlowMo(mesh, axis, every, (beta, alpha, lr, average_every))),
     )
 
 
