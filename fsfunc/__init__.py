@@ -242,4 +242,7 @@ _LATER = {
     for name in names.split()
 }
 
-__getattr__, __dir__ = _later_names(__name__, _LATER)
+# Not for checkers, to which it would say that any name is there: they read the block
+# above, and a misspelt one is an error.
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _later_names(__name__, _LATER)

@@ -36,7 +36,7 @@ from fsfunc.runtime.scopes import uncollected
 
 
 @api_boundary
-def metadata(path: str | os.PathLike) -> Stored:
+def metadata(path: str | os.PathLike[str]) -> Stored:
     """The leaves and metadata of the checkpoint at ``path``; reads no tensor.
 
     Args:
@@ -167,7 +167,7 @@ def _foreign(
 
 @api_boundary
 def latest(
-    folder: str | os.PathLike, pattern: str = "*", *, proven: bool = False
+    folder: str | os.PathLike[str], pattern: str = "*", *, proven: bool = False
 ) -> Path | None:
     """The newest checkpoint in ``folder`` that can be loaded; None if there is none.
 

@@ -149,7 +149,7 @@ class _BlockSums:
 
 @api_boundary
 def consolidate(
-    path: str | os.PathLike, file: str | os.PathLike, *, at: str = ""
+    path: str | os.PathLike[str], file: str | os.PathLike[str], *, at: str = ""
 ) -> Path:
     """One safetensors file with every tensor of a checkpoint whole; returns its path.
 

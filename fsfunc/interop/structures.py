@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch, tree
-from fsfunc.core.units import Unit, unit
+from fsfunc.core.units import unit
 from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge, Tables
 from fsfunc.interop.layer_plans import LayerPlan
@@ -101,7 +101,7 @@ class Structure:
         every = self.template.named_modules(remove_duplicate=False)
         self._first = {name: first[id(m)] for name, m in every}
         self.frozen, self.fixed = frozenset(tensors.frozen), tensors.overlapping
-        self._fetches: dict[str, Unit] = {}
+        self._fetches: dict[str, Callable[..., Any]] = {}
         self.parts = {name: _Part(self, name, None) for name in units}
         self.whole = self.parts.get("") or _Part(self, "", self._fetch)
 
@@ -228,7 +228,7 @@ class _Part:
         ]
         self.params = tuple(dict.fromkeys(x.name for x in params if x is not None))
         self.buffers = tuple(dict.fromkeys(x.name for x in buffers if x is not None))
-        self.units: dict[Extras, Unit] = {}
+        self.units: dict[Extras, Callable[..., Any]] = {}
 
     def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
@@ -290,7 +290,7 @@ class _Part:
         out, changed, seen = (out, {}, []) if asked.is_plain else out
         return PartResult(taken(out) if asked.fills else out, changed, seen)
 
-    def _unit(self, asked: Extras) -> Unit:
+    def _unit(self, asked: Extras) -> Callable[..., Any]:
         name = self.name or type(self.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:

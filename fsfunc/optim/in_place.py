@@ -145,7 +145,7 @@ class Writing:
         if isinstance(self.donation, Everything):  # recorded leaves stay themselves
             return Target(old, tensors)
         if isinstance(buffers, Loose) and all(mine):
-            leaves = list(map(Tensor.detach, old))
+            leaves: list[Any] = list(map(Tensor.detach, old))
             self.old += old
             self.new += leaves
             return Target(leaves, tensors)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
 
 from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.core.outcomes import Argnums, batch_arguments
-from fsfunc.optim.optimizer import Optimizer
+from fsfunc.optim.optimizer import Optimizer, Trainable
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -24,11 +24,42 @@ from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 
-MakeSchedule = Callable[..., Schedule]
-Rows = Sequence[Iterable[Action | str] | str]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Params = TypeVar("_Params", bound=Any)
+_Trained = TypeVar("_Trained", bound=Trainable)
+
+MakeSchedule: TypeAlias = Callable[..., Schedule]
+Rows: TypeAlias = Sequence[Iterable[Action | str] | str]
 _MOST = 10_000  # half a second to make and prove
 
 
+@overload
+def pipeline(
+    f: Callable[_P, _R],
+    mesh: Mesh,
+    axis: str,
+    *,
+    n_microbatches: int,
+    schedule: MakeSchedule | Rows = one_f_one_b,
+    stages: Stages = None,
+    batch_argnums: Argnums | None = None,
+    update: None = None,
+    predict: None = None,
+) -> Callable[_P, _R]: ...
+@overload
+def pipeline(
+    f: Callable[Concatenate[_Params, _P], Any],
+    mesh: Mesh,
+    axis: str,
+    *,
+    n_microbatches: int,
+    schedule: MakeSchedule | Rows,
+    stages: Stages = None,
+    batch_argnums: Argnums | None = None,
+    update: Optimizer,
+    predict: Predict | None = None,
+) -> Callable[Concatenate[_Trained, _P], tuple[_Trained, dict[str, Any]]]: ...
 @api_boundary
 def pipeline(
     f: Callable[..., Any],

@@ -410,7 +410,7 @@ def _place(unit: str) -> str:
 def _kind(x: Any) -> Any:
     """The part of a leaf that a program depends on, for comparison."""
     if isinstance(x, Tensor) or is_sharded(x):
-        where = x.device if is_sharded(x) else _torch.device_of(x)
+        where = _torch.device_of(x) if isinstance(x, Tensor) else x.device
         return tuple(x.shape), x.dtype, where
     try:
         hash(x)

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
+from fsfunc.tree.types import PyTree
 
 _TOLD = (
     "the step that is planned",
@@ -46,10 +47,10 @@ _TOLD = (
 @api_boundary
 def plan(
     step: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     mesh: Mesh | None = None,
     layouts: LayoutRules | None = None,
-    device: str = "cpu",
+    device: Literal["cpu", "cuda"] = "cpu",
     every_microbatch: bool = False,
 ) -> Plan:
     """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from fsfunc.comm.groups import axis_index, group
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.core.losses import Loss
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.candidates import Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search, front_of
@@ -28,7 +30,14 @@ from fsfunc.planning.trials import Training, Trials
 from fsfunc.printing.tables import of_bytes
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
-from fsfunc.transforms.policies import Policy
+from fsfunc.transforms.policies import Mode, Policy
+
+_Params = TypeVar("_Params", bound=Any)
+_Batch = TypeVar("_Batch", bound=Any)
+Offloadable: TypeAlias = Literal["params", "moments", "activations"]
+ScheduleName: TypeAlias = Literal[
+    "gpipe", "one_f_one_b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zb_v"
+]
 
 SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
 MANY, FEW = 200, 12  # of more stacks than that, few are planned
@@ -36,22 +45,27 @@ MANY, FEW = 200, 12  # of more stacks than that, few are planned
 
 @api_boundary
 def search(
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
-    params: Any,
-    batch: Any,
+    loss_fn: Callable[[_Params, _Batch], Loss],
+    optimizer: Optimizer,
+    params: _Params | Callable[[], _Params],
+    batch: _Batch | Callable[[], _Batch],
     mesh_sizes: int | Mapping[str, int] | Sequence[Mapping[str, int]],
     hardware: Hardware,
     memory: float | None = None,
     *,
-    zero: Sequence[int] = (0, 1, 2, 3),
-    remat: Sequence[Policy | str | None] = (None, "always"),
+    zero: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
+    remat: Sequence[Policy | Mode | None] = (None, "always"),
     accumulate: Sequence[int] | None = None,
-    schedules: Sequence[str] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v"),
+    schedules: Sequence[ScheduleName] = (
+        "one_f_one_b",
+        "interleaved_1f1b",
+        "zb_h1",
+        "zb_v",
+    ),
     microbatches: Sequence[int] | None = None,
     compute: torch.dtype | Sequence[torch.dtype | None] | None = None,
     reduce: torch.dtype | None = None,
-    offload: Sequence[Sequence[str]] = ((),),
+    offload: Sequence[Sequence[Offloadable]] = ((),),
     donate: bool = True,
     layouts: LayoutRules | None = None,
     dims: Mapping[str, int] | None = None,

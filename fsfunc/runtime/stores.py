@@ -164,7 +164,7 @@ class Folder(Store):
 
     kind = "disk"
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path = os.path.abspath(os.fspath(path))
 
     def __str__(self) -> str:

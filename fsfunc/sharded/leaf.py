@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 from html import escape
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -229,7 +229,9 @@ for _name in OPERATORS:
 
 # True of a sharded leaf; for ``is_leaf=``. It is ``isinstance`` as a function in C, as
 # it is called for every node of a tree.
-is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
+# For checkers, a tree of tensors that was laid out is a tree of tensors still: this
+# tells them, of a leaf, what it is.
+is_sharded = cast(Callable[[Any], TypeGuard[Sharded]], Sharded.__instancecheck__)
 
 
 class PendingGradient(Sharded):

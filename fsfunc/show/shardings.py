@@ -255,7 +255,7 @@ def _shape(shape: Sequence[int]) -> str:
 _LONGEST = 2000  # letters of a value
 
 
-def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
+def checkpoint(found: Stored | str | os.PathLike[str], *, at: str = "") -> Report:
     """The tensors, values and files of a checkpoint, to print.
 
     Args:

@@ -33,7 +33,7 @@ from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
 from fsfunc.sharded.slices import take
 from fsfunc.state.unsharding import block_layout, elements_by_rank
 from fsfunc.tracing.groups import plain
-from fsfunc.tree.types import PyTree
+from fsfunc.tree.types import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
 
@@ -145,7 +145,7 @@ def _back(
     return tree.unflatten(treedef, out)
 
 
-def _cut(x: Tensor, layout: Layout) -> Tensor:
+def _cut(x: Leaf, layout: Layout) -> Tensor:
     """This rank's block of a whole tensor, which is one value over the other axes."""
     for split in layout.splits:
         how = LinearMap("slice", "I", "V", dim=split.dim)

@@ -25,12 +25,12 @@ class OptimizerLike(Protocol):
     """What a state asks of an optimizer: an `Optimizer`, or one of your own."""
 
     @property
-    def init(self) -> Callable[[Any], Any]:
+    def init(self) -> Callable[..., Any]:
         """``init(params) -> opt_state``."""
         ...
 
     @property
-    def apply(self) -> Callable[[Any, Any, Any], Any]:
+    def apply(self) -> Callable[..., Any]:
         """``apply(grads, opt_state, params) -> (params, opt_state)``."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from fsfunc.sharded.layout import describe
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.testing.finite_field import PRIME, exact, residues
 from fsfunc.testing.one_device import Comparison
+from fsfunc.tree.types import PyTree
+
+_State = TypeVar("_State", bound=Any)
 
 _MOST = 8  # draws, until every comparison of single numbers has had both answers
 
@@ -80,11 +83,11 @@ class Proof(Printed):
 
 @api_boundary
 def prove(
-    step: Callable[..., Any],
+    step: Callable[Concatenate[_State, ...], Any],
     transformed: Callable[..., Any],
     mesh: Mesh,
-    state: Any,
-    *batch: Any,
+    state: _State,
+    *batch: PyTree,
     axis: Axis | tuple[()] | None = None,
     layouts: LayoutRules | None = None,
     calls: int = 2,

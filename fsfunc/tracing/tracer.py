@@ -6,7 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from fsfunc.tracing.programs import (
 )
 from fsfunc.tracing.runs import place_without_data, without_data
 
+_P = ParamSpec("_P")
+
 _TOLD = (
     "the loss",
     ", outside every unit: what it does next must not depend on a value that another "
@@ -41,7 +43,9 @@ _TOLD = (
 
 
 @api_boundary
-def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
+def program(
+    loss_fn: Callable[_P, Any], *args: _P.args, **keywords: _P.kwargs
+) -> Program:
     """Trace ``loss_fn(*args, **keywords)``: its unit calls in order, as data.
 
     The loss runs once on fake tensors: nothing is computed or sent, and no random

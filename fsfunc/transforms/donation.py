@@ -158,7 +158,7 @@ class Memory:
             self.keys = [storage._cdata for storage in self.storages]
             self.once = len(set(self.keys)) == len(self.keys)
             return
-        sharded = list(filter(is_sharded, leaves))
+        sharded: list[Any] = list(filter(is_sharded, leaves))
         packed = [x for x in sharded if x.packed is not None]
         shards = dict.fromkeys([x.packed for x in packed])
         seats = {(id(x.packed), id(x.layout)) for x in packed}

@@ -25,7 +25,7 @@ from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-Where = str | os.PathLike | Store | None
+Where = str | os.PathLike[str] | Store | None
 
 
 class Stores(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ def muon(
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     eps: float = 1e-7,
     ns_steps: int = 5,
-    adjust_lr_fn: str | None = None,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
     ns_dtype: torch.dtype = torch.bfloat16,
     mask: Mask | None = None,
 ) -> Optimizer:

@@ -30,7 +30,7 @@ from fsfunc.testing.recordings.tree_writer import TreeWriter
 
 @contextmanager
 def recorded(
-    folder: str | os.PathLike, *, calls: int = 2, most: int = 1 << 32
+    folder: str | os.PathLike[str], *, calls: int = 2, most: int = 1 << 32
 ) -> Iterator[None]:
     """Keeps what each rank's last calls of a step inside began with and received.
 

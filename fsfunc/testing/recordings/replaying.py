@@ -39,7 +39,7 @@ class PartsFromRecording(RuntimeError):
 
 
 def replay(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     step: Callable[..., Any],
     *like: Any,
     rank: int,
