@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import filterfalse
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, UntypedStorage, strided
 from torch.nn import Parameter
@@ -20,10 +20,10 @@ from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.sharded.spent import any_spent, refuse_spent, spend, spend_all, unspend
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_State = TypeVar("_State", bound=Any)
 
 _DENSE, _HELD = {Tensor, Parameter}, (Tensor, Sharded)
 
@@ -48,9 +48,7 @@ _SPOILED = (
 
 
 @api_boundary
-def donate(
-    step: Callable[Concatenate[_State, _P], _R],
-) -> Callable[Concatenate[_State, _P], _R]:
+def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
     """``step``, which may overwrite the state, its first argument.
 
     The result is that of ``step``, in less memory: optimizers update in place, where
@@ -85,13 +83,14 @@ def donate(
     """
 
     check_function(step, "donate")
+    call: Callable[..., Any] = step  # whose first argument is the state
     structure = None  # of the last state: a walk through 150 leaves is 80 us
 
     @functools.partial(Transformed, step, "donate", tuple)
-    def run(state: _State, *args: _P.args, **keywords: _P.kwargs) -> _R:
+    def run(state: PyTree, *args: Any, **keywords: Any) -> Any:
         outer = frame()
         if outer.tracer is not None and not outer.tracer.complete:
-            return step(state, *args, **keywords)
+            return call(state, *args, **keywords)
         if outer.compiler is not None and outer.compiler.whole:
             raise ValueError(_WITHIN)
         nonlocal structure
@@ -119,7 +118,7 @@ def donate(
             spend_all(leaves, _GONE)
         try:
             with inside(outer.replace(donated=donated)):
-                out = step(given, *args, **keywords)
+                out = call(given, *args, **keywords)
             if late:
                 out = _renewed(out, leaves)
         except BaseException as error:

@@ -65,7 +65,7 @@ step = ff.accumulate(ff.remat(train_step, "except_last"), 2)
 step = ff.precision(step, torch.bfloat16, torch.float32)
 step = ff.donate(ff.shard(ff.jit(step), mesh, "data", zero=3))
 reveal_type(step)
-# (TrainState[dict[str, Tensor]], batch: Tensor) -> tuple[TrainState[dict[str,
+# (state: TrainState[dict[str, Tensor]], batch: Tensor) -> tuple[TrainState[dict[str,
 # Tensor]], Tensor]
 
 made = optimizer(grad_fn)
