@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from compared.models import (
     QUICK,
+    concatenate_flat,
     functional_loss,
-    in_a_row,
     init_params,
     whole_batch,
 )
@@ -40,7 +40,7 @@ def large(quick: bool) -> Search:
     size, ranks = (SMALL, 8) if quick else (LARGE, 512)
     tokens = torch.empty(size.sequences, size.length, dtype=torch.int64, device="meta")
     return search(
-        llama_memory.loss_of(size, in_a_row),
+        llama_memory.loss_of(size, concatenate_flat),
         ff.sharded_adam(1e-4),
         lambda: llama_memory.init_params(size),
         {"tokens": tokens, "targets": tokens.clone()},

@@ -148,10 +148,10 @@ def functional_loss(size: Size, unit: Function, around_block: Function) -> Funct
 
     embed, block, head = unit(embed), around_block(unit(block)), unit(head)
 
-    return in_a_row(embed, block, head)
+    return concatenate_flat(embed, block, head)
 
 
-def in_a_row(embed: Function, block: Function, head: Function) -> Function:
+def concatenate_flat(embed: Function, block: Function, head: Function) -> Function:
     """`loss_fn(params, batch)`: tokens through an embedding, blocks and a head."""
 
     def loss_fn(params: dict, batch: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from compared.models import Size, in_a_row
+from compared.models import Size, concatenate_flat
 from compared.ours import advancing, mesh_of, train_step
 from compared.peers import Competitor, Setting
 from compared.peers_split import mixed, split_params
@@ -51,7 +51,7 @@ def split_loss(size: Size, dim: int | None) -> Callable[..., Tensor]:
         logits = column_linear(x, p["w"], sequence_dim=dim)
         return vocab_cross_entropy(logits, targets, "model")
 
-    return in_a_row(embed, block, head)
+    return concatenate_flat(embed, block, head)
 
 
 def build(setting: Setting, *, dim: int | None, donate: bool = True) -> Competitor:

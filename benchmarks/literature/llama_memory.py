@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from compared.models import in_a_row
+from compared.models import concatenate_flat
 from torch import Tensor
 
 import fsfunc as ff
@@ -114,7 +114,7 @@ def loss_of(
 
     if made is not None:
         return made(embed, ff.unit(block), head)
-    return in_a_row(embed, ff.remat(ff.unit(block), ff.SaveOnly(*kept)), head)
+    return concatenate_flat(embed, ff.remat(ff.unit(block), ff.SaveOnly(*kept)), head)
 
 
 def turned(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from compared.models import Size, in_a_row
+from compared.models import Size, concatenate_flat
 from torch import Tensor
 
 import fsfunc as ff
@@ -91,7 +91,7 @@ def loss_of(size: Size) -> Callable[[Tree, Any], Tensor]:
         logits = F.linear(norm(p["norm"], x), p["w"])
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return in_a_row(embed, block, head)
+    return concatenate_flat(embed, block, head)
 
 
 def attend(qkv: Tensor, heads: int) -> Tensor:

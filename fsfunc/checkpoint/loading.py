@@ -33,12 +33,12 @@ from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.leaves import origins
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
-from fsfunc.sharded.donated import is_held, overlaps
+from fsfunc.sharded.donated import are_locked, overlaps
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.packing import PackedTree, split_buffers
+from fsfunc.sharded.packing import PackedTree, as_packed_tree
 from fsfunc.sharded.placements import Own, describe
-from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
-from fsfunc.sharded.spent import refuse_spent, spend
+from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
+from fsfunc.sharded.spent import refuse_unusable, spend
 from fsfunc.transforms.donation import Memory
 from fsfunc.tree.structure import TreeMismatch, matches, nearest
 
@@ -121,7 +121,7 @@ def load(
     check_alike(here, lambda: stored.identity, "load different checkpoints")
 
     def filled() -> _Filled:
-        refuse_spent(target)
+        refuse_unusable(target)
         found = stored.below(at)
         taken = matched(
             found, target, only=only, rename=rename, cast=cast, strict=strict
@@ -166,7 +166,7 @@ def _fill(
             check_mesh(leaf.layout, here, "load")
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
-    buffers = split_buffers(target)
+    buffers = as_packed_tree(target)
     if donate:
         fresh, spoil = _own_memory(target, buffers, device)
     else:
@@ -179,14 +179,14 @@ def _fill(
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if taken[i] is KEPT:
             if isinstance(leaf, Tensor):
-                lay_leaf(leaf, laid_as(old[i]))
+                lay_leaf(leaf, placement_of(old[i]))
             if isinstance(leaf, Sharded | Tensor) and not donate:
                 kept.append((_local(leaf), _local(old[i])))
         elif isinstance(leaf, Sharded | Tensor):
             held = _placed(Held.of(path, leaf), taken[i], here)
             if isinstance(leaf, Tensor):
                 own = Own(tuple(taken[i].own)) if taken[i].own else None
-                lay_leaf(leaf, own or laid_as(old[i]) or WHOLE)
+                lay_leaf(leaf, own or placement_of(old[i]) or WHOLE)
             for box, x in held.boxes(coordinates_here(here)):
                 wanted += requests(taken[i], box, x)
         else:
@@ -256,7 +256,7 @@ def _own_memory(
                 "a load into the target's own memory stays on its device, and "
                 "takes no inference tensors: leave donate= out"
             )
-    if is_held(tensors):
+    if are_locked(tensors):
         raise ValueError("the target is being saved: wait() for that before a load")
     packed = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
     mine = iter(Memory(leaves).donation(leaves).may_write(tensors))

@@ -40,7 +40,7 @@ from fsfunc.comm.comparison import Section, agree, digest_of
 from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.sharded.spent import refuse_spent
+from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.tree.types import PyTree
 
 _TITLE = "the ranks save to different paths, or trees that differ"
@@ -250,7 +250,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
 
 
 def _saveable(state: Any, at: Here | None) -> Contents:
-    refuse_spent(state)
+    refuse_unusable(state)
     found = contents_of(state)
     for path, held in found.tensors.items():
         if held.part.dtype not in (*SAFE_DTYPES, *PAIRS):

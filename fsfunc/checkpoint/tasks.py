@@ -30,7 +30,7 @@ from fsfunc.checkpoint.safetensors import write_parts
 from fsfunc.checkpoint.stored import CheckpointError, Stored, StoredTensor
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime import host_copies
-from fsfunc.sharded.donated import hold
+from fsfunc.sharded.donated import lock
 from fsfunc.transforms.donation import version
 
 
@@ -61,7 +61,7 @@ class SaveTask:
         )
         self.first = self.rank == 0
         self.folder = folders.saving_path(self.path, self.own)
-        self.release = hold(h.part for h in held)
+        self.release = lock(h.part for h in held)
         self._versions = [version(h.part) for h in held]
 
     # What all ranks do one after another, and wait for each other

@@ -1,7 +1,14 @@
 """``value_and_grad`` and ``value``: gradient calls, which transforms may reinterpret.
 
-It has the semantics of ``torch.func.vjp``. Outside ``torch.func`` transforms it calls
-``torch.autograd.grad``, which gives the same bits faster, and frees saved tensors.
+Each call becomes a `GradientCall`, which `run_interpreted` hands through the transforms
+in force, and `differentiate` runs: one forward pass of the loss, one backward pass.
+There are three ways to do so:
+
+`_first_order`      by ``torch.autograd.grad``, which frees saved tensors: the usual way
+`_differentiable`   by ``torch.autograd.grad(create_graph=True)``, inside another one
+`_by_vjp`           by ``torch.func.vjp``, under ``torch.func`` transforms
+
+All have the semantics, and the bits, of ``torch.func.vjp``; the first is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from fsfunc.core.outcomes import (
     Outcome,
     add_gradients,
     batch_arguments,
-    newborn,
+    mark_as_input,
 )
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory import count_as
@@ -47,6 +54,7 @@ _P = ParamSpec("_P")
 _A = TypeVar("_A", bound=Any)
 _B = TypeVar("_B", bound=Any)
 _Aux = TypeVar("_Aux")
+_Tree = TypeVar("_Tree")
 
 
 # The first argument, which is differentiated by default, keeps its type: gradients have
@@ -162,15 +170,18 @@ def value_and_grad(
     chosen = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
     batch = batch_arguments(batch_argnums)
 
+    # It prints with the arguments that are no defaults.
     options = {"argnums": (argnums, 0), "has_aux": (has_aux, False)}
     shown = [(k, x) for k, (x, default) in options.items() if x != default]
 
     @functools.partial(Transformed, fn, "value_and_grad", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value_and_grad")
-        if (f := frame()).around is not None:
+        if (f := frame()).run_outermost is not None:
+            # Not `run`, which would then hold a reference to itself: what it closes
+            # over would live until a garbage collection.
             again = value_and_grad(fn, argnums, has_aux, batch_argnums=batch_argnums)
-            return f.around(again, args, keywords)  # `run` would hold itself
+            return f.run_outermost(again, args, keywords)
         numbers = tuple(i % len(args) if args else i for i in chosen)
         if any(not -len(args) <= i < len(args) for i in chosen):
             raise ValueError(
@@ -178,15 +189,17 @@ def value_and_grad(
             )
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"argnums={argnums!r} names one argument twice")
-        given, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
-        refuse("inference", "value_and_grad", given, *names)
+        values, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
+        refuse("inference", "value_and_grad", values, *names)
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
+        # A gradient that differs along an axis over which the loss communicates is a
+        # mistake; the axes are known only when the loss has run.
         axes = None if f.path else collective_axes()
         call = GradientCall(fn, numbers, has_aux, args, keywords, batch_argnums=batch)
         with collecting_axes(axes):
-            outcome = interpreted(call, f)
+            outcome = run_interpreted(call, f)
         if axes:
             check_agreement(fn, axes, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
@@ -275,26 +288,30 @@ def value(
     @functools.partial(Transformed, fn, "value", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("ff.value")
-        if (f := frame()).around is not None:
+        if (f := frame()).run_outermost is not None:
+            # Not `run`: see `value_and_grad`.
             again = value(fn, has_aux, batch_argnums=batch_argnums)
-            return f.around(again, args, keywords)  # `run` would hold itself
+            return f.run_outermost(again, args, keywords)
         call = GradientCall(fn, (), has_aux, args, keywords, batch_argnums=batch)
-        outcome = interpreted(call, f)
+        outcome = run_interpreted(call, f)
         return (outcome.total, outcome.aux) if has_aux else outcome.total
 
     return run
 
 
-def interpreted(call: GradientCall, f: Frame) -> Outcome:
-    """Returns the means of a gradient call, run under the transforms of a frame."""
+def run_interpreted(call: GradientCall, f: Frame) -> Outcome:
+    """Runs a gradient call under the transforms of a frame, and returns the means."""
     run: Callable[..., Any] = differentiate
     # Inside a unit a derivative is this rank's own: transforms do not see it.
     for handler in () if f.path else reversed(f.handlers):
         run = handler.gradient(run)
+    # One number for the whole call: units derive theirs from it, and from their place
+    # in the call, so that a recompute draws the same.
     if f.seed is None:
-        f = f.replace(seed=one_number(), seeded=len(f.numbers))
+        f = f.replace(seed=one_number(), seed_depth=len(f.numbers))
     with inside(f):
-        return run(call.replace(create_graph=_is_nested(call))).settled(again=False)
+        outcome = run(call.replace(create_graph=_is_nested(call)))
+        return outcome.finalize(is_reused=False)
 
 
 def differentiate(call: GradientCall) -> Outcome:
@@ -312,44 +329,49 @@ def differentiate(call: GradientCall) -> Outcome:
 
 
 def _first_order(call: GradientCall) -> Outcome:
-    """By autograd, with gradients that are not differentiable; residuals are freed.
+    """Runs a call by autograd; its gradients are not differentiable.
 
-    Where nothing is differentiated, none are kept in the first place.
+    Saved tensors are freed as the backward pass goes. Where nothing is differentiated,
+    none are saved in the first place.
     """
-    f, graph = frame(), bool(call.argnums)
-    observers = [h for h in f.handlers if h.observes and graph and not f.in_loss]
+    f, has_backward = frame(), bool(call.argnums)
+    observers = [h for h in f.handlers if h.observes and has_backward and not f.in_loss]
     for observer in observers:
         observer.begins(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
-    picked = leaves.tensors
+    originals = leaves.tensors
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
         runtime.begin()
-    thread = UnitToken(leaves.device) if runtimes and graph else None
-    values = [x.detach().requires_grad_() for x in picked]
-    with run_as(Running(thread)), torch.set_grad_enabled(graph):
+    # Ranks communicate in the backward of units: the token gives all the same order.
+    token = UnitToken(leaves.device) if runtimes and has_backward else None
+    # New autograd leaves: the caller's tensors may have a history, or a `.grad`.
+    primals = [x.detach().requires_grad_() for x in originals]
+    with run_as(Running(token)), torch.set_grad_enabled(has_backward):
         with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
-            out = call.fn(*leaves.args(values), **call.keywords)
+            out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
-        if thread is not None and thread.token is not thread.start:
-            tied: Any = Tie.apply(total, thread.token)
-    made = list(leaves.parts.values())
-    inputs = [*values, *made, *([] if thread is None else [thread.start])]
-    found: Sequence[Tensor | None] = [None] * len(inputs)
+        if token is not None and token.latest is not token.start:
+            tied: Any = Tie.apply(total, token.latest)
+    # Leaves of packed buffers that the loss has read outside units have become autograd
+    # leaves while it ran. Their gradients join those that `shard` sums.
+    parts = list(leaves.parts.values())
+    inputs = [*primals, *parts, *([] if token is None else [token.start])]
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if not inputs or not tied.requires_grad:
         pass
     elif f.tracer is not None and f.tracer.forward_only:
-        found = [torch.empty_like(x) for x in inputs]
-        f.tracer.gradients(picked, found, aux)
+        gradients = [torch.empty_like(x) for x in inputs]
+        f.tracer.on_placeholders(originals, gradients, aux)
     else:
         with internal():
-            seed = call.seed(tied)
-            found = torch.autograd.grad(tied, inputs, seed, allow_unused=True)
+            cotangent = call.initial_cotangent(tied)
+            gradients = torch.autograd.grad(tied, inputs, cotangent, allow_unused=True)
     weight = None if weight is None else weight.detach()
-    count_as("gradients", found[: len(values)])
-    grads = leaves.grads(found[: len(values)])
-    add_gradients(made, found[len(values) : len(values) + len(made)])
+    count_as("gradients", gradients[: len(primals)])
+    grads = leaves.grads(gradients[: len(primals)])
+    add_gradients(parts, gradients[len(primals) : len(primals) + len(parts)])
     aux, scale = _detach(aux), call.cotangent
     outcome = Outcome(total.detach(), weight, grads, aux, scale=scale)
     for observer in observers:
@@ -358,55 +380,64 @@ def _first_order(call: GradientCall) -> Outcome:
 
 
 def _is_nested(call: GradientCall) -> bool:
-    """True if the result of a gradient call may be differentiated.
+    """Returns whether the result of a gradient call may be differentiated.
 
-    That is in a loss, in a unit, and where a backward pass recomputes either; else only
+    It may in a loss, in a unit, and where a backward pass recomputes either; else only
     where the arguments require grad.
     """
     if not torch.is_grad_enabled():
         return False
     f = frame()
-    inside = f.in_loss > 0 or bool(f.path) or _torch.current_node() is not None
-    return inside or tracked((call.args, call.keywords))
+    # A node runs now: a backward pass, and this is the recompute of what was inside.
+    is_inside = f.in_loss > 0 or bool(f.path) or _torch.current_node() is not None
+    return is_inside or any_requires_grad((call.args, call.keywords))
 
 
 def _differentiable(call: GradientCall) -> Outcome:
-    """By autograd, with differentiable gradients where others differentiate the loss.
+    """Runs a call by autograd; its gradients are differentiable where others need it.
 
-    That is where it depends on an argument that requires grad, or on such a tensor that
-    ``fn`` closes over.
+    Others differentiate the loss where it depends on an argument that requires grad, or
+    on such a tensor that ``fn`` closes over.
     """
     leaves = Leaves(call.args, call.argnums)
-    values = [
-        x.view_as(x) if x.requires_grad else newborn(x.detach()) for x in leaves.tensors
+    # Each primal has a node of its own, at which this call's backward pass stops. A
+    # view keeps the history of an argument; others are marked as inputs for the check
+    # of captured tensors.
+    primals = [
+        x.view_as(x) if x.requires_grad else mark_as_input(x.detach())
+        for x in leaves.tensors
     ]
     f = frame()
     f = f.replace(counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
     with run_as(Running()), inside(f):
-        out = call.fn(*leaves.args(values), **call.keywords)
+        out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
-    found: Sequence[Tensor | None] = [None] * len(values)
-    again = any(x.requires_grad for x in leaves.tensors)
+    gradients: Sequence[Tensor | None] = [None] * len(primals)
+    # What `fn` closes over shows in the graph alone: it leads to leaves that are not
+    # this call's own.
+    create_graph = any(x.requires_grad for x in leaves.tensors)
     if total.requires_grad:
-        again = again or _torch.reaches_leaves(total, {x.grad_fn for x in values})
-    if values and total.requires_grad:
+        create_graph = create_graph or _torch.reaches_leaves(
+            total, {x.grad_fn for x in primals}
+        )
+    if primals and total.requires_grad:
         with internal():
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 total,
-                values,
-                call.seed(total),
-                retain_graph=again,
-                create_graph=again,
+                primals,
+                call.initial_cotangent(total),
+                retain_graph=create_graph,
+                create_graph=create_graph,
                 allow_unused=True,
             )
-    grads, scale = leaves.grads(found), call.cotangent
-    if not again:
+    grads, scale = leaves.grads(gradients), call.cotangent
+    if not create_graph:
         total, aux = total.detach(), _detach(aux)
     return Outcome(total, weight, grads, aux, scale=scale)
 
 
-def tracked(values: Any) -> bool:
-    """True if a tensor among ``values`` requires grad."""
+def any_requires_grad(values: PyTree) -> bool:
+    """Returns whether a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
             # The part of a packed leaf is a view, made when it is first read.
@@ -418,38 +449,43 @@ def tracked(values: Any) -> bool:
     return False
 
 
-def _detach(aux: Any) -> Any:
+def _detach(aux: _Tree) -> _Tree:
     return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _by_vjp(call: GradientCall) -> Outcome:
-    """By ``torch.func.vjp``, whose result may be differentiated or mapped again."""
+    """Runs a call by ``torch.func.vjp``; others may differentiate or map its result."""
     leaves = Leaves(call.args, call.argnums)
-    picked = leaves.tensors
-    beside: list[Any] = []  # (structure, leaves) of weight and aux, without tensors
+    primals = leaves.tensors
+    # (structure, leaves) of weight and aux, without tensors: torch.func takes an `aux`
+    # of tensors alone, so what else the loss returned goes around it.
+    template: list[Any] = []
 
-    def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def tensors_of_loss(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
         total, weight, aux = loss_parts(
             call.fn(*leaves.args(values), **call.keywords), call.has_aux
         )
-        flat, spec = tree.flatten((weight, aux))
-        beside[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in flat]]
+        flat, treedef = tree.flatten((weight, aux))
+        template[:] = treedef, [_TENSOR if isinstance(x, Tensor) else x for x in flat]
         return total, [x for x in flat if isinstance(x, Tensor)]
 
     f = frame()
     with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
-        found: Sequence[Tensor] = ()
-        if picked:
-            total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]
-            found = pull(call.seed(total), retain_graph=True, create_graph=True)
+        gradients: Sequence[Tensor] = ()
+        if primals:
+            total, pullback, aux_tensors = torch.func.vjp(  # type: ignore[misc]
+                tensors_of_loss, *primals, has_aux=True
+            )
+            cotangent = call.initial_cotangent(total)
+            gradients = pullback(cotangent, retain_graph=True, create_graph=True)
         else:  # torch.func.vjp wants something to differentiate
-            total, kept = pure()
-    each = iter(kept)
-    spec, flat = beside
-    flat = [next(each) if x is _TENSOR else x for x in flat]
-    weight, aux = tree.unflatten(spec, flat)
-    grads, scale = leaves.grads(found), call.cotangent
+            total, aux_tensors = tensors_of_loss()
+    remaining_tensors = iter(aux_tensors)
+    treedef, flat = template
+    flat = [next(remaining_tensors) if x is _TENSOR else x for x in flat]
+    weight, aux = tree.unflatten(treedef, flat)
+    grads, scale = leaves.grads(gradients), call.cotangent
     return Outcome(total, weight, grads, aux, scale=scale)
 
 
-_TENSOR = object()
+_TENSOR = object()  # stands in a template for a tensor of the loss's outputs

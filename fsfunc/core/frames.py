@@ -1,26 +1,34 @@
 """Interpretations, the interface of transforms, and the frame that holds them.
 
-A :class:`Frame` is immutable and lives in a context variable. A unit call or gradient
-call binds the frame in force, so a recompute in a backward pass needs no context.
+A transform is a function from functions to functions. `transformed` makes one of an
+:class:`Interpretation`: while the transformed function runs, the interpretation is in
+force, that is, among the ``handlers`` of the :class:`Frame`. A unit call, or gradient
+call, asks each handler in turn for the function to run instead::
+
+    a(b(step))   handlers = (a, b)    a unit runs as   a.unit(b.unit(call.body))
+
+A frame is immutable and lives in a context variable. A unit call or gradient call binds
+the frame in force, so a recompute in a backward pass needs no context.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
 from fsfunc.comm.mesh import HERE, Here, Mesh, axis_names, here
 from fsfunc.comm.tracebacks import api_boundary, leave_out
 from fsfunc.core.casts import Casts
-from fsfunc.core.tracers import Tracer
+from fsfunc.core.tracers import Tracer, UnitCall
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -98,22 +106,24 @@ class Interpretation:
         return self
 
     def here(self, mesh: Mesh) -> Here:
-        """The rank that runs, on ``mesh``, and whether it has compared its program."""
-        at = here(mesh)
-        known = at.compared or at.rank in self.compared
-        return at if known == at.compared else replace(at, compared=known)
+        """Returns the rank that runs, and whether it has compared its program."""
+        this_rank = here(mesh)
+        compared = this_rank.compared or this_rank.rank in self.compared
+        same = compared == this_rank.compared
+        return this_rank if same else replace(this_rank, compared=compared)
 
     def ran(self, at: Here) -> None:
         """Called after a call: the ranks have compared the collectives in it."""
+        # A link without real data (a plan's) has compared nothing.
         if at.rank not in self.compared and getattr(at.link, "moves", False):
             self.compared |= {at.rank}
 
     def first_state(self, state: Any) -> Any:
-        """The initial state of the transformed step, given that of the inner one."""
+        """Returns the initial state of the transformed step, given the inner one's."""
         return state
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        """The function that runs a unit call in place of ``run``.
+        """Returns the function that runs a unit call in place of ``run``.
 
         Args:
             run: ``run(params, *inputs, **keywords)`` runs it under inner transforms.
@@ -126,11 +136,11 @@ class Interpretation:
         return run
 
     def reads_again(self, call: Any) -> bool:
-        """True if a unit call's backward has its parameters again, read or not."""
+        """Returns whether a unit call's backward gathers its parameters again."""
         return False
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that runs a gradient call in place of ``run``.
+        """Returns the function that runs a gradient call in place of ``run``.
 
         Args:
             run: takes a ``GradientCall`` (its ``fn``, ``args`` and ``argnums`` say what
@@ -164,13 +174,19 @@ class Stage(Interpretation):
         if call.frame.path:  # a nested unit runs where the outer one does
             return run
 
-        def decided(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def decided(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             return self.decide(call, params, inputs, keywords)
 
         return decided
 
-    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        """The value that a unit call of the loss returns."""
+    def decide(
+        self,
+        call: UnitCall,
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
+        """Returns the value of a unit call of the loss."""
         raise NotImplementedError
 
 
@@ -185,13 +201,38 @@ class Counter:
 
 
 class Replaced:
-    """A frozen dataclass that has ``replace``, faster than that of ``dataclasses``."""
+    """A base of frozen dataclasses, with a faster ``replace`` than ``dataclasses``'.
 
-    def replace(self, **changes: Any) -> Any:
-        """A copy with some fields changed."""
+    Frames and outcomes are replaced several times in each unit call.
+    """
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some fields changed."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__, **changes)
         return new
+
+
+class Compiler(Protocol):
+    """What ``jit`` puts into a frame: it compiles unit calls, or a whole step.
+
+    ``of`` returns the function to run for a unit call; ``means`` says whether it is
+    compiled, and ``parts`` whether the compiler also decides what its backward is
+    given. ``update`` returns an optimizer's update, compiled once for tensors of any
+    size.
+
+    Attributes:
+        whole: whether the step is compiled with all that it calls. Then it also has
+            ``check_takes`` and ``compares`` (`transforms.step_traces`), else
+            ``replays`` (`transforms.compilation`).
+    """
+
+    whole: bool
+
+    def of(self, call: UnitCall) -> Callable[..., Any]: ...
+    def means(self, call: UnitCall) -> bool: ...
+    def parts(self, call: UnitCall) -> bool: ...
+    def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -200,55 +241,59 @@ class Frame(Replaced):
 
     Args:
         handlers: the interpretations, outermost first.
-        at: the rank that runs, if a transform or ``spmd`` gave a mesh.
+        here: the rank that runs, if a transform or ``spmd`` gave a mesh.
         runtimes: (interpretation, its state during this call or gradient call); that of
             ``shard`` is a ``ShardRuntime``.
-        micro: (index, count) in each enclosing loop over microbatches, outermost first;
-            ``rows``: the same in the order in which rows are cut, if that is another.
-        varies: (index, count) along each enclosing axis of ``shard``.
-        seed: the random number of the enclosing gradient call, if any; ``seeded``: how
-            many units are around that call.
-        drawing: the names of units that draw random numbers outside gradient calls, as
-            far as the step's recordings know.
-        path: the names of the enclosing units; ``numbers``: their call numbers.
+        micro: (index, count) in each enclosing loop over microbatches, outermost first.
+        rows: as ``micro``, in the order in which rows of the batch are cut, where that
+            is another.
+        batch_places: (index, count) along each enclosing axis of ``shard``: which part
+            of the global batch this rank has.
+        seed: the random number of the enclosing gradient call, if any.
+        seed_depth: the number of units around the gradient call that drew ``seed``.
+        drawing_units: the names of units that draw random numbers outside gradient
+            calls, as far as the step's recordings know.
+        path: the names of the enclosing units.
+        numbers: the call numbers of the enclosing units.
         counter: numbers the unit calls made here.
         casts: the dtypes of ``precision``, if any.
-        compiler: under ``jit``, ``compiler.of(call)`` is the compiled function to run.
+        compiler: that of ``jit``, if any.
         donated: the `Donation` of the state that may be written in place, if any.
         tracer: the `Tracer` that records, checks or plans the step, if any.
         in_loss: the number of enclosing gradient calls.
         whole: whether an enclosing unit gathered all of its parameters (see ``unit``).
-        level: the functorch level at which the outermost enclosing unit was called.
+        functorch_level: the functorch level at which the outermost enclosing unit was
+            called.
         create_graph: whether the gradients of the enclosing gradient call are
             differentiable.
-        around: calls the outermost of transformed functions and gradient calls, if
-            that is not None, as ``around(run, args, keywords)``.
+        run_outermost: runs the outermost transformed function or gradient call, as
+            ``run_outermost(run, args, keywords)``; None: it is called.
     """
 
     handlers: tuple[Interpretation, ...] = ()
-    at: Here | None = None
+    here: Here | None = None
     runtimes: tuple[tuple[Interpretation, Any], ...] = ()
     micro: tuple[tuple[int, int], ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
-    varies: tuple[tuple[int, int], ...] = ()
+    batch_places: tuple[tuple[int, int], ...] = ()
     seed: int | None = None
-    seeded: int = 0
-    drawing: frozenset[str] = frozenset()
+    seed_depth: int = 0
+    drawing_units: frozenset[str] = frozenset()
     path: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
     counter: Counter = field(default_factory=Counter)
     casts: Casts | None = None
-    compiler: Any = None
+    compiler: Compiler | None = None
     donated: Any = None
     tracer: Tracer | None = None
     in_loss: int = 0
     whole: bool = False
-    level: int = 0
+    functorch_level: int = 0
     create_graph: bool = False
-    around: Callable[..., Any] | None = None
+    run_outermost: Callable[..., Any] | None = None
 
     def runtime_of(self, handler: Interpretation) -> Any:
-        """The state of ``handler`` in the innermost enclosing call, or None."""
+        """Returns the state of ``handler`` in the innermost enclosing call, or None."""
         for owner, runtime in reversed(self.runtimes):
             if owner is handler:
                 return runtime
@@ -256,16 +301,16 @@ class Frame(Replaced):
 
     @property
     def composable(self) -> bool:
-        """True where only operations with second derivatives may be used.
+        """Whether only operations with second derivatives may be used.
 
-        That is under ``torch.func``, under forward mode, and in a gradient call whose
-        gradients are differentiated.
+        That is so under ``torch.func``, under forward mode, and in a gradient call
+        whose gradients are differentiated.
         """
         return self.create_graph or _torch.transforms_active()
 
     @property
     def staged(self) -> bool:
-        """True in a loss of which only some unit calls run on this rank."""
+        """Whether this is a loss of which only some unit calls run on this rank."""
         return bool(self.handlers) and self.handlers[0].decides
 
 
@@ -274,17 +319,17 @@ _OUTSIDE = Frame()
 
 
 def frame() -> Frame:
-    """The frame in force."""
+    """Returns the frame in force."""
     return _FRAME.get() or _OUTSIDE
 
 
 def composable() -> bool:
-    """`Frame.composable` of the frame in force."""
+    """Returns `Frame.composable` of the frame in force."""
     return frame().composable
 
 
 def recording() -> bool:
-    """True while a step is run only to be recorded, checked or planned.
+    """Returns whether a step is run only to be recorded, checked or planned.
 
     A step is run a few times before its first real call, mostly on tensors without
     data, by ``place``, ``init_state`` and ``plan``, and again before some later calls:
@@ -309,49 +354,56 @@ def recording() -> bool:
 
 
 class inside:
-    """``with inside(value)`` makes ``value`` the frame in force.
+    """A context manager: within ``inside(frame)``, ``frame`` is the one in force.
 
-    With ``users``, what runs inside counts as the user's code, not the library's.
-    Inside, backward passes find the frame: see `in_one_thread`.
+    Backward passes that run inside find the frame too: see `in_one_thread`.
+
+    Args:
+        frame: is in force inside, and so is its rank.
+        is_user_code: whether what runs inside counts as the user's code, not the
+            library's, for tracebacks and source lines.
     """
 
-    __slots__ = ("value", "users", "tokens", "threads")
+    __slots__ = ("frame", "is_user_code", "resets", "one_thread")
 
-    def __init__(self, value: Frame, users: bool = False):
-        self.value, self.users = value, users
+    def __init__(self, frame: Frame, is_user_code: bool = False):
+        self.frame, self.is_user_code = frame, is_user_code
 
     def __enter__(self) -> Frame:
-        value = self.value
-        token = _FRAME.set(value)
-        # In the outermost one; and within `inference_mode(False)`, which turns them on,
-        # or in another thread, which `asyncio.to_thread` gives the context of this one.
-        self.threads = in_one_thread() if _torch.device_threads() else None
-        self.tokens: list[tuple[Any, Any]] = [(_FRAME, token)]
-        if value.at is not None:
-            self.tokens.append((HERE, HERE.set(value.at)))
-        if self.users:
-            self.tokens.append((INTERNAL, INTERNAL.set(False)))
-        return value
+        frame = self.frame
+        token = _FRAME.set(frame)
+        # Autograd's device threads have an empty context. They are on in the outermost
+        # frame; within `inference_mode(False)`, which turns them on again; and in
+        # another thread, which `asyncio.to_thread` gives the context of this one.
+        self.one_thread = in_one_thread() if _torch.device_threads() else None
+        self.resets: list[tuple[ContextVar[Any], Token[Any]]] = [(_FRAME, token)]
+        if frame.here is not None:
+            self.resets.append((HERE, HERE.set(frame.here)))
+        if self.is_user_code:
+            self.resets.append((INTERNAL, INTERNAL.set(False)))
+        return frame
 
-    def __exit__(self, *_: Any) -> None:
-        for var, token in self.tokens:
+    def __exit__(self, *_: object) -> None:
+        for var, token in self.resets:
             var.reset(token)
-        if self.threads is not None:
-            self.threads.__exit__(None, None, None)
+        if self.one_thread is not None:
+            self.one_thread.__exit__(None, None, None)
 
 
 class Transformed:
     """A function with something around it, such as a transform.
 
-    It stands for the function within, as what ``functools.wraps`` makes does. It prints
-    as the stack of what is around, and an error leaves it with a short traceback.
+    It has the name, signature and attributes of the function within, as a function of
+    ``functools.wraps`` does. It prints as the stack of transforms, and errors leave it
+    with a short traceback.
 
     Args:
         f: the function within.
-        called: the name of what is around; ``shown()`` returns (name, value) of its
-            arguments.
+        called: the name of the transform, or of what else is around.
+        shown: returns the (name, value) of each of its arguments that is printed.
         run: the function to call.
-        stands_for: the function whose name, signature and attributes it has; ``f``.
+        stands_for: the function whose name, signature and attributes it has; by
+            default ``f``.
 
     >>> import fsfunc as ff
     >>> def loss_fn(params, x): ...
@@ -387,7 +439,10 @@ class Transformed:
     def __code__(self) -> CodeType:  # one object where the function is made anew
         return self._run.__code__
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    # A class has none of a function's binding: as a method it must bind by itself.
+    def __get__(
+        self, instance: object | None, owner: type | None
+    ) -> Transformed | MethodType:
         return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
@@ -398,15 +453,15 @@ class Transformed:
         return self.__qualname__
 
 
-def title(f: Any) -> str:
-    """The name of a function, with the transforms around it and their arguments."""
+def title(f: Callable[..., Any]) -> str:
+    """Returns a function's name, with the transforms around it and their arguments."""
     # Not what a partial or a module holds, such as parameters.
     name = getattr(f, "__name__", type(f).__name__)
     return repr(f) if isinstance(f, Transformed) else name
 
 
-def _value(x: Any) -> str:
-    """An argument as text: names of axes and functions without quotes."""
+def _value(x: object) -> str:
+    """Returns an argument as text: names of axes and functions without quotes."""
     if isinstance(x, tuple) and len(x) == 1 and isinstance(x[0], str):
         return x[0]
     return x if isinstance(x, str) else getattr(x, "__name__", repr(x))
@@ -414,7 +469,7 @@ def _value(x: Any) -> str:
 
 @api_boundary
 def transformed(f: Callable[_P, _R], handler: Interpretation) -> Callable[_P, _R]:
-    """``f`` with an interpretation of the unit and gradient calls inside.
+    """Returns ``f`` with an interpretation of the unit and gradient calls inside.
 
     All transforms are made with it; use it to apply one of your own.
 
@@ -441,14 +496,18 @@ def transformed(f: Callable[_P, _R], handler: Interpretation) -> Callable[_P, _R
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("a transformed function")
         outer = frame()
-        if outer.around is not None:
-            # Not `run`: what holds itself lives until the garbage is collected.
-            return outer.around(transformed(f, handler), args, keywords)
+        if outer.run_outermost is not None:
+            # Not `run`, which would then hold a reference to itself: what it closes
+            # over, such as parameters, would live until a garbage collection.
+            return outer.run_outermost(transformed(f, handler), args, keywords)
         if outer.compiler is not None and outer.compiler.whole:
-            outer.compiler.check_takes(handler)
-        meant = handler if outer.tracer is None else outer.tracer.standing_for(handler)
-        return meant.call(f, args, keywords)
+            outer.compiler.check_takes(handler)  # type: ignore[attr-defined]
+        # A recording runs an interpretation of its own, which notes what this one does.
+        tracer = outer.tracer
+        in_force = handler if tracer is None else tracer.replacement_for(handler)
+        return in_force.call(f, args, keywords)
 
-    # Found from outside, as wrapping a transformed function keeps its attributes.
+    # `place`, `init_state` and `plan` read from outside which transforms a step has; a
+    # function of `functools.wraps` around it keeps the attribute.
     run.interpretations = (*getattr(f, "interpretations", ()), handler)
     return run

@@ -1,10 +1,16 @@
-"""Checks of a gradient call: its arguments, and that ranks agree on gradients."""
+"""Checks of a gradient call: its arguments, and that ranks agree on gradients.
+
+``autodiff.value_and_grad`` calls the checks of arguments before each call, and
+`check_agreement` after it, where the loss has called collectives. The latter finds the
+most common mistake of tensor parallelism: a whole parameter meets values that vary
+along an axis without `pcast`, so that each rank has only its share of the gradient.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,26 +27,31 @@ from fsfunc.core.frames import frame
 from fsfunc.core.units import inside_unit
 from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import PyTree
 
 
-def check_differentiable(chosen: list[Any], names: list[str]) -> None:
+def check_differentiable(chosen: list[PyTree], names: list[str]) -> None:
     """Raises if no differentiated leaf is a floating or complex tensor.
+
+    Args:
+        chosen: the differentiated arguments.
+        names: their names, for the message.
 
     Raises:
         TypeError: names the arguments, and the dtype that is there.
     """
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    given = [x for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
-    if given and not any(map(differentiable, given)):
+    tensors = [x for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
+    if tensors and not any(map(differentiable, tensors)):
         raise TypeError(
             f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
-            f"(the first is {given[0].dtype}), and all gradients would be None; "
+            f"(the first is {tensors[0].dtype}), and all gradients would be None; "
             "x.to(torch.float32) has one"
         )
 
 
-def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
+def check_gathered(path: tuple[str, ...], chosen: Sequence[PyTree]) -> None:
     """Raises if a unit differentiates a leaf that only a nested unit gathers.
 
     Raises:
@@ -52,15 +63,19 @@ def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
 
 
 def collective_axes() -> set[str] | None:
-    """A set to collect the axes of a loss's collectives in; None without real data."""
-    at = maybe_here()
-    if at is None or not at.link.moves or at.mesh.backend == "vmap":
+    """Returns a set to collect the axes of a loss's collectives; None without data."""
+    rank = maybe_here()
+    # The ranks of a vmap mesh are rows of one call, whose values Python cannot read.
+    if rank is None or not rank.link.moves or rank.mesh.backend == "vmap":
         return None
     return None if _torch.transforms_active() else set()
 
 
 def check_agreement(
-    fn: Callable[..., Any], axes: set[str], chosen: Sequence[Any], grads: Sequence[Any]
+    fn: Callable[..., Any],
+    axes: set[str],
+    chosen: Sequence[PyTree],
+    grads: Sequence[PyTree],
 ) -> None:
     """Raises if the gradient of a replicated leaf differs along an axis without a mean.
 
@@ -70,43 +85,60 @@ def check_agreement(
     compared.
 
     Args:
-        fn: the loss; ``axes``: those over which it called collectives.
+        fn: the loss.
+        axes: the axes over which the loss called collectives.
+        chosen: the differentiated arguments.
+        grads: the gradient of each.
 
     Raises:
         LawError: on every rank; names the leaf, and the way out.
 
     Cost: a gather of two numbers a leaf, once; it is in no ledger.
     """
-    at, f = here(), frame()
-    taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
-    owner: Any = f.runtimes[-1][0] if f.runtimes else at.mesh
+    rank_here, f = here(), frame()
+    # Over the axes of `shard` gradients are means, and equal.
+    averaged_axes = {a for h in f.handlers for a in getattr(h, "axes", ())}
+    # What is still to compare is kept by the `shard`, or else the mesh, as it belongs
+    # to a step and not to a process.
+    owner: Any = f.runtimes[-1][0] if f.runtimes else rank_here.mesh
     uncompared = owner.uncompared
-    for axis in sorted(axes - taken):
-        key = at.rank, _code(fn), axis
-        left = uncompared.get(key)
-        if left is None or left:
-            where = group(axis, at)
-            found = _numbers(chosen, grads, where, left)
-            uncompared[key] = _compare(found, where) if found else set()
+    for axis in sorted(axes - averaged_axes):
+        key = rank_here.rank, _code(fn), axis
+        remaining = uncompared.get(key)  # paths; None before the first call
+        if remaining is None or remaining:
+            where = group(axis, rank_here)
+            numbers = _numbers(chosen, grads, where, remaining)
+            uncompared[key] = _compare(numbers, where) if numbers else set()
 
 
 def _numbers(
-    chosen: Sequence[Any], grads: Sequence[Any], where: RankGroup, left: set[str] | None
+    chosen: Sequence[PyTree],
+    grads: Sequence[PyTree],
+    where: RankGroup,
+    remaining: set[str] | None,
 ) -> dict[str, Tensor]:
-    """The norm and the sum of each gradient to compare, by path."""
+    """Returns the norm and the sum of each gradient to compare, by path.
+
+    Args:
+        where: the ranks that compare.
+        remaining: the paths to compare; None: all.
+    """
     runtimes = [runtime for _, runtime in frame().runtimes]
     paths, leaves, treedef = tree.flatten_with_paths(tuple(chosen), is_leaf=is_sharded)
     gradients: list[Any] = treedef.flatten_up_to(tuple(grads))  # type: ignore[arg-type]
-    splits = {
+    # The arguments that have a leaf split over these ranks, by number.
+    split_arguments = {
         path.partition("/")[0]
         for path, x in zip(paths, leaves, strict=True)
         if is_sharded(x) and not set(x.layout.split_axes).isdisjoint(where.axis)
     }
-    found = {}
+    numbers: dict[str, Tensor] = {}
     for path, x, g in zip(paths, leaves, gradients, strict=True):
-        if left is not None and path not in left:
+        if remaining is not None and path not in remaining:
             continue
-        if not runtimes and path.partition("/")[0] not in splits:
+        # Without a `shard` nothing says that an argument is one value on all ranks; a
+        # split leaf beside it does.
+        if not runtimes and path.partition("/")[0] not in split_arguments:
             continue
         if is_sharded(x) and set(x.layout.axes).isdisjoint(where.axis):
             g = None if g is None else g._local
@@ -115,12 +147,16 @@ def _numbers(
         elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
             continue
         if isinstance(g, Tensor) and differentiable(g) and g.numel():
-            found[path] = norm_and_sum(g)
-    return found
+            numbers[path] = norm_and_sum(g)
+    return numbers
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
-    """Two numbers by which tensors of several ranks are compared."""
+    """Returns two numbers by which tensors of several ranks are compared.
+
+    Tensors of one norm may differ in their order or their signs; few of these have one
+    sum.
+    """
     with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
         wide = strided(x).detach().resolve_conj()
         wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
@@ -144,6 +180,8 @@ class Near(NamedTuple):
 def nearly_agree(numbers: dict[str, Tensor], where: RankGroup, share: float) -> Near:
     """Compares tensors over ranks, which may differ by a share of their norm.
 
+    Equal values differ by rounding, where ranks add in another order.
+
     Args:
         numbers: the `norm_and_sum` of each, by path.
 
@@ -152,23 +190,25 @@ def nearly_agree(numbers: dict[str, Tensor], where: RankGroup, share: float) -> 
     sent = torch.stack(list(numbers.values()))
     with silence(), label("", "values that should be equal"):
         with _torch.beneath_modes(sent):
-            every = gathered(sent, where)
-            most = share * every[..., :1].amax(0)
-            differ = ((every - every[:1]).abs() > most).any(-1).any(0)
+            by_rank = gathered(sent, where)  # [ranks, tensors, 2]
+            tolerance = share * by_rank[..., :1].amax(0)
+            differ = ((by_rank - by_rank[:1]).abs() > tolerance).any(-1).any(0)
     if not bool(differ.any()):
-        return Near(every, None, "")
+        return Near(by_rank, None, "")
     i = int(differ.nonzero()[0])
-    norms = ", ".join(f"{n:.4g}" for n in every[:, i, 0].tolist())
-    return Near(every, list(numbers)[i], norms)
+    norms = ", ".join(f"{n:.4g}" for n in by_rank[:, i, 0].tolist())
+    return Near(by_rank, list(numbers)[i], norms)
 
 
-def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
+def _compare(numbers: dict[str, Tensor], where: RankGroup) -> set[str]:
     """Compares over ranks; returns the paths of gradients that are zero or not finite.
+
+    These say nothing yet, and are compared again in the next call.
 
     Raises:
         LawError: a gradient differs.
     """
-    every, odd, norms = nearly_agree(found, where, 0.02)
+    by_rank, odd, norms = nearly_agree(numbers, where, 0.02)
     if odd is not None:
         raise LawError(
             f"the gradient by {odd.partition('/')[2]!r} differs along "
@@ -177,12 +217,16 @@ def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
             f'ff.pcast(w, {where.name}, to="V"), which sums its gradient. If ranks '
             "along it have samples of their own, make it an axis of the shard"
         )
-    tells = (every[..., 0].amax(0) != 0) & every.isfinite().all(-1).all(0)
-    return {path for path, told in zip(found, tells.tolist(), strict=True) if not told}
+    compared = (by_rank[..., 0].amax(0) != 0) & by_rank.isfinite().all(-1).all(0)
+    done = zip(numbers, compared.tolist(), strict=True)
+    return {path for path, was_compared in done if not was_compared}
 
 
-def _code(fn: Any) -> Any:
-    """The code of a function, one object also where it is made anew for every step."""
+def _code(fn: Callable[..., Any]) -> Hashable:
+    """Returns a function's code: one object, though each step makes the function anew.
+
+    Of a callable that has none, the class.
+    """
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = inspect.unwrap(fn)

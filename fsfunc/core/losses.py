@@ -1,17 +1,26 @@
 """The outputs of a loss, and how those of microbatches and ranks are combined.
 
-Losses are averaged, or :class:`Weighted`. Of auxiliary outputs, floating scalars are
-averaged and those in a :class:`Reduced` combined in its way; other tensors are
-concatenated along dim 0 over microbatches, and are each rank's own; of the rest,
-sharded leaves too, the last one is returned, and integers and Python numbers must be
-the same in all.
+``autodiff`` reads what a loss returned by `loss_parts`. ``accumulate`` and ``pipeline``
+add up the parts of microbatches by `add_aux` and `add_weights`, and ``shard`` those of
+ranks:
+
+=========================  ====================================  =======================
+an output                  over microbatches                     over ranks
+=========================  ====================================  =======================
+the loss                   averaged; `Weighted`: total / weight  the same
+a floating scalar          averaged                              averaged
+in a `Reduced`             combined in its way                   combined in its way
+another tensor             concatenated along dim 0              each rank's own
+an integer, a number       must be the same in all               each rank's own
+what else, sharded leaves  the last one's                        each rank's own
+=========================  ====================================  =======================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +31,7 @@ from fsfunc.comm.typed_maps import TOTAL
 from fsfunc.core.frames import frame
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf, PyTree
 
 Tree = TypeVar("Tree")
 
@@ -46,15 +56,15 @@ Loss: TypeAlias = Tensor | Weighted
 
 
 class LossParts(NamedTuple):
-    """What a loss returned: its total, its weight if it has one, and what is beside."""
+    """What a loss returned: its total, its weight or None, its auxiliary outputs."""
 
     total: Tensor
     weight: Tensor | None
     aux: Any
 
 
-def loss_parts(out: Any, has_aux: bool) -> LossParts:
-    """The parts of what a loss returned.
+def loss_parts(out: PyTree, has_aux: bool) -> LossParts:
+    """Returns the parts of what a loss returned.
 
     Raises:
         TypeError, ValueError: it returned no floating scalar tensor.
@@ -83,17 +93,18 @@ def loss_parts(out: Any, has_aux: bool) -> LossParts:
 
 
 class Tie(torch.autograd.Function):
-    """The loss as a function of a `UnitToken` too, whose gradient is an exact zero.
+    """The loss as a function of the last `UnitToken` too, by which its gradient is 0.
 
-    ``loss + 0 * token`` would turn an infinity into NaN.
+    It makes autograd run the backward of every unit, in order. ``loss + 0 * token``
+    would do so too, but turn an infinity into NaN.
     """
 
     @staticmethod
-    def forward(ctx, loss, token):  # type: ignore[override]
+    def forward(ctx: Any, loss: Tensor, token: Tensor) -> Tensor:  # type: ignore[override]
         return loss.clone()
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return g, torch.zeros_like(g)
 
 
@@ -113,7 +124,8 @@ class Reduced(Generic[Tree]):
 
     tree: Tree
 
-    # Of each class: what it makes, of two microbatches and over ranks.
+    # Each class sets: what it makes, in words; how two microbatches are combined; and
+    # the collective that combines ranks.
     called: ClassVar[str]
     combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     over_ranks: ClassVar[LinearMap]
@@ -129,16 +141,17 @@ class Reduced(Generic[Tree]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tree!r})"
 
-    def _check(self, values: Any) -> None:
-        # One within another would be combined in the way of the outer one.
+    def _check(self, values: PyTree) -> None:
+        # A `Reduced` counts as a leaf here, and so is refused: one within another would
+        # be combined in the way of the outer one.
         paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=is_reduced)
         for path, x in zip(paths, leaves, strict=True):
             if isinstance(x, Tensor) and self.takes(x):
                 continue
-            what = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            leaf = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
             where, name = f" at {path!r}" if path else "", type(self).__name__
             raise TypeError(
-                f"{name} holds {what}{where}: only tensors of numbers have "
+                f"{name} holds {leaf}{where}: only tensors of numbers have "
                 f"{self.called}; make it one (torch.tensor(3), mask.sum()), or return "
                 f"it beside the {name}"
             )
@@ -149,8 +162,9 @@ class Reduced(Generic[Tree]):
         return x.dtype != torch.bool
 
 
-def _restored(kind: type[Reduced], _: Any, children: Any) -> Reduced:
-    reduced = object.__new__(kind)  # children of any kind: no check
+def _restored(kind: type[Reduced], _: None, children: Iterable[PyTree]) -> Reduced:
+    # By no `__init__`, which checks: a tree map may put anything in place of tensors.
+    reduced = object.__new__(kind)
     (reduced.tree,) = children
     return reduced
 
@@ -217,28 +231,29 @@ class Max(Reduced[Tree]):
         return x.dtype != torch.bool and not x.is_complex()
 
 
-def is_reduced(x: Any) -> bool:
-    """True if ``x`` is a `Reduced`, as a `Summed` is."""
+def is_reduced(x: PyTree) -> TypeGuard[Reduced]:
+    """Returns whether ``x`` is a `Reduced`, as a `Summed` is."""
     return isinstance(x, Reduced)
 
 
-def counts_as_leaf(x: Any) -> bool:
-    """True of an auxiliary output that counts as one leaf though it holds tensors.
+def counts_as_leaf(x: PyTree) -> bool:
+    """Returns whether an auxiliary output is one leaf, though it holds tensors.
 
-    A `Reduced`, or a sharded leaf, of which the part has no rows.
+    A `Reduced` is, which its own rule combines; and a sharded leaf, whose part is not
+    concatenated, as it has no rows.
     """
     return is_reduced(x) or is_sharded(x)
 
 
-def averaged(x: Any) -> bool:
-    """True if an auxiliary output is averaged: it is a floating scalar."""
+def is_averaged(x: Leaf) -> bool:
+    """Returns whether an auxiliary output is averaged: it is a floating scalar."""
     return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
 
 
-def added(a: Any, b: Any) -> Any:
-    """The auxiliary outputs of two microbatches combined; ``a`` came first.
+def add_aux(a: PyTree, b: PyTree) -> PyTree:
+    """Combines the auxiliary outputs of two microbatches, of which ``a`` came first.
 
-    Averages are kept as sums until :func:`divided`.
+    Averages stay sums until :func:`divide_aux`.
 
     Raises:
         TreeMismatch: the two differ in structure.
@@ -246,13 +261,13 @@ def added(a: Any, b: Any) -> Any:
 
     Cost: integers on a device are read on the host.
     """
-    what = "what a microbatch's loss returned beside its value"
-    tree.check_same_structure(a, b, what=what, against="that of the one before")
-    return tree.map(_both, a, b, is_leaf=counts_as_leaf)
+    title = "what a microbatch's loss returned beside its value"
+    tree.check_same_structure(a, b, what=title, against="that of the one before")
+    return tree.map(_combine_leaves, a, b, is_leaf=counts_as_leaf)
 
 
-def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of the weights of two microbatches' losses, or None.
+def add_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Returns the sum of the weights of two microbatches' losses, or None.
 
     Raises:
         TypeError: one of the losses has a weight, and the other has none.
@@ -267,13 +282,14 @@ def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b
 
 
-def _both(x: Any, y: Any) -> Any:
+def _combine_leaves(x: Leaf, y: Leaf) -> Leaf:
     if is_reduced(x):
-        return tree.map(partial(_combined, type(x)), x, y)
-    if averaged(x):
+        return tree.map(partial(_combine_reduced, type(x)), x, y)
+    if is_averaged(x):
         return x + y
     if isinstance(x, Tensor) and x.ndim:
         return torch.cat([x, y])
+    # A NaN is equal to itself here.
     if frame().tracer is None and _are_numbers(x, y) and x == x and x != y:
         raise ValueError(
             f"the loss returns {x} beside its value in one microbatch, and {y} in "
@@ -284,16 +300,18 @@ def _both(x: Any, y: Any) -> Any:
     return y
 
 
-def _are_numbers(*values: Any) -> bool:
+def _are_numbers(*values: Leaf) -> bool:
+    """Returns whether values are numbers that can be read and compared here."""
     if all(isinstance(x, int | float) for x in values):
         return True
-    real = all(isinstance(x, Tensor) and not x.is_meta for x in values)
-    if real:
+    are_real = all(isinstance(x, Tensor) and not x.is_meta for x in values)
+    if are_real:
         refuse_in_graph("a loss returns integers, which microbatches must agree on")
-    return real and not (_torch.fake_active() or _torch.functorch_active())
+    # A fake tensor has no value, and one under vmap has many.
+    return are_real and not (_torch.fake_active() or _torch.functorch_active())
 
 
-def _combined(kind: type[Reduced], x: Any, y: Any) -> Any:
+def _combine_reduced(kind: type[Reduced], x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         name = kind.__name__
         raise ValueError(
@@ -303,10 +321,10 @@ def _combined(kind: type[Reduced], x: Any, y: Any) -> Any:
     return kind.combine(x, y)
 
 
-def divided(aux: Any, count: int) -> Any:
-    """The auxiliary outputs of ``count`` microbatches, their sums made averages."""
+def divide_aux(aux: PyTree, count: int) -> PyTree:
+    """Returns the auxiliary outputs of ``count`` microbatches, sums made averages."""
     if count == 1:
         return aux
     return tree.map(
-        lambda x: x / count if averaged(x) else x, aux, is_leaf=counts_as_leaf
+        lambda x: x / count if is_averaged(x) else x, aux, is_leaf=counts_as_leaf
     )

@@ -1,9 +1,16 @@
-"""Interfaces of transforms that take part in the reductions of ``shard``."""
+"""Interfaces of transforms that take part in the reductions of ``shard``.
+
+``shard`` sums the gradients of each packed buffer in the backward pass, as soon as the
+last unit call that reads the buffer has given its own. On this way a gradient is shown
+(`GradientObserver`), sent (`ReductionFeedback`) and used for an update
+(`GradientSteps`). Optimizers and messages implement these; here are the interfaces, as
+``shard`` is told of their objects by the frame alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,27 +23,28 @@ from fsfunc.sharded.leaf import FlatShard, Parts
 class GradientSteps(Interpretation):
     """Updates each buffer as soon as its gradient is summed; see ``step_in_backward``.
 
-    ``done``: the buffers that were updated, by identity. ``why_spent``: the error for a
-    read of a gradient that was used for that.
+    Attributes:
+        done: by identity, the buffers that were updated.
+        why_consumed: the error for a read of a gradient that an update has used up.
     """
 
     observes = True
-    why_spent = ""
+    why_consumed = ""
     done: dict[int, FlatShard]
 
     def for_call(
-        self, keeps: dict[int, FlatShard], parts: Parts
+        self, summed_buffers: dict[int, FlatShard], parts: Parts
     ) -> GradientSteps | None:
-        """The object for one gradient call; None if it has no buffers to update.
+        """Returns the object for one gradient call; None if it has nothing to update.
 
         Args:
-            keeps: the buffers whose gradients it sums; ``parts``: parts of their leaves
-                that are read outside units.
+            summed_buffers: by id, the buffers whose gradients the call sums.
+            parts: receives parts of their leaves that are read outside units.
         """
         raise NotImplementedError
 
     def takes(self, shard: FlatShard) -> bool:
-        """True if a buffer is to be updated, now that its gradients are summed."""
+        """Returns whether to update a buffer, now that its gradients are summed."""
         raise NotImplementedError
 
     def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
@@ -51,22 +59,30 @@ class GradientSteps(Interpretation):
 class ReductionFeedback(Interpretation):
     """Sends gradients in place of ``shard``'s reduction; see ``error_feedback``."""
 
-    def check(self, how: Any) -> None:
+    def check(self, reduction: Any) -> None:
         """Raises if reductions of this kind lose nothing.
 
         Args:
-            how: the ``Reduction`` of the ``shard`` around it.
+            reduction: the ``Reduction`` of the ``shard`` around it.
         """
 
     def send(
         self,
-        how: Any,
+        reduction: Any,
         buffer: Tensor,
         shard: FlatShard,
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        """Starts the reduction of a gradient, in place of ``how.send``."""
+        """Starts the reduction of a gradient, in place of ``reduction.send``.
+
+        Args:
+            reduction: the ``Reduction`` of the ``shard`` around it.
+            buffer: this rank's gradient of the whole buffer.
+            shard: the buffer.
+            where: the ranks to sum over.
+            whole: whether each rank receives the whole sum, and not its range of it.
+        """
         raise NotImplementedError
 
 
@@ -79,7 +95,7 @@ class GradientObserver(Interpretation):
         """Called with the gradient of a packed buffer, or of a leaf.
 
         Args:
-            axes: those over which the leaf is split, and not by ``shard``.
+            axes: the axes over which the leaf is split by its layout, not by ``shard``.
         """
         raise NotImplementedError
 
@@ -90,38 +106,55 @@ UNSEEN = (
 )
 
 
+class BufferCall(Protocol):
+    """A buffer that a unit call has gathered: see `gathers.GatheredCall`."""
+
+    name: str
+    micro: tuple[tuple[int, int], ...]
+    summed_here: bool
+
+    @property
+    def shard(self) -> FlatShard | None: ...
+
+
 class Observed:
-    """The gradients of one gradient call, to show to observers when complete."""
+    """The gradients of one gradient call, to show to observers when complete.
+
+    A buffer that several unit calls read has a gradient of each. Observers see their
+    sum, once a microbatch.
+    """
 
     def __init__(self, observers: Sequence[GradientObserver]):
         self.observers = observers
         # By buffer and microbatch: the number of calls still to come, the sum so far.
-        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
+        self.pending: dict[Any, tuple[int, Tensor | None]] = {}
         self.shown: set[Any] = set()
 
-    def expect(self, calls: Sequence[Any]) -> None:
-        """Adds a unit call, whose gradients will come."""
+    def expect(self, calls: Sequence[BufferCall]) -> None:
+        """Adds the buffers of a unit call, whose gradients will come."""
         for call in calls:
             if call.summed_here:
                 key = id(call.shard), call.micro
                 if key in self.shown:
                     raise RuntimeError(f"{call.name}: its gradient was observed before")
-                self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
+                self.pending[key] = self.pending.get(key, (0, None))[0] + 1, None
 
-    def joined(self, call: Any, shard: FlatShard) -> None:
+    def joined(self, call: BufferCall, shard: FlatShard) -> None:
         """Removes a call whose gradient comes with that of the call before it."""
         key = id(shard), call.micro
-        count, held = self.unseen[key]
-        self.unseen[key] = count - 1, held
+        count, sum_so_far = self.pending[key]
+        self.pending[key] = count - 1, sum_so_far
 
-    def show(self, call: Any, shard: FlatShard, buffer: Tensor) -> None:
+    def show(self, call: BufferCall, shard: FlatShard, buffer: Tensor) -> None:
         """Adds a gradient, and shows the sum of one microbatch when it is complete."""
         key = id(shard), call.micro
-        count, held = self.unseen.pop(key)
-        if held is not None:
-            buffer = held.add_(buffer)
+        count, sum_so_far = self.pending.pop(key)
+        if sum_so_far is not None:
+            buffer = sum_so_far.add_(buffer)
         if count > 1:
-            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            # A copy: the buffer goes on to be reduced, maybe in place.
+            first = buffer.clone() if sum_so_far is None else sum_so_far
+            self.pending[key] = count - 1, first
             return
         self.shown.add(key)
         for observer in self.observers:

@@ -2,7 +2,14 @@
 
 A unit is a pure function of ``(params, *inputs)``. Without a transform around it,
 calling a unit calls the function. A transform changes what the call does: gather the
-parameters first, recompute it in the backward pass, run it on another rank.
+parameters first, recompute it in the backward pass, run it on another rank::
+
+    Unit.__call__ -> Call(unit, frame, number).run
+                  -> a.unit(b.unit(Call.body))     of handlers (a, b) of the frame
+                  -> Call.body: seeds the generators, casts, opens an inner frame
+                  -> Unit.checked: calls the function; the first time, checks it
+
+The first call for each kind of arguments checks that the function is pure.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +31,15 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
-from fsfunc.core.outcomes import is_newborn
+from fsfunc.core.outcomes import is_marked_input
 from fsfunc.runtime.generators import OwnDraws, States, generator_states, mix
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import row_major
+from fsfunc.tree.types import Args, Keywords, Leaf, PyTree
+
+_Tree = TypeVar("_Tree")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -87,15 +97,16 @@ class Unit:
     def __init__(self, fn: Callable[..., Any], whole: bool = False):
         functools.update_wrapper(self, fn)
         self.whole = whole
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn = fn
-        # The number of first inputs that ``precision`` does not cast: buffers.
-        self.as_given: int = getattr(fn, "as_given", 0)
-        self._seen: set[Any] = set()  # the kinds of calls that were checked
-        # By kind of arguments, how values are not saved; and where Python's generators
-        # are not drawn of: see `repeated_calls`.
-        self.derives: dict[Any, Any] = {}
-        self.quiet: set[Any] = set()
+        # How many of the first inputs ``precision`` does not cast: buffers of a module.
+        self.uncast_inputs: int = getattr(fn, "uncast_inputs", 0)
+        self._checked_kinds: set[Any] = set()  # the kinds of arguments of checked calls
+        # What `transforms.repeated_calls` learns of recomputed calls, by their kind:
+        # how their residuals are dropped, and which draw nothing from Python's and
+        # numpy's generators, so that these need not be set again.
+        self.residual_modes: dict[Any, Any] = {}
+        self.drawless_keys: set[Any] = set()
 
     def __call__(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
         refuse_compiled(self)
@@ -111,50 +122,61 @@ class Unit:
         return f"unit({self.__name__})"
 
     def checked(
-        self, params: Any, inputs: Any, keywords: Any, fn: Callable[..., Any]
-    ) -> Any:
-        """Calls ``fn``, and raises if it captured tensors or changed its inputs."""
-        given = tree.shown(
+        self, params: PyTree, inputs: Args, keywords: Keywords, fn: Callable[..., Any]
+    ) -> PyTree:
+        """Calls ``fn``, and raises if it captured tensors or changed its inputs.
+
+        Changes that autograd sees, by a tensor's version, raise in every call. Captures
+        and changes by ``.data`` are looked for once for each kind of arguments, as that
+        takes a walk of the graph and a dispatch mode.
+        """
+        arguments = tree.shown(
             (params, inputs, keywords), self, "is given", _PARTS, is_sharded
         )
         # Not the parts of sharded leaves: gathers for inner units write beside them.
-        watched, kinds, untracked = [], [], False
-        for x in given:
+        watched, kinds, is_untracked = [], [], False
+        for x in arguments:
             if isinstance(x, Tensor):
                 watched.append(x)
                 kinds.append((x.shape, x.dtype, x.requires_grad))
-                untracked = untracked or x.is_inference()
+                is_untracked = is_untracked or x.is_inference()
             elif is_sharded(x):
                 kinds.append((x.layout.shape, x.layout.dtype))
                 part = x.local if x.packed is None else x.packed.flat
-                untracked = untracked or part.is_inference()
+                is_untracked = is_untracked or part.is_inference()
             elif isinstance(x, bool | str):  # which may choose a branch
                 kinds.append(x)
-        watched = [] if untracked else watched
+        # An inference tensor has no version counter, and no graph leads to it.
+        watched = [] if is_untracked else watched
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
-        # Within a unit grad stays off: what that saves is the same when it runs again.
-        within = not torch.is_grad_enabled() and len(frame().path) > 1
-        if untracked or within or key in self._seen or _torch.functorch_active():
+        # The check for captures turns grad on. In a unit within one that turned it off,
+        # a first run under `remat` would so save more than its second one.
+        grad_is_off = not torch.is_grad_enabled() and len(frame().path) > 1
+        checked = self._checked_kinds
+        if is_untracked or grad_is_off or key in checked or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
-        elif (traced := recording()) and (traced, key) in self._seen:
+        elif (is_recorded := recording()) and (is_recorded, key) in checked:
             out = fn(params, *inputs, **keywords)
         else:
-            told = functools.partial(self._changed, params, inputs, keywords)
+            raise_changed = functools.partial(self._changed, params, inputs, keywords)
             # Without data nothing is written, and what records would see the mode. So
             # would a compiler's guards, by which it compiled each call anew.
-            compiled = frame().compiler or _torch.is_compiled_function(self.fn)
-            looks = not (traced or compiled)
-            with _torch.Writes(watched, told) if looks else nullcontext():
+            is_compiled = frame().compiler or _torch.is_compiled_function(self.fn)
+            watches = not (is_recorded or is_compiled)
+            with _torch.Writes(watched, raise_changed) if watches else nullcontext():
                 out = self._check_captures(
-                    _tensors(given), params, inputs, keywords, fn
+                    _tensors(arguments), params, inputs, keywords, fn
                 )
-            self._seen.add((traced, key) if traced else key)
+            # A recorded call has not looked for writes: a real one is checked too.
+            checked.add((is_recorded, key) if is_recorded else key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
                 self._changed(params, inputs, keywords, x)
         return out
 
-    def _changed(self, params: Any, inputs: Any, keywords: Any, x: Tensor) -> None:
+    def _changed(
+        self, params: PyTree, inputs: Args, keywords: Keywords, x: Tensor
+    ) -> None:
         """Raises, and names the argument that ``x`` lies in."""
         names = ("params", *[f"input {i}" for i in range(len(inputs))], *keywords)
         values = (params, *inputs, *keywords.values())
@@ -171,26 +193,30 @@ class Unit:
 
     def _check_captures(
         self,
-        given: list[Tensor],
-        params: Any,
-        inputs: Any,
-        keywords: Any,
+        tensors: list[Tensor],
+        params: PyTree,
+        inputs: Args,
+        keywords: Keywords,
         fn: Callable[..., Any],
-    ):
+    ) -> PyTree:
         """Calls ``fn``, and raises if its output depends on a captured tensor.
 
-        The autograd graph of the output is walked back to the inputs; what is reached
-        beside them, and was made before the call, was captured.
+        The autograd graph of the output is walked back to the inputs. What the walk
+        reaches beside them was captured, if it was made before the call.
+
+        Args:
+            tensors: the tensors among the arguments.
         """
-        recording = torch.is_grad_enabled()
-        thread = running().thread
-        known = given if thread is None else [*given, thread.token]
+        was_enabled = torch.is_grad_enabled()
+        token = running().token
+        sources = tensors if token is None else [*tensors, token.latest]
         # By edge, not by node: of ``a, b = x.unbind()`` one may be an input, and the
         # other captured.
-        seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
-        leaves = {id(x) for x in known}
+        visited = {(x.grad_fn, x.output_nr) for x in sources if x.grad_fn is not None}
+        leaves = {id(x) for x in sources}
         # inference_mode turns autograd's threads on, of which each numbers its nodes.
         with torch.inference_mode(False), in_one_thread(), torch.enable_grad():
+            # Nodes are numbered as they are made: one below this was there before.
             start = _torch.next_sequence_number()
             out = fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")
@@ -201,23 +227,26 @@ class Unit:
                     self._captured("", tuple(x.shape))
             while todo:
                 user, node, k = todo.pop()
-                if (node, k) in seen:
+                if (node, k) in visited:
                     continue
-                seen.add((node, k))
-                variable = getattr(node, "variable", None)
+                visited.add((node, k))
+                variable = getattr(node, "variable", None)  # of an autograd leaf
                 if variable is not None:
                     if id(variable) not in leaves:
                         self._captured(user, tuple(variable.shape))
                 elif _torch.sequence_number(node) < start:
                     self._captured(user, _torch.output_shape(node, k))
-                if not is_newborn(node):
+                # Behind an input of a gradient call within lies what that closes over,
+                # which it differentiates itself.
+                if not is_marked_input(node):
                     edges = [(n, i) for n, i in node.next_functions if n]
                     todo += [(node.name(), n, i) for n, i in edges]
-        if not recording:
+        if not was_enabled:
             out = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
         return out
 
     def _captured(self, user: str, shape: tuple[int, ...]) -> None:
+        """Raises: ``user``, the name of an autograd node, reads a captured tensor."""
         op = user.rstrip("0123456789").removesuffix("Backward")
         raise RuntimeError(
             f"unit {self.__name__!r} uses, in {op or 'its output'}, a differentiated "
@@ -227,36 +256,36 @@ class Unit:
         )
 
 
-def _lies_in(x: Any, leaf: Any) -> bool:
-    """True if ``x`` shares memory with a leaf, as far as where it begins shows."""
+def _lies_in(x: Tensor, leaf: Leaf) -> bool:
+    """Returns whether ``x`` lies in a leaf's memory, as far as its first byte shows."""
     if not (isinstance(x, Tensor) and isinstance(leaf, Tensor)):
         return False
     x, leaf = _torch.unwrapped(x), _torch.unwrapped(leaf)
     if _torch.storage_key(x) != _torch.storage_key(leaf):
         return False
-    start, at = (t.storage_offset() * t.element_size() for t in (leaf, x))
-    return x.element_size() == 1 or start <= at < start + leaf.nbytes
+    start, first_byte = (t.storage_offset() * t.element_size() for t in (leaf, x))
+    return x.element_size() == 1 or start <= first_byte < start + leaf.nbytes
 
 
 class Call:
     """A unit call: the unit, the frame in which it was called, and its number there.
 
     Attributes:
-        path: the names of the units around it, and its own; ``name`` is ``block`` or,
-            inside another unit, ``loss_fn/block``.
+        path: the names of the units around it, and its own.
+        name: the same in one string: ``block`` or, inside another, ``loss_fn/block``.
         numbers: its number within each unit around it, outermost first.
-        savers: autograd nodes that save its arguments for a second run, and to which
-            its outputs do not lead.
+        savers: tensors whose autograd nodes save its arguments for a second run. Its
+            outputs do not lead to these nodes.
     """
 
     def __init__(self, unit: Unit, frame: Frame, number: int):
         self.unit, self.frame, self.number = unit, frame, number
-        self.path = (*frame.path, unit.__name__)
-        self.numbers = (*frame.numbers, number)
+        self.path: tuple[str, ...] = (*frame.path, unit.__name__)
+        self.numbers: tuple[int, ...] = (*frame.numbers, number)
         self.name = "/".join(self.path)
-        self.savers: list[Any] = []
+        self.savers: list[Tensor] = []
 
-    def run(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+    def run(self, params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Runs the call through the interpretations of its frame."""
         run = self.body
         for handler in reversed(self.frame.handlers):
@@ -264,50 +293,55 @@ class Call:
         with internal():
             return run(params, *inputs, **keywords)
 
-    def body(self, params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+    def body(self, params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Runs the unit's function: the innermost of all interpretations."""
         f, numbers = self.frame, self.numbers
-        within = f.replace(
+        inner = f.replace(
             path=self.path,
             numbers=numbers,
             counter=Counter(),
             whole=f.whole or self.unit.whole,
-            level=f.level if f.path else _torch.current_level(),
+            functorch_level=f.functorch_level if f.path else _torch.current_level(),
         )
         states: States = []
-        own: OwnDraws | None = None
+        rank_draws: OwnDraws | None = None
         failed = True
         try:
             if f.tracer is not None and not f.tracer.draws:
                 pass
             elif f.seed is not None:
-                # From the gradient call, the unit call and the microbatch of the global
-                # batch: so a recompute draws the same, whatever the schedule.
+                # The seed is mixed from the gradient call, the unit call and the
+                # microbatch of the global batch: so a recompute draws the same, and so
+                # does any schedule or number of microbatches.
                 states = generator_states()
-                numbers = numbers[f.seeded :]
-                index = row_major((*f.varies, *(f.rows or f.micro)))
+                numbers = numbers[f.seed_depth :]
+                index = row_major((*f.batch_places, *(f.rows or f.micro)))
                 seed = mix(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
-            elif f.varies and not f.path and _differs(f):
-                draws = self.unit.__name__ in f.drawing
-                own = OwnDraws(row_major((*f.varies, *f.micro)), draws=draws)
-            now = running()
-            phase = "recompute" if now.recompute else "forward"
-            with inside(within, users=f.tracer is None), label(self.name, phase):
+            elif f.batch_places and not f.path and _differs(f):
+                # Outside a gradient call the default generators are equal on all ranks,
+                # and the rows are not: so this call draws each rank's own numbers.
+                draws = self.unit.__name__ in f.drawing_units
+                index = row_major((*f.batch_places, *f.micro))
+                rank_draws = OwnDraws(index, draws=draws)
+            current_pass = running()
+            phase = "recompute" if current_pass.recompute else "forward"
+            with inside(inner, is_user_code=f.tracer is None), label(self.name, phase):
                 casts = f.casts
                 if casts is not None:
                     with internal():
-                        given = params, inputs, keywords
-                        params, inputs, keywords = self._cast(casts, *given)
+                        arguments = params, inputs, keywords
+                        params, inputs, keywords = self._cast(casts, *arguments)
                 if f.tracer is not None:
-                    out = f.tracer.body(self, params, inputs, keywords)
+                    out = f.tracer.run_body(self, params, inputs, keywords)
                 else:
                     fn = self.unit.fn
+                    # Compiled code has no second derivatives.
                     if f.compiler is not None and not f.composable:
                         fn = f.compiler.of(self)
-                    if now.around is not None:
-                        fn = functools.partial(now.around, fn)
+                    if current_pass.run_unit_fn is not None:
+                        fn = functools.partial(current_pass.run_unit_fn, fn)
                     out = self.unit.checked(params, inputs, keywords, fn)
                 if casts is not None and casts.output is not None:
                     with internal():
@@ -315,30 +349,30 @@ class Call:
                 failed = False
                 return out
         except Exception as error:
-            if (refused := _unaligned(error, self.name, params)) is not None:
-                raise refused from error
-            _tell_unit(error, self.name)
+            if (refusal := _alignment_error(error, self.name, params)) is not None:
+                raise refusal from error
+            _note_unit(error, self.name)
             raise
         finally:
             for g, state in states:
                 g.set_state(state)
-            if own is not None:
-                own.end(failed)
+            if rank_draws is not None:
+                rank_draws.end(failed)
 
     def _cast(
-        self, casts: Casts, params: Any, inputs: Any, keywords: Any
-    ) -> tuple[Any, Any, Any]:
-        """The arguments, cast as ``precision`` says."""
+        self, casts: Casts, params: PyTree, inputs: Args, keywords: Keywords
+    ) -> tuple[PyTree, Args, Keywords]:
+        """Returns the arguments, cast as ``precision`` says."""
         f, dtype = self.frame, casts.of(self.name)
         if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
             if not any(handler.scales for handler in f.handlers):
                 warn(_UNSCALED)
-        kept = inputs[: self.unit.as_given]
-        rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
+        uncast = inputs[: self.unit.uncast_inputs]
+        other_inputs, keywords = _cast((inputs[len(uncast) :], keywords), dtype)
         leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
-        each = casts.each(self.name, treedef)
-        params = tree.unflatten(treedef, map(cast, leaves, each))
-        return params, (*kept, *rest), keywords
+        dtypes = casts.each(self.name, treedef)
+        params = tree.unflatten(treedef, map(cast, leaves, dtypes))
+        return params, (*uncast, *other_inputs), keywords
 
 
 _UNSCALED = (
@@ -350,12 +384,18 @@ _VERSION = operator.attrgetter("_version")
 
 
 def _differs(f: Frame) -> bool:
-    """True where another rank's data differ, and numbers that are made now count."""
-    return any(count > 1 for _, count in f.varies) and not _torch.fake_active()
+    """Returns whether other ranks have other rows, and what is drawn now is used."""
+    return any(count > 1 for _, count in f.batch_places) and not _torch.fake_active()
 
 
 def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
-    """The error of a derivative by a leaf that only a nested unit gathers."""
+    """Returns the error of a derivative by a leaf that only a nested unit gathers.
+
+    Args:
+        path: the names of the units around.
+        leaf: the leaf, in words.
+        gathers: what gathers it, in words.
+    """
     return LawError(
         f"a derivative is taken inside unit {'/'.join(path)!r} by {leaf}, which only "
         f"{gathers} within it gathers: it would be that of the mean over the ranks, "
@@ -365,25 +405,31 @@ def inside_unit(path: tuple[str, ...], leaf: str, gathers: str) -> LawError:
     )
 
 
-def _tell_unit(error: Exception, name: str) -> None:
-    """Adds the innermost unit: torch tells shapes that do not fit, and not where."""
+def _note_unit(error: Exception, name: str) -> None:
+    """Notes the innermost unit on an error: torch's own says shapes, and not where."""
     notes = getattr(error, "__notes__", ())
     if not any(str(note).startswith("in unit ") for note in notes):
         error.add_note(f"in unit {name!r}")
 
 
-def _unaligned(error: Exception, name: str, params: Any) -> RuntimeError | None:
-    """The refusal of a wider view of leaves that begin anywhere in a packed buffer."""
-    if (said := _UNALIGNED.search(str(error))) is None:
+def _alignment_error(
+    error: Exception, name: str, params: PyTree
+) -> RuntimeError | None:
+    """Returns what to raise for torch's refusal of a wider view; None of other errors.
+
+    In a packed buffer a leaf may begin at any element, and torch views it as one of
+    wider numbers only at a multiple of their size.
+    """
+    if (match := _UNALIGNED.search(str(error))) is None:
         return None
     paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
     tensors = [(p, x) for p, x in zip(paths, leaves, strict=True) if _is_dense(x)]
     starts = {p: int(_torch.unwrapped(x).storage_offset()) for p, x in tensors}
-    odd = [f"{p!r} at element {n}" for p, n in starts.items() if n % int(said[1])]
-    return RuntimeError(_VIEWS.format(name, said[1], ", ".join(odd))) if odd else None
+    odd = [f"{p!r} at element {n}" for p, n in starts.items() if n % int(match[1])]
+    return RuntimeError(_VIEWS.format(name, match[1], ", ".join(odd))) if odd else None
 
 
-_UNALIGNED = re.compile(r"storage_offset.*divisible by (\d+)")
+_UNALIGNED = re.compile(r"storage_offset.*divisible by (\d+)")  # in torch's message
 _VIEWS = (
     "unit {!r} views a tensor as one of wider numbers (torch.view_as_complex, "
     "x.view(dtype)), which must begin at a multiple of {} of its elements. Parameters "
@@ -392,14 +438,14 @@ _VIEWS = (
 )
 
 
-def _is_dense(x: Any) -> bool:
+def _is_dense(x: Leaf) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.layout == torch.strided
 
 
-def _tensors(given: list[Any]) -> list[Tensor]:
-    """The tensors among leaves, and the parts of sharded ones."""
-    return [x for x in tree.leaves(given) if isinstance(x, Tensor)]
+def _tensors(leaves: list[Leaf]) -> list[Tensor]:
+    """Returns the tensors among leaves, and the parts of sharded ones."""
+    return [x for x in tree.leaves(leaves) if isinstance(x, Tensor)]
 
 
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+def _cast(values: _Tree, dtype: torch.dtype | None) -> _Tree:
     return tree.map(lambda x: cast(x, dtype), values, is_leaf=is_sharded)

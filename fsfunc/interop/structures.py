@@ -310,7 +310,7 @@ class _Part:
             return out if asked.is_plain else (out, ran.changed, ran.seen)
 
         run.__name__ = name
-        run.as_given = 1  # type: ignore[attr-defined]  # statistics stay exact
+        run.uncast_inputs = 1  # type: ignore[attr-defined]  # statistics stay exact
         run.compiled_by = partial(self._compiled, asked)  # type: ignore[attr-defined]
         self.units[asked] = unit(run)
         return self.units[asked]

@@ -118,7 +118,9 @@ class _Measure(GradientObserver):
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
             outcome = run(call)
-            return outcome.replace(shown=self._ended) if self.sees_mean else outcome
+            return (
+                outcome.replace(after_mean=self._ended) if self.sees_mean else outcome
+            )
 
         return seen
 

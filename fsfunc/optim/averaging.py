@@ -35,7 +35,7 @@ from fsfunc.optim.optimizer import (
 from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import lay_as
+from fsfunc.sharded.plain_leaves import copy_placements
 
 
 class AverageState(NamedTuple):
@@ -268,9 +268,9 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     matched = Matched.of(floating(params), floating(averages))
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
     if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
-        return lay_as(averages, params)
+        return copy_placements(averages, params)
     cast = matched.summed(lambda p, average: average.to(p.dtype))
-    return lay_as(_filled(treedef, cast, averages), params)
+    return copy_placements(_filled(treedef, cast, averages), params)
 
 
 def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:

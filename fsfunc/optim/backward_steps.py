@@ -141,7 +141,7 @@ class BackwardSteps(GradientSteps):
     """
 
     called = "step_in_backward"
-    why_spent = APPLIED
+    why_consumed = APPLIED
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
         self.optimizer, self.state, self.frame = optimizer, state, frame()
@@ -354,7 +354,7 @@ def _like(x: Any, leaf: Any) -> bool:
 
 def _is_of(grad: Any, leaf: Any) -> bool:
     """True if that is the gradient of a leaf, and used up."""
-    spent = getattr(grad, "spent", "") == APPLIED
+    spent = getattr(grad, "why_unusable", "") == APPLIED
     return spent and grad.layout is leaf.layout
 
 

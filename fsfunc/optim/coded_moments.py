@@ -43,7 +43,7 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.packing import side_by_side
+from fsfunc.sharded.packing import group_loose_leaves
 from fsfunc.sharded.placements import Split, room
 
 BLOCK = 256
@@ -177,7 +177,7 @@ def groups_of(
     flat = [i for i in active if is_flat(leaves[i])]
     loose = [[i] for i in active if not is_flat(leaves[i])]
     groups, said = [], []
-    for members in [*side_by_side(leaves, flat), *loose]:
+    for members in [*group_loose_leaves(leaves, flat), *loose]:
         first = leaves[members[0]]
         starts = dict.fromkeys(members, 0)
         if not is_sharded(first):
@@ -204,7 +204,7 @@ def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     device = device_with(first)
     if not group.is_split:
         return kept_zeros((count,), dtype, device)
-    owned = first.layout.owned
+    owned = first.layout.owners
     apart = {p.axis for p in owned}
     over = {a: n for a, n in first.layout.sizes.items() if a not in apart}
     splits = [Split(k, axis, n) for k, (axis, n) in enumerate(over.items())]

@@ -24,7 +24,7 @@ from fsfunc.optim.places import (
 )
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.packing import split_alike
+from fsfunc.sharded.packing import as_packed_trees
 from fsfunc.sharded.placements import describe
 
 Tree = Any
@@ -283,7 +283,7 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     """Equally long lists of leaves that fit together, each as few flat tensors."""
     if not any(map(is_sharded, columns[0])):
         return [Loose(column) for column in columns]
-    return split_alike(*map(list, columns))
+    return as_packed_trees(*map(list, columns))
 
 
 class RealViews:
@@ -378,7 +378,7 @@ def said(leaf: Any) -> str:
     """A leaf as error messages name it."""
     if is_sharded(leaf):
         said = str(leaf.layout)
-        held = None if leaf.spent else held_dtype(leaf)
+        held = None if leaf.why_unusable else held_dtype(leaf)
         if held is None or held.is_complex is leaf.dtype.is_complex:
             return said
         return f"{said}, held in {held}"

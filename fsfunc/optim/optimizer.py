@@ -87,7 +87,12 @@ from fsfunc.optim.matching import Matched
 from fsfunc.optim.schedules import check_ranges
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_as, lay_leaves
+from fsfunc.sharded.plain_leaves import (
+    copy_placements,
+    find_rank_local,
+    lay_leaves,
+    placement_of,
+)
 
 State = Any
 Init = Callable[[Tree], State]
@@ -451,7 +456,7 @@ def _relaying(apply: Callable[..., Phases]) -> Apply:
     def laid(grads: Any, state: Any, params: Any) -> Any:
         new = finished(apply(grads, state, params))
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
-            lay_as(new, (params, state))
+            copy_placements(new, (params, state))
         return new
 
     return laid
@@ -462,11 +467,11 @@ def _laying(init: Init) -> Init:
 
     @functools.wraps(init)
     def laid(params: Any) -> Any:
-        if (path := holds_own(params)) is not None:
+        if (path := find_rank_local(params)) is not None:
             raise ValueError(_OWN.format(path))
         state = init(params)
         leaves = tree.leaves(params, is_sharded)
-        some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
+        some = any(is_sharded(x) or placement_of(x) is not None for x in leaves)
         return lay_leaves(state) if some else state
 
     return laid

@@ -304,7 +304,7 @@ def all_finite(values: Tree) -> Tensor:
     norms = _norms(tensors, math.inf, dtype)
     bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
     axes = {a for name, _ in held for a in name or ()}
-    at = frame().at
+    at = frame().here
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:

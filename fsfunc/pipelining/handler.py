@@ -15,7 +15,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, asks, here
-from fsfunc.core.autodiff import differentiate, tracked
+from fsfunc.core.autodiff import any_requires_grad, differentiate
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves, Outcome
@@ -111,7 +111,7 @@ class Pipelining(Interpretation):
         asks((self.axis,))
         # The counter numbers the gradient calls.
         handlers = (*before.handlers, self)
-        found = before.replace(handlers=handlers, at=at, counter=Counter())
+        found = before.replace(handlers=handlers, here=at, counter=Counter())
         with inside(found):
             try:
                 out = f(*args, **keywords)
@@ -120,7 +120,7 @@ class Pipelining(Interpretation):
                     raise
                 if found.counter.count > 1:  # gradient calls came before
                     raise RuntimeError(_BOTH) from None
-                if torch.is_grad_enabled() and tracked((args, keywords)):
+                if torch.is_grad_enabled() and any_requires_grad((args, keywords)):
                     raise RuntimeError(_FORWARD) from None
                 out = self._forward(f, args, keywords)
         self.ran(at)
@@ -143,7 +143,7 @@ class Pipelining(Interpretation):
         if not isinstance(leaf, Sharded):
             return leaf
         self.cuts.check_leaf(leaf, self.mesh.coordinate(self.axis))
-        alone = leaf.layout.parts == leaf.layout.owned
+        alone = leaf.layout.parts == leaf.layout.owners
         return leaf.local if alone else leaf
 
     # Forward alone
@@ -208,7 +208,7 @@ class Pipelining(Interpretation):
 
         worker = Worker(
             read, batches, self.owners, where, f, depth, values,
-            self.pools[here(self.mesh).rank], call.seed,
+            self.pools[here(self.mesh).rank], call.initial_cotangent,
         )  # fmt: skip
         observers = [h for h in f.handlers if h.observes and not evaluates]
         if observers:

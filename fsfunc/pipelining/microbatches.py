@@ -17,18 +17,18 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Frame
 from fsfunc.core.losses import (
     Weighted,
-    added,
-    added_weights,
-    averaged,
+    add_aux,
+    add_weights,
     counts_as_leaf,
-    divided,
+    divide_aux,
+    is_averaged,
 )
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
 from fsfunc.optim.leaves import held_dtype
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.packing import split_buffers
+from fsfunc.sharded.packing import as_packed_tree
 from fsfunc.tracing.programs import Outputs, Spec
 from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 
@@ -102,8 +102,8 @@ def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
     scaled = [t * share if weight is None else t for t, weight, share in parts]
     return (
         functools.reduce(torch.add, scaled),
-        functools.reduce(added_weights, weights),
-        functools.reduce(added, map(_scaled, others, shares)),
+        functools.reduce(add_weights, weights),
+        functools.reduce(add_aux, map(_scaled, others, shares)),
     )
 
 
@@ -121,14 +121,14 @@ def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
 def joined(values: Sequence[Any], shares: Sequence[float]) -> Any:
     """What microbatches return beside a loss as one tree: means, sums and rows."""
     trees = [_scaled(x, share) for x, share in zip(values, shares, strict=True)]
-    return divided(functools.reduce(added, trees), len(trees))
+    return divide_aux(functools.reduce(add_aux, trees), len(trees))
 
 
 def _scaled(aux: Any, share: float) -> Any:
     if share == 1:
         return aux
     return tree.map(
-        lambda x: x * share if averaged(x) else x, aux, is_leaf=counts_as_leaf
+        lambda x: x * share if is_averaged(x) else x, aux, is_leaf=counts_as_leaf
     )
 
 
@@ -146,7 +146,7 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
     leaves, treedef = tree.flatten(value)
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     numbers = [i for i, x in enumerate(leaves) if x.__class__ in (bool, int, float)]
-    packed = [i for i in tensors if averaged(leaves[i])]
+    packed = [i for i in tensors if is_averaged(leaves[i])]
     device = leaves[tensors[0]].device if tensors else None
 
     def sent(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:
     """
     if where.size == 1:
         return grads
-    buffers = split_buffers(grads)
+    buffers = as_packed_tree(grads)
     tensors = list(buffers.tensors)
     given = f.casts.gradients if f.casts is not None and f.runtimes else None
     found = zip(of.leaves, of.treedef.flatten_up_to(grads), strict=True)
@@ -234,5 +234,5 @@ def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:
 
 
 def _is_owned(leaf: Any, axis: tuple[str, ...]) -> bool:
-    parts: tuple[Owned, ...] = leaf.layout.owned if is_sharded(leaf) else ()
+    parts: tuple[Owned, ...] = leaf.layout.owners if is_sharded(leaf) else ()
     return any(part.axis in axis for part in parts)

@@ -101,7 +101,7 @@ class Worker:
         draws = any(m.cut.program.draws for m in self.microbatches)
         several = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
-        rounds = tracer.rounds(_NAMED)
+        rounds = tracer.observe_rounds(_NAMED)
         rounds = None if rounds is None else ScheduleRounds(self, rounds)
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
@@ -115,7 +115,7 @@ class Worker:
                 stage = action.stage if several else None
                 if rounds is not None:
                     rounds.begin(self.at)
-                tracer.turn(kind.carries or kind.letter, action.microbatch, stage)
+                tracer.begin_turn(kind.carries or kind.letter, action.microbatch, stage)
                 with clocked(self.where.index, action) as self.clock:
                     (kind.run or getattr(type(self), f"_{kind.letter}"))(self, action)
                 self.sends = [work for work in self.sends if not work.done()]
@@ -127,7 +127,7 @@ class Worker:
             work.wait()
         if rounds is not None:
             rounds.rounds.end()
-        tracer.turn("", 0)
+        tracer.begin_turn("", 0)
 
     # Forward
 
@@ -398,13 +398,18 @@ class ScheduleRounds:
         ]
         noted = self.rounds.after(
             Round(
-                handed=[self, *(runtime.sums for _, runtime in worker.frame.runtimes)],
+                carriers=[
+                    self,
+                    *(runtime.sums for _, runtime in worker.frame.runtimes),
+                ],
                 state=tables,
-                left=(self.stop - here) // self.size,
+                remaining=(self.stop - here) // self.size,
                 microbatch=first,
-                by=self.by,
-                flying=in_flight | {a.microbatch for a in ran},
-                stays=[x for x in tree.leaves(worker.results) if isinstance(x, Tensor)],
+                stride=self.by,
+                in_flight=in_flight | {a.microbatch for a in ran},
+                lasting=[
+                    x for x in tree.leaves(worker.results) if isinstance(x, Tensor)
+                ],
             )
         )
         if noted:

@@ -368,7 +368,7 @@ class Cuts:
             params: what the loss has as its first argument.
         """
         leaves = tree.leaves(params, is_leaf=is_sharded)
-        owned = tuple(x.layout.owned for x in leaves if isinstance(x, Sharded))
+        owned = tuple(x.layout.owners for x in leaves if isinstance(x, Sharded))
         for found in {id(found): found for found in cuts}.values():
             if not found.stages or (id(found), owned) in self.checked:
                 continue
@@ -386,7 +386,7 @@ class Cuts:
 
     def check_leaf(self, leaf: Any, rank: int) -> None:
         """Raises where ``leaf`` belongs to another rank of the pipeline."""
-        for part in leaf.layout.owned if isinstance(leaf, Sharded) else ():
+        for part in leaf.layout.owners if isinstance(leaf, Sharded) else ():
             if part.axis == self.axis and part.coordinate != rank:
                 raise ValueError(
                     f"{leaf.layout} is read by a stage on {self.axis}={rank}: it "

@@ -108,7 +108,7 @@ class Updating(Pipelining):
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for path, leaf in zip(paths, leaves, strict=True):
             if is_sharded(leaf):
-                if leaf.layout.parts != leaf.layout.owned:
+                if leaf.layout.parts != leaf.layout.owners:
                     raise ValueError(
                         f"{path!r} is {leaf.layout}: an asynchronous schedule goes "
                         "without shard, as its stages update at times of their own"

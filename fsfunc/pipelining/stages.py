@@ -148,9 +148,9 @@ class StageRun(Stage):
         inner = Call(call.unit, call.frame.replace(handlers=handlers), call.number)
         with run_as(Running(thread)), standing(self.stance):
             out = inner.run(params, *inputs, **keywords)
-        if thread is not None and thread.token is not thread.start:
+        if thread is not None and thread.latest is not thread.start:
             self.starts.append(thread.start)
-            self.ends.append(thread.token)
+            self.ends.append(thread.latest)
         flat, treedef = tree.flatten(out)
         for i, x in enumerate(flat):
             value = Value(call.number, i)

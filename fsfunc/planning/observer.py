@@ -215,7 +215,7 @@ class Observer(Tracer, OperatorMode):
 
     # Bodies of units
 
-    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def run_body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         self.measure_copies()
         before = self._params, self._copies
         given = _torch.tensors_in(tree.leaves(params, is_leaf=is_sharded))
@@ -227,14 +227,14 @@ class Observer(Tracer, OperatorMode):
             self.compiled.add(call.name)
         try:
             with self._unit(call.name), self.kernels():
-                out = super().body(call, params, inputs, keywords)
+                out = super().run_body(call, params, inputs, keywords)
             if not running().recompute and not is_silent():
                 self._keep_copies(call.name, out)
             return out
         finally:  # a recompute ends with the last value that the backward reads
             self._params, self._copies = before
 
-    def function(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def function_of(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         if self.strangers:
             return call.unit.fn
         return self.parted.of(call, params, inputs, keywords)
@@ -264,12 +264,12 @@ class Observer(Tracer, OperatorMode):
         """True between a body that made copies and the backward that finds them."""
         return bool(self._kept)
 
-    def turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
+    def begin_turn(self, name: str, microbatch: int, stage: int | None = None) -> None:
         if not is_silent():
             turn = Turn(len(self.book.events), name, microbatch, stage)
             self.book.turns.append(turn)
 
-    def rounds(self, named: str = "") -> Rounds | None:
+    def observe_rounds(self, named: str = "") -> Rounds | None:
         every = self.every or self.link is None
         return None if every else Rounds(self, self.link, named)
 

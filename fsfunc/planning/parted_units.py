@@ -99,7 +99,7 @@ class PartedUnits:
 def _is_parted(call: Call) -> bool:
     """True where a unit runs once, and its backward is the compiler's."""
     plain = call.frame.composable or _torch.functorch_active()
-    return torch.is_grad_enabled() and not plain and running().around is None
+    return torch.is_grad_enabled() and not plain and running().run_unit_fn is None
 
 
 def _alone() -> AbstractContextManager[Any]:

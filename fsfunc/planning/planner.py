@@ -28,7 +28,7 @@ from fsfunc.runtime.memory import counting
 from fsfunc.runtime.scopes import uncollected
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.spent import refuse_spent
+from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
@@ -166,7 +166,7 @@ def _planned(
     step: Any, args: Sequence[Any], at: Here, observer: Observer
 ) -> tuple[RankPlan, set[str]]:
     log, asked = Ledger(), set[str]()
-    refuse_spent(args)
+    refuse_unusable(args)
     _check_devices(args)
     now = replace(at, link=PlannedLink(at.rank, observer, log))
     with (
@@ -180,9 +180,9 @@ def _planned(
             leaves.append(leaf)
             del tensors  # the step may let go of a buffer that the state keeps
         try:
-            mine = None if frame().at is None else now
+            mine = None if frame().here is None else now
             with (
-                inside(frame().replace(tracer=observer, at=mine)),
+                inside(frame().replace(tracer=observer, here=mine)),
                 observer.kernels(),
                 observer,
             ):

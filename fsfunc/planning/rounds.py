@@ -120,7 +120,7 @@ class Rounds:
 
     def after(self, done: Round) -> int:
         """Hears that a round is over; returns how many of the next it has noted."""
-        if done.left < 1:
+        if done.remaining < 1:
             return 0
         last, now = self.before, self._mark(done)
         self.before = now
@@ -133,19 +133,21 @@ class Rounds:
         if self.observer.keeps_copies or not unique:
             return 0
         again = _RoundAgain(self, last, now)
-        if not (again.is_closed and self._did_alike(done.flying)):
+        if not (again.is_closed and self._did_alike(done.in_flight)):
             return 0
-        if not self._lie_apart(done.stays):
+        if not self._lie_apart(done.lasting):
             return 0
-        for turn in range(1, done.left + 1):
-            again.note(turn * done.by)
+        for turn in range(1, done.remaining + 1):
+            again.note(turn * done.stride)
         again.rename(done)
         for key, count in now.calls.items():
-            self.observer.calls[key] += done.left * (count - last.calls.get(key, 0))
-        for each, counts in zip(done.handed, last.counts, strict=True):
+            self.observer.calls[key] += done.remaining * (
+                count - last.calls.get(key, 0)
+            )
+        for each, counts in zip(done.carriers, last.counts, strict=True):
             for key, counted in each.carried().counted.items():
-                counted.count += done.left * (counted.count - counts.get(key, 0))
-        return done.left
+                counted.count += done.remaining * (counted.count - counts.get(key, 0))
+        return done.remaining
 
     def end(self) -> None:
         """Hears that the loop is over, and all is known of what was held in it."""
@@ -198,7 +200,7 @@ class Rounds:
         return LoopPart(what, microbatch, *sizes)
 
     def _mark(self, done: Round) -> _Mark:
-        book, each = self.book, [one.carried() for one in done.handed]
+        book, each = self.book, [one.carried() for one in done.carriers]
         tensors: list[Tensor] = [x for one in each for x in one.tensors]
         carried = tuple(book.held.get(x) for x in tensors)
         looks = [
@@ -207,14 +209,14 @@ class Rounds:
         ]
 
         def name(number: int, kind: str) -> Hashable:
-            if not self.is_flying(number, done.flying, kind):
+            if not self.is_flying(number, done.in_flight, kind):
                 return kind, number
             section = self.section(number, kind)
             since = section.microbatch - done.microbatch
             return kind, section.what, since, number - getattr(section, kind)
 
         others = set(book.held.facts.values())
-        others = others.difference(carried, map(book.held.get, done.stays))
+        others = others.difference(carried, map(book.held.get, done.lasting))
         held = [name(number, "storages") for number in others]
         held += [name(move.number, "transfers") for move in self.link.under_way()]
         return _Mark(
@@ -222,7 +224,7 @@ class Rounds:
             frozenset(held),
             carried,
             [{key: x.count for key, x in one.counted.items()} for one in each],
-            frozenset(done.flying),
+            frozenset(done.in_flight),
             len(self.sections),
             self._now(),
             dict(self.observer.calls),
@@ -357,7 +359,7 @@ class _RoundAgain:
 
     def rename(self, done: Round) -> None:
         """Says of what is held, and under way, that it is of the last round noted."""
-        rounds, held, by = self.rounds, self.book.held, done.by
+        rounds, held, by = self.rounds, self.book.held, done.stride
         # All storages of a kind that is told later are told that of the last round.
         for section, end, _ in self.parts:
             count = end.storages - section.storages
@@ -365,7 +367,7 @@ class _RoundAgain:
             own = [n for n in own if n not in self.now.carried]
             *turns, last = (
                 rounds.sections[rounds.places[section.what, section.microbatch + each]]
-                for each in range(0, (done.left + 1) * by, by)
+                for each in range(0, (done.remaining + 1) * by, by)
             )
             for turn in turns:
                 rounds.alike += [
@@ -373,15 +375,17 @@ class _RoundAgain:
                      n - section.storages + last.storages)
                     for n in own
                 ]  # fmt: skip
-        stays = set(map(held.get, done.stays))
+        stays = set(map(held.get, done.lasting))
         ends: dict[Any, int] = {b: self.names[a] for a, b in self.became.items()}
         for number in rounds.held(self.now.flying):
             if number not in stays and number not in ends:
-                ends[number] = rounds.later(number, done.left * by, "storages")
+                ends[number] = rounds.later(number, done.remaining * by, "storages")
         rounds.alike += [(n, m) for n, m in ends.items() if n not in self.now.carried]
         for key, number in held.facts.items():
             held.facts[key] = ends.get(number, number)
         rounds.observer.chains.rename(ends)
         for move in self.link.under_way():
             if rounds.is_flying(move.number, self.now.flying, "transfers"):
-                move.number = rounds.later(move.number, done.left * by, "transfers")
+                move.number = rounds.later(
+                    move.number, done.remaining * by, "transfers"
+                )

@@ -134,13 +134,13 @@ def _reach(x: Tensor) -> tuple[int, int]:
     return start * size, stop * size
 
 
-_held: Counter[int] = Counter()
+_locked: Counter[int] = Counter()
 
 
 _lock = Lock()
 
 
-def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
+def lock(tensors: Iterable[Tensor]) -> Callable[[], None]:
     """Keeps donated steps from writing ``tensors``, until what it returns is called.
 
     A donated step then makes a new state, as the pure step does. The caller keeps the
@@ -148,19 +148,19 @@ def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
     """
     keys = {_torch.storage_key(x) for x in tensors}
     with _lock:
-        _held.update(keys)
+        _locked.update(keys)
 
     def release() -> None:
         with _lock:
-            _held.subtract(keys)
+            _locked.subtract(keys)
             for key in keys:
-                if not _held[key]:
-                    del _held[key]
+                if not _locked[key]:
+                    del _locked[key]
             keys.clear()
 
     return release
 
 
-def is_held(tensors: Iterable[Tensor]) -> bool:
-    """True if any of ``tensors`` lies in memory that `hold` protects."""
-    return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)
+def are_locked(tensors: Iterable[Tensor]) -> bool:
+    """True if any of ``tensors`` lies in memory that `lock` protects."""
+    return bool(_locked) and any(_torch.storage_key(x) in _locked for x in tensors)

@@ -96,7 +96,7 @@ class Layout:
         return last if isinstance(last, Flat) else None
 
     @cached_property
-    def owned(self) -> tuple[Owned, ...]:
+    def owners(self) -> tuple[Owned, ...]:
         """Its `Owned` placements."""
         return tuple(p for p in self.parts if isinstance(p, Owned))
 
@@ -120,7 +120,7 @@ class Layout:
     @cached_property
     def unit_shape(self) -> tuple[int, ...]:
         """The shape inside the unit that gathers it: without the `Flat` placement."""
-        at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owned}
+        at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owners}
         return tuple(n for _, n in self.block(at) or ())
 
     @cached_property
@@ -135,7 +135,7 @@ class Layout:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of its placements, outermost first."""
-        return {axis: n for part in self.parts for axis, n in part.spread}
+        return {axis: n for part in self.parts for axis, n in part.axis_sizes}
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

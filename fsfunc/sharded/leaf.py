@@ -3,7 +3,7 @@
 The leaves of one unit lie in one packed buffer, of which each rank has one contiguous
 range; its parts of the leaves are views of that. So gathers and reductions copy nothing
 in or out, and an optimizer updates one long tensor instead of many short ones.
-``packing.repacked`` packs again what a user's ``tree_map`` has made.
+``packing.repack_leaves`` packs again what a user's ``tree_map`` has made.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sharded:
     """
 
     __slots__ = (
-        "_part", "_range", "layout", "packed", "parts", "spent", "__weakref__",
+        "_part", "_range", "layout", "packed", "parts", "why_unusable", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -68,11 +68,11 @@ class Sharded:
         local: Any,
         layout: Layout,
         packed: FlatShard | None = None,
-        spent: str = "",
+        why_unusable: str = "",
     ):
         self._part = local
         self._range: tuple[Tensor, int, int] | None = None
-        self.layout, self.packed, self.spent = layout, packed, spent
+        self.layout, self.packed, self.why_unusable = layout, packed, why_unusable
         self.parts: Parts | None = None
 
     @property
@@ -101,14 +101,14 @@ class Sharded:
 
     @property
     def local(self) -> Tensor:
-        if self.spent:
+        if self.why_unusable:
             self.check()  # which raises
         return self._local if self._part is None else self._part
 
     def check(self) -> None:
         """Raises if the leaf is ``spent``."""
-        if self.spent:
-            raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
+        if self.why_unusable:
+            raise RuntimeError(f"{self.layout.name!r}: {self.why_unusable}")
 
     name = property(attrgetter("layout.name"))
     ndim = property(attrgetter("layout.ndim"))
@@ -148,7 +148,7 @@ class Sharded:
 
     def twin(self) -> Sharded:
         """A detached copy in the same storage."""
-        if self.spent:
+        if self.why_unusable:
             self.check()  # which raises
         part = self._part if self._range is None else None  # made when asked for
         part = part.detach() if isinstance(part, Tensor) else part
@@ -247,7 +247,7 @@ class PendingGradient(Sharded):
     def __init__(self, layout: Layout):
         # Each in place: one is made for each leaf of each gradient call.
         self._part = self._range = self.packed = self.parts = None
-        self.layout, self.spent = layout, PENDING
+        self.layout, self.why_unusable = layout, PENDING
 
 
 for _kind in (Sharded, PendingGradient):
@@ -326,12 +326,12 @@ class FlatShard:
         """The version counter of ``flat``."""
         return 0 if self.flat.is_inference() else self.flat._version
 
-    def keep(self, whole: Tensor) -> None:
+    def cache_gathered(self, whole: Tensor) -> None:
         """Keeps the gathered buffer in ``whole``, if autograd may read it."""
         if not (whole.is_inference() or self.flat.is_inference()):
             self.whole, self._version = whole, self.flat._version
 
-    def shows(self, dtype: torch.dtype) -> bool:
+    def is_cached(self, dtype: torch.dtype) -> bool:
         """True if ``whole`` has the values of ``flat``, in ``dtype``."""
         whole = self.whole
         if whole is None or whole.dtype != dtype or self.flat.is_inference():
@@ -377,6 +377,6 @@ class FlatShard:
         at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
         spans = self._spans if at == self.coordinates else None
         new = FlatShard(self.members, convert(self.flat), at, whole, _spans=spans)
-        if self.whole is not None and self.shows(self.whole.dtype):
+        if self.whole is not None and self.is_cached(self.whole.dtype):
             new._version = new.version
         return new

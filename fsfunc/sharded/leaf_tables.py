@@ -18,7 +18,7 @@ from fsfunc.printing.tables import Report, Table, of_bytes
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import PendingGradient, Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, describe
-from fsfunc.sharded.spent import why_spent
+from fsfunc.sharded.spent import why_unusable
 
 _MOST_ROWS, _MOST_RANKS = 200, 8
 
@@ -38,7 +38,7 @@ def in_words(layout: Layout, owner: bool = True) -> str:
     """
     said = []
     for part in layout.parts:
-        over = ",".join(f"{axis}={size}" for axis, size in part.spread)
+        over = ",".join(f"{axis}={size}" for axis, size in part.axis_sizes)
         match part:
             case Flat():
                 said.append(f"flat over {over}" if over else "whole")
@@ -70,14 +70,14 @@ def part_of(leaf: Any) -> LeafRow:
         whole, layout = leaf.layout, in_words(leaf.layout)
         said = describe(whole.shape, whole.dtype), layout
         source = leaf._part if leaf._range is None else leaf._range[0]
-        if leaf.spent or not isinstance(source, Tensor):
-            given_away = leaf.spent and not isinstance(leaf, PendingGradient)
+        if leaf.why_unusable or not isinstance(source, Tensor):
+            given_away = leaf.why_unusable and not isinstance(leaf, PendingGradient)
             return LeafRow(*said, "given away" if given_away else "not yet", None)
         n = math.prod(shape := leaf.part_shape)
         held = "all" if n == whole.numel else f"[{', '.join(map(str, shape))}]"
         return LeafRow(*said, held, n * source.dtype.itemsize)
     if isinstance(leaf, Tensor):
-        if why_spent(leaf):
+        if why_unusable(leaf):
             return LeafRow("", "", "given away", None)
         size = leaf.numel() * leaf.element_size()
         return LeafRow(describe(leaf.shape, leaf.dtype), "whole", "all", size)

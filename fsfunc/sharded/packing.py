@@ -24,7 +24,7 @@ from fsfunc.sharded.leaf import FlatShard, PendingGradient, Sharded, is_sharded
 from fsfunc.sharded.placements import room
 
 
-def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
+def repack_leaves(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
     """Packs leaves that have lost their buffer, in place; returns if there were any.
 
     A leaf that is differentiated stays as it is.
@@ -39,7 +39,7 @@ def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
     loose = [i for i in sharded if _can_pack(leaves[i])]
     if not loose:
         return False
-    for positions in side_by_side(leaves, loose):
+    for positions in group_loose_leaves(leaves, loose):
         packed = pack([leaves[i] for i in positions], coordinates)
         for i, leaf in zip(positions, packed.leaves(), strict=True):
             leaves[i] = leaf
@@ -57,7 +57,9 @@ def _can_pack(leaf: Sharded) -> bool:
     return plain and local.ndim == 1  # vmap adds dims that the layout does not know
 
 
-def side_by_side(leaves: Sequence[Any], positions: Sequence[int]) -> list[list[int]]:
+def group_loose_leaves(
+    leaves: Sequence[Any], positions: Sequence[int]
+) -> list[list[int]]:
     """Groups ``positions`` by the buffer of their leaves, each in buffer order.
 
     A tree may have a buffer's leaves several times (moments beside parameters), or two
@@ -68,7 +70,7 @@ def side_by_side(leaves: Sequence[Any], positions: Sequence[int]) -> list[list[i
     for i in positions:
         layout = leaves[i].layout
         flat = layout.flat
-        dtype, owned = leaves[i].local.dtype, layout.owned
+        dtype, owned = leaves[i].local.dtype, layout.owners
         key = flat.buffer, flat.axes, flat.size, flat.chunk, dtype, owned
         span, which = _span(layout), (layout.name, flat.offset)
         run = open_.get(key)
@@ -104,7 +106,7 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     members = tuple(leaf.layout for leaf in leaves)
     own = {a: coordinates[a] for a in members[0].axes}
     first = leaves[0].local
-    flat = space_of(first).zeros(first, (chunk_here(members[0], own),))
+    flat = space_of(first).zeros(first, (local_chunk(members[0], own),))
     packed = FlatShard(members, flat, own)
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):
@@ -114,7 +116,7 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     return packed
 
 
-def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
+def group_by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
     """Groups positions by the buffer that is gathered for them, each in buffer order.
 
     Leaves of one buffer that are differentiated, and that are not, have two groups.
@@ -123,7 +125,7 @@ def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
     loose, offsets = [], {}
     for i in mine:
         leaf = leaves[i]
-        if leaf.spent:
+        if leaf.why_unusable:
             leaf.check()
         offsets[i] = leaf.layout.flat.offset
         if leaf.packed is None:
@@ -133,10 +135,10 @@ def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
     for positions in found.values():
         positions.sort(key=offsets.__getitem__)
     groups = list(found.values())
-    return [*groups, *side_by_side(leaves, loose)] if loose else groups
+    return [*groups, *group_loose_leaves(leaves, loose)] if loose else groups
 
 
-def packed_of(
+def packed_buffer_of(
     chosen: Sequence[Sharded], coordinates: Mapping[str, int]
 ) -> tuple[FlatShard, Tensor]:
     """The buffer of a group of leaves, and its flat tensor, with their history."""
@@ -146,10 +148,12 @@ def packed_of(
     packed = pack(chosen, coordinates)
     if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
         return packed, packed.flat
-    return packed, joined(chosen, coordinates)
+    return packed, join_differentiably(chosen, coordinates)
 
 
-def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
+def join_differentiably(
+    chosen: Sequence[Sharded], coordinates: Mapping[str, int]
+) -> Tensor:
     """A rank's range of the buffer, concatenated differentiably from its leaves."""
     pieces: list[Tensor] = []
     end = 0
@@ -161,11 +165,11 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
             pieces.append(x.local.new_zeros(start - end))
             end = stop
         pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
-    chunk = chunk_here(chosen[0].layout, coordinates)
-    return in_a_row([*pieces, chosen[0].local.new_zeros(chunk - end)])
+    chunk = local_chunk(chosen[0].layout, coordinates)
+    return concatenate_flat([*pieces, chosen[0].local.new_zeros(chunk - end)])
 
 
-def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
+def concatenate_flat(pieces: Sequence[Tensor]) -> Tensor:
     """1-D tensors concatenated, with the history of empty ones too.
 
     ``torch.cat`` gives a tensor of shape [0] a gradient without history: a second
@@ -174,7 +178,7 @@ def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.unsqueeze(1) for x in pieces]).squeeze(1)
 
 
-def chunk_here(layout: Layout, coordinates: Mapping[str, int]) -> int:
+def local_chunk(layout: Layout, coordinates: Mapping[str, int]) -> int:
     """The elements of a rank's range of a leaf's buffer: 0 if other ranks own it."""
     absent = layout.flat is None or layout.block(coordinates) is None
     return 0 if absent else layout.flat.chunk  # type: ignore[union-attr]
@@ -235,7 +239,7 @@ def complete_shards(leaves: Sequence[Any]) -> list[tuple[list[int], FlatShard]]:
     found: defaultdict[FlatShard, list[int]] = defaultdict(list)
     for i, leaf in compress(enumerate(leaves), map(is_sharded, leaves)):
         if leaf.packed is not None and leaf.parts is None:
-            if leaf.spent:
+            if leaf.why_unusable:
                 leaf.check()
             found[leaf.packed].append(i)
     complete = []
@@ -251,12 +255,12 @@ def complete_shards(leaves: Sequence[Any]) -> list[tuple[list[int], FlatShard]]:
     return complete
 
 
-def split_buffers(t: Any) -> PackedTree:
+def as_packed_tree(t: Any) -> PackedTree:
     """A tree as a `PackedTree`."""
-    return split_alike(t)[0]
+    return as_packed_trees(t)[0]
 
 
-def split_alike(*trees: Any) -> list[PackedTree]:
+def as_packed_trees(*trees: Any) -> list[PackedTree]:
     """Trees of one structure as `PackedTree`s with the same groups of leaves."""
     flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):

@@ -36,7 +36,7 @@ class Flat:
             object.__setattr__(self, "sizes", (self.size,))
 
     @property
-    def spread(self) -> tuple[tuple[str, int], ...]:
+    def axis_sizes(self) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.axes, self.sizes, strict=False))
 
     def index(self, coordinates: Mapping[str, int]) -> int:
@@ -57,7 +57,7 @@ class Split:
     size: int = 0
 
     @property
-    def spread(self) -> tuple[tuple[str, int], ...]:
+    def axis_sizes(self) -> tuple[tuple[str, int], ...]:
         return ((self.axis, self.size),)
 
 
@@ -70,7 +70,7 @@ class Owned:
     coordinate: int
 
     @property
-    def spread(self) -> tuple[tuple[str, int], ...]:
+    def axis_sizes(self) -> tuple[tuple[str, int], ...]:
         return ((self.axis, self.size),)
 
 
@@ -91,7 +91,7 @@ class Whole:
     """Replicated. A layout drops it, so `(Whole(),)` and `()` are equal."""
 
     @property
-    def spread(self) -> tuple[tuple[str, int], ...]:
+    def axis_sizes(self) -> tuple[tuple[str, int], ...]:
         return ()
 
 
@@ -136,7 +136,7 @@ def check(
     seen: set[str] = set()
     for i, part in enumerate(parts):
         problem = None
-        for axis, size in part.spread:
+        for axis, size in part.axis_sizes:
             if axis in seen:
                 problem = _TWICE.format(axis)
             elif size < 1:
@@ -189,12 +189,12 @@ def _over(part: Placement) -> str:
     if isinstance(part, Flat):
         axes = ", ".join(f'"{axis}"' for axis in part.axes)
         return f"{'axis' if len(part.axes) == 1 else 'axes'} {axes} of size {part.size}"
-    return ", ".join(f'axis "{axis}" of size {size}' for axis, size in part.spread)
+    return ", ".join(f'axis "{axis}" of size {size}' for axis, size in part.axis_sizes)
 
 
 def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> str:
     """A placement in one phrase: `flat over data=4 at 0:70 of 4x20`."""
-    over = ",".join(f"{axis}={size}" for axis, size in part.spread)
+    over = ",".join(f"{axis}={size}" for axis, size in part.axis_sizes)
     match part:
         case Flat(offset=offset):
             stop = offset + room(shape, before)

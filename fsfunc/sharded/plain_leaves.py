@@ -17,7 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, Whole, describe
-from fsfunc.sharded.spent import refuse_spent
+from fsfunc.sharded.spent import refuse_unusable
 
 WHOLE = Whole()
 _Range = tuple[int, int, int]  # of a storage: offset, number of elements, extent
@@ -39,7 +39,7 @@ def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
         found[at] = how
 
 
-def laid_as(x: Any) -> Whole | Own | None:
+def placement_of(x: Any) -> Whole | Own | None:
     """The layout of a plain tensor, or None if it has none."""
     if not isinstance(x, Tensor):
         return None
@@ -78,18 +78,18 @@ def lay_leaves(t: Any, own: Mapping[str, Own] | None = None) -> Any:
     return t
 
 
-def lay_as(new: Any, old: Any) -> Any:
+def copy_placements(new: Any, old: Any) -> Any:
     """Gives the plain leaves of ``new`` the layouts of ``old``; returns ``new``."""
     leaves, treedef = tree.flatten(new, is_leaf=is_sharded)
     given, before = tree.flatten(old, is_leaf=is_sharded)
     if treedef == before:
         for x, y in zip(leaves, given, strict=True):
-            if isinstance(x, Tensor) and (how := laid_as(y)) is not None:
+            if isinstance(x, Tensor) and (how := placement_of(y)) is not None:
                 lay_leaf(x, how)
     return new
 
 
-def state_in(
+def locate_state(
     spec: tree.TreeDef, before: tree.TreeDef | None
 ) -> tuple[int, tree.TreeDef]:
     """The place of the state in what a step returned: its first leaf, its structure.
@@ -104,7 +104,7 @@ def state_in(
     return sum([x.num_leaves for x in parts[:k]]), parts[k] if parts else spec
 
 
-def laid_returned(
+def lay_returned(
     out: Any,
     made: list[Any],
     spec: tree.TreeDef,
@@ -122,31 +122,31 @@ def laid_returned(
         before, given: the structure and the leaves of the state that it was given.
         own: the paths of values that are the rank's own; None if that is unknown.
     """
-    start, state = state_in(spec, before)
+    start, state = locate_state(spec, before)
     every = range(start, start + state.num_leaves)
     plain = [i for i in every if isinstance(made[i], Tensor)]
     paths = tree.paths_of(state) if plain and own else ()
     wanted = {}
     for i in plain:
-        how = laid_as(given[i - start]) if state == before else None
-        how = how or laid_as(made[i])
+        how = placement_of(given[i - start]) if state == before else None
+        how = how or placement_of(made[i])
         if not isinstance(how, Own):
             varies = own is None or bool(paths) and paths[i - start] in own
             how = None if varies else WHOLE
         wanted[i] = how
     copies = False
     for i, how in wanted.items():
-        if laid_as(made[i]) not in (None, how):
+        if placement_of(made[i]) not in (None, how):
             made[i], copies = made[i].clone(), True
         lay_leaf(made[i], how)
     return tree.unflatten(spec, made) if copies else out
 
 
-def holds_own(t: Any) -> str | None:
+def find_rank_local(t: Any) -> str | None:
     """The path of a leaf that is each rank's own, or None."""
     leaves = tree.leaves(t, is_leaf=is_sharded)
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and isinstance(laid_as(x), Own):
+        if isinstance(x, Tensor) and isinstance(placement_of(x), Own):
             return tree.paths(t, is_leaf=is_sharded)[i]
     return None
 
@@ -162,8 +162,8 @@ def check_laid_out(leaves: Sequence[Any], args: Sequence[Any]) -> None:
     """
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     for i in plain:
-        if laid_as(x := leaves[i]) is None:
-            refuse_spent(args[0])
+        if placement_of(x := leaves[i]) is None:
+            refuse_unusable(args[0])
             path = tree.paths(args[0], is_leaf=is_sharded)[i]
             said = describe(x.shape, x.dtype, repr(path) if path else "")
             raise ValueError(_PLAIN.format(said))

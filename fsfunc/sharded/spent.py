@@ -55,7 +55,7 @@ def _spent(was: type, why: str) -> type:
 def spend(leaf: Any, why: str) -> None:
     """Marks a leaf as given away: using it raises ``why``."""
     if isinstance(leaf, Sharded):
-        leaf.spent, leaf = why, leaf._part
+        leaf.why_unusable, leaf = why, leaf._part
     if isinstance(leaf, Tensor):
         was = leaf.was if isinstance(leaf, Spent) else type(leaf)
         leaf.__class__ = _spent(was, why)
@@ -68,41 +68,41 @@ def spend_all(leaves: Iterable[Any], why: str) -> None:
         if (was := type(leaf)) in kinds:
             leaf.__class__ = kinds[was]
         elif was is Sharded and leaf._part is None:
-            leaf.spent = why
+            leaf.why_unusable = why
         else:
             spend(leaf, why)
 
 
-def any_spent(leaves: Sequence[Any]) -> bool:
+def any_unusable(leaves: Sequence[Any]) -> bool:
     """True if one of ``leaves`` was donated."""
     if any([issubclass(kind, Spent) for kind in set(map(type, leaves))]):
         return True
-    return any([x.spent for x in filter(is_sharded, leaves)])
+    return any([x.why_unusable for x in filter(is_sharded, leaves)])
 
 
 def unspend(leaf: Any) -> None:
     """Undoes `spend`."""
     if isinstance(leaf, Sharded):
-        leaf.spent, leaf = "", leaf._part
+        leaf.why_unusable, leaf = "", leaf._part
     if isinstance(leaf, Spent):
         leaf.__class__ = leaf.was
 
 
-def why_spent(leaf: Any) -> str:
+def why_unusable(leaf: Any) -> str:
     """The reason why a leaf is spent; empty where it is not."""
     if isinstance(leaf, Sharded):
-        return leaf.spent
+        return leaf.why_unusable
     return leaf.why if isinstance(leaf, Spent) else ""
 
 
-def refuse_spent(t: Any) -> None:
+def refuse_unusable(t: Any) -> None:
     """Raises where a leaf of ``t`` was donated.
 
     Raises:
         RuntimeError: names the first such leaf, and why it is gone.
     """
     leaves = tree.leaves(t, is_leaf=is_sharded)
-    for i, x in enumerate(leaves if any_spent(leaves) else ()):
-        if why := why_spent(x):
+    for i, x in enumerate(leaves if any_unusable(leaves) else ()):
+        if why := why_unusable(x):
             path = tree.paths(t, is_leaf=is_sharded)[i]
             raise RuntimeError(f"{path!r}: {why}")

@@ -125,7 +125,7 @@ class Agreement:
         for axes, because in together:
             compare_batches(rest, group(axes, at), because)
         for h in shardings:
-            h.first_calls.laid_out(at.rank, recorder.updates, together)
+            h.first_calls.on_layout(at.rank, recorder.updates, together)
         for h in handlers:
             h.ran(at)
 

@@ -29,7 +29,7 @@ from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import WHOLE, laid_as, lay_leaf
+from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
 from fsfunc.sharded.slices import take
 from fsfunc.state.unsharding import block_layout, elements_by_rank
 from fsfunc.tracing.groups import plain
@@ -141,7 +141,7 @@ def _back(
             out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
     for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
-            lay_leaf(x, laid_as(old) or WHOLE if whole is None else WHOLE)
+            lay_leaf(x, placement_of(old) or WHOLE if whole is None else WHOLE)
     return tree.unflatten(treedef, out)
 
 

@@ -17,7 +17,7 @@ from fsfunc.sharded.inputs import refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import chunk_here
+from fsfunc.sharded.packing import local_chunk
 from fsfunc.sharded.slices import take
 from fsfunc.state.leaf_sources import GivenLeaves
 from fsfunc.state.train_state import Applied
@@ -128,7 +128,7 @@ class GroupLayout:
         full = [self.leaves[p] for p in placed.paths.values()]
         coordinates = self.at.mesh.coordinates(self.at.rank)
         own = {a: coordinates[a] for a in layouts[0].axes}
-        place, chunk = layouts[0].flat, chunk_here(layouts[0], own)
+        place, chunk = layouts[0].flat, local_chunk(layouts[0], own)
         store = self.stores.moments if placed.copies else self.stores.params
 
         # At zero 1 and 2 parameters stay whole between steps: the part is a range of

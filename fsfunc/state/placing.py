@@ -22,7 +22,7 @@ from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import holds_own, laid_as, lay_leaves
+from fsfunc.sharded.plain_leaves import find_rank_local, lay_leaves, placement_of
 from fsfunc.state.agreeing import (
     Agreement,
     RecordedProgram,
@@ -175,7 +175,7 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
     if laying or layouts:  # else only a recording tells whether it is laid out
         check_apart(paths, "what is laid out")
     found = dict(zip(paths, leaves, strict=True))
-    kept = {p: how for p, x in found.items() if isinstance(how := laid_as(x), Own)}
+    kept = {p: how for p, x in found.items() if isinstance(how := placement_of(x), Own)}
     own = {**kept, **asked.own}  # what is laid out stays so
     splits: dict[str, tuple[Split, ...]] = {}
     if layouts:
@@ -238,8 +238,12 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         args, split = (placed, *rest), bool(over.difference(sharding.axes))
         if recorder.handlers and _is_plain(sharding, recorder, args, split):
             # Right by its record alone, on batches of any shape.
-            sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
-            sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
+            sharding.first_calls.mark_checked(
+                at.rank, [key[0] for key in recorder.calls]
+            )
+            sharding.first_calls.note(
+                recorder.rank_local_paths, False, recorder.drawing
+            )
         else:
             _check_types(fn, sharding, recorder, args, at, agreement)
     recorder.steadiness.check()
@@ -323,7 +327,7 @@ def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) ->
     Not where leaves are ``split`` over other axes too, whose ranks draw alike, nor
     where units send along others.
     """
-    plain = recorder.plain and not (holds_own(args) is not None or split)
+    plain = recorder.plain and not (find_rank_local(args) is not None or split)
     return plain and recorder.axes <= {*sharding.axes}
 
 
@@ -350,8 +354,8 @@ def _check_types(
     except Exception:
         return
     recorder.steadiness.checked(seen.said)
-    sharding.first_calls.learn(at.rank, seen.calls)
-    noted = seen.own_paths, seen.draws, seen.drawing, seen.numbers
+    sharding.first_calls.mark_checked(at.rank, seen.calls)
+    noted = seen.rank_local_paths, seen.draws, seen.drawing, seen.numbers
     sharding.first_calls.note(*noted)
 
 

@@ -26,10 +26,10 @@ from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.layout import Layout, Region, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.packing import in_a_row
+from fsfunc.sharded.packing import concatenate_flat
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import write
-from fsfunc.sharded.spent import refuse_spent
+from fsfunc.sharded.spent import refuse_unusable
 
 _Tree = TypeVar("_Tree")
 
@@ -74,7 +74,7 @@ def unshard(
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
         if tracer is not None:
-            tracer.takes("unshard", [x])
+            tracer.on_take("unshard", [x])
         if differentiated([local := x.local]):
             if only is not None:
                 raise ValueError(
@@ -90,7 +90,7 @@ def unshard(
         lay_leaf(full)  # one value on all ranks
         return full
 
-    refuse_spent(t)
+    refuse_unusable(t)
     with label("", "unshard"):
         return tree.map(whole, t, is_leaf=is_sharded)
 
@@ -140,7 +140,7 @@ def _entered(x: Sharded) -> Tensor:
         where = group(axes)
         counts = elements_by_rank(block, where)
         size = max(counts)
-        sent = in_a_row([local, local.new_zeros(size - local.numel())])
+        sent = concatenate_flat([local, local.new_zeros(size - local.numel())])
         every = apply_map(sent, GATHER, where).split(size)
         parts = [part[:n] for part, n in zip(every, counts, strict=True)]
         local = torch.cat(parts)
@@ -189,7 +189,7 @@ def block_layout(x: Sharded, what: str) -> Layout:
             f"and no shard is around. Call {what} inside the step, or outside "
             "ff.place(step, t, ...), which lays a tree out"
         )
-    if layout.owned or not over <= means or split & means or not even:
+    if layout.owners or not over <= means or split & means or not even:
         raise ValueError(
             f"{what} in a step: {x.name!r} has the layout {x.layout}, and the shard "
             f"around takes means over {sorted(means)}: that works for "

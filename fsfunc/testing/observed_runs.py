@@ -379,8 +379,8 @@ class _Run:
         index, count = row_major((place, *f.micro)), math.prod(n for _, n in f.micro)
         micro = row_major(f.micro), count
         self.part = Part(index, place[1] * count, micro)
-        seen.averages = seen.averages or bool(f.varies)
-        ranks = math.prod(n for _, n in f.varies) if f.varies else place[1]
+        seen.averages = seen.averages or bool(f.batch_places)
+        ranks = math.prod(n for _, n in f.batch_places) if f.batch_places else place[1]
         self.scale = ranks * count, now.cotangent
         where = now.call, now.segment, *call
         counted = (*where, self.part, self.again, around)

@@ -13,7 +13,7 @@ from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.spent import any_spent
+from fsfunc.sharded.spent import any_unusable
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.state.unsharding import unshard
@@ -105,7 +105,7 @@ def copied(x: Any) -> Any:
 
 
 def _donated(placed: Any) -> bool:
-    return any_spent(tree.leaves(placed, is_leaf=is_sharded))
+    return any_unusable(tree.leaves(placed, is_leaf=is_sharded))
 
 
 def written_into(before: Sequence[list[Tensor]], placed: Any, batch: Any) -> str:

@@ -22,13 +22,13 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, SUM
 from fsfunc.core.frames import frame, inside
-from fsfunc.core.losses import averaged, counts_as_leaf, is_reduced
+from fsfunc.core.losses import counts_as_leaf, is_averaged, is_reduced
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import laid_as
+from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.tracing.knowledge import Seen, memory
 from fsfunc.tracing.operators import shown
 from fsfunc.tracing.provenance import Gradient, joined
@@ -45,7 +45,8 @@ class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
     ``calls``: signatures of calls of sharded functions; ``said``: numbers that torch's
-    functions were given; ``own_paths``: those of the returned state that are per rank.
+    functions were given; ``rank_local_paths``: those of the returned state that are
+    per rank.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Checker(Tracer, Watcher, Operators):
         Operators.__init__(self, axes, alone, stand_ins, varying)
         self.calls: list[Any] = []
         self.said: list[NumbersGiven] = []
-        self.own_paths: set[str] = set()
+        self.rank_local_paths: set[str] = set()
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._whole: set[int] = set()  # memory of leaves that are one value
         self._parameters: set[int] = set()  # plain leaves that were differentiated
@@ -195,7 +196,7 @@ class Checker(Tracer, Watcher, Operators):
 
     # Calls of sharded functions, and units
 
-    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+    def on_call(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         self.calls.append(key)
         for i, value in enumerate((*args, keywords)):
             paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
@@ -211,16 +212,16 @@ class Checker(Tracer, Watcher, Operators):
                     if x._range is not None:
                         self.known.name_part(*x._range, name)
                 elif isinstance(x, Tensor):
-                    how = laid_as(x)
+                    how = placement_of(x)
                     own = i and how is None or isinstance(how, Own) or self._varies(x)
                     kind = self.own if own else Kind.I
                     self._whole |= set() if own else {memory(x)}
                     self.known.meet(x, Seen(kind, name, value=value))
 
-    def heard(self, values: Any) -> Any:
+    def mark_numbers(self, values: Any) -> Any:
         return asked_numbers(values, self.stand_ins.answered)
 
-    def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
+    def on_take(self, name: str, leaves: Iterable[Sharded]) -> None:
         leaves = list(leaves)
         check_tracked(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
@@ -228,7 +229,7 @@ class Checker(Tracer, Watcher, Operators):
         if not frame().path:
             self._gathered = name, leaves
 
-    def within(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_gathered(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, in which transforms inside `shard` compute as the unit's body does.
 
         What they make of gathered parameters, and of what the unit returns, is the
@@ -264,7 +265,7 @@ class Checker(Tracer, Watcher, Operators):
                 found.add(memory(x))
         return found
 
-    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def run_body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function, whose results are the rank's own."""
         outermost = not call.frame.path
         if outermost:
@@ -318,14 +319,16 @@ class Checker(Tracer, Watcher, Operators):
 
     # Derivatives
 
-    def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
+    def on_gradient(
+        self, by: Any, found: Any, averaged: Callable[[Tensor], bool]
+    ) -> None:
         for x, g in pairs(by, found):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 self._pair(x._local, g._local)
             elif isinstance(x, Tensor):
                 self._pair(x, g, averaged(x))
 
-    def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
+    def on_reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         for x in self.known.tensors(of[0]):  # not what is returned beside the loss
             if (apart := self.split.of(x)) and not frame().path:
                 raise refused("loss", line=source_line(), axis=min(apart))
@@ -401,7 +404,7 @@ class Checker(Tracer, Watcher, Operators):
         elif of.parameter and found.kind is Kind.V and not averaged:
             raise refusal("made of one", "", [of, found])
 
-    def returned(self, args: Any, out: Any) -> None:
+    def on_return(self, args: Any, out: Any) -> None:
         """Holds what a sharded function returns against what it was given."""
         for y in tree.leaves(out, is_leaf=is_sharded):
             if isinstance(y, Sharded) and self._varies(held := _held(y)):
@@ -413,7 +416,7 @@ class Checker(Tracer, Watcher, Operators):
         new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
         each = zip(paths, found, strict=True)
-        self.own_paths = {path for path, y in each if self._varies(y)}
+        self.rank_local_paths = {path for path, y in each if self._varies(y)}
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
             if self._varies(x) and memory(x) in self._whole:
@@ -435,7 +438,7 @@ def _combined_names(aux: Any) -> tuple[str, ...]:
     paths, leaves, _ = tree.flatten_with_paths(aux, is_leaf=counts_as_leaf)
     found = []
     for path, x in zip(paths, leaves, strict=True):
-        if averaged(x):
+        if is_averaged(x):
             found.append(f"the average {path!r}")
         elif is_reduced(x):
             name = type(x).__name__

@@ -30,7 +30,7 @@ class Recorded(Sharded):
         super().__init__(local, layout)
         tracer = frame().tracer
         if tracer is not None and isinstance(local, Tensor):
-            tracer.know(local, layout.name)
+            tracer.on_leaf(local, layout.name)
 
     def __reduce__(self) -> Any:  # as deepcopy asks
         return Recorded, (self.local.clone(), self.layout)
@@ -158,9 +158,9 @@ class Findings:
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where) and ``trained``. ``claims``: what else is to be the same on
-    every rank. ``own_paths``: of a returned state, those of each rank's own values;
-    ``rank_local``: leaves that are, which stay plain tensors. ``planned``: what was
-    made of it, once for all simulated ranks that share it.
+    every rank. ``rank_local_paths``: of a returned state, those of each rank's own
+    values; ``rank_local``: leaves that are, which stay plain tensors. ``planned``: what
+    was made of it, once for all simulated ranks that share it.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Findings:
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
-    own_paths: set[str] = field(default_factory=set)
+    rank_local_paths: set[str] = field(default_factory=set)
     rank_local: frozenset[str] = frozenset()
     claims: list[tuple[str, str]] = field(default_factory=list)
     planned: dict[Any, Any] = field(default_factory=dict)

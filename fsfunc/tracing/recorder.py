@@ -139,14 +139,14 @@ class _Recording:
                 params, rest = runs.shadows(mode, (params, rest), apart=True)
             # What is fake may be written: an optimizer then copies nothing.
             donated = Everything() if fake else None
-            handlers = tuple(map(recorder.standing_for, f.handlers))
+            handlers = tuple(map(recorder.replacement_for, f.handlers))
             f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
             with inside(f), watching(recorder):
                 given = recorder.leaves(params, self.splits), *rest
                 recorder.own.add(tree.leaves(rest))
                 with Reads(recorder):
                     try:
-                        out = self.fn(*recorder.heard(given))
+                        out = self.fn(*recorder.mark_numbers(given))
                     except Exception as error:
                         recorder.explain(error, rest)
                         raise
@@ -237,7 +237,7 @@ class Recorder(Findings, Tracer, Watcher):
         said = "done with gradients or leaves outside units"
         self.claims.append((said, "nothing" if self.plain else "something"))
 
-    def know(self, x: Tensor, path: str) -> None:
+    def on_leaf(self, x: Tensor, path: str) -> None:
         self._known[id(x)] = path
         self._alive.append(x)
 
@@ -260,11 +260,13 @@ class Recorder(Findings, Tracer, Watcher):
             if layout.shape[:1] in rows and path not in taken:
                 error.add_note(_UNCUT.format(path=path))
 
-    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+    def on_call(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Records the signature of a call of a sharded function."""
         self.calls.append(key)
 
-    def gradients(self, leaves: Sequence[Any], found: Sequence[Any], aux: Any) -> None:
+    def on_placeholders(
+        self, leaves: Sequence[Any], found: Sequence[Any], aux: Any
+    ) -> None:
         """Records the gradients of a gradient call, with the layouts of its leaves."""
         self.own.add(tree.leaves(aux))
         f = frame()
@@ -307,14 +309,14 @@ class Recorder(Findings, Tracer, Watcher):
         bare = [x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)]
         self.plain &= not any(map(self.is_leaf, bare))  # parts that lost their layout
         if isinstance(state, Tensor):  # such as a loss
-            self.own_paths.add("")
+            self.rank_local_paths.add("")
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
     def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
         self.plain = self.plain and where.mean
 
-    def heard(self, values: Any) -> Any:
+    def mark_numbers(self, values: Any) -> Any:
         return asked_numbers(values, self.answered)
 
     def answered(self, found: bool) -> bool:
@@ -336,20 +338,20 @@ class Recorder(Findings, Tracer, Watcher):
             found = self._known.get(id(_torch.unwrapped(x)))
         return found
 
-    def standing_for(self, handler: Interpretation) -> Interpretation:
+    def replacement_for(self, handler: Interpretation) -> Interpretation:
         return handler.recorded(self)
 
     def noted(self, handler: Any) -> runs.Noted:
         """The interpretation that only notes the unit calls of ``handler``."""
         return runs.NotedShard(handler, self)
 
-    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def run_body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
         apart = call.frame.seed is None and not call.frame.path
         noting = DrawsWithin(self.drawing, call.name) if apart else nullcontext()
         with noting:
-            return super().body(call, params, inputs, keywords)
+            return super().run_body(call, params, inputs, keywords)
 
     def unit(self, noted: runs.Noted, run: Callable[..., Any], call: Call):
         """A unit call under recording: its leaves become plain tensors again."""
@@ -362,7 +364,7 @@ class Recorder(Findings, Tracer, Watcher):
         def recorded(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             placed = filter(is_sharded, leaves)
-            self.takes(f"unit {call.name!r}", placed)
+            self.on_take(f"unit {call.name!r}", placed)
             names, kinds, casts = [], [], call.frame.casts
             each = None if casts is None else casts.each(call.name, treedef)
             self.plain = self.plain and not _torch.functorch_active()
@@ -378,7 +380,7 @@ class Recorder(Findings, Tracer, Watcher):
                 if not isinstance(leaf, Sharded) or isinstance(leaf, Recorded):
                     leaves[i] = block(leaf, self.layouts[path])
                 x = local(leaves[i])
-                self.know(x, path)
+                self.on_leaf(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:
                     self.trained.add(path)
                     self.differentiated = True
@@ -393,7 +395,7 @@ class Recorder(Findings, Tracer, Watcher):
 
         return recorded
 
-    def takes(self, name: str, leaves: Iterable[Any]) -> None:
+    def on_take(self, name: str, leaves: Iterable[Any]) -> None:
         check_tracked(name, ((self.path_of(x), local(x)) for x in leaves))
 
     def _output(self, x: Any) -> Any:
@@ -408,7 +410,7 @@ class Recorder(Findings, Tracer, Watcher):
         """Hears that a torch function read these; ``library``: that it called."""
         f = frame()
         if not (f.path or library):  # the library's own Functions answer for themselves
-            self.takes("an operator", values)
+            self.on_take("an operator", values)
         for x in values:
             path = self.path_of(x)
             if path is None and not library and id(x) in self._gradients:

@@ -28,7 +28,7 @@ from fsfunc.core.gradient_checks import nearly_agree, norm_and_sum
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import WHOLE, laid_as
+from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
 Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
 
@@ -200,7 +200,7 @@ class Replicas:
         processes, and of 16 a leaf along axes over which others are split. In the first
         call the batch is read once too, for another gather of 16 bytes.
         """
-        at, (leaves, structure) = found.at, tree.flatten(out, is_leaf=is_sharded)
+        at, (leaves, structure) = found.here, tree.flatten(out, is_leaf=is_sharded)
         pair = issubclass(structure.type or int, tuple) and structure.num_children > 0
         first = structure.child(0) if pair else None
         if at is None or not (first == given or self.updates and structure == given):
@@ -317,7 +317,7 @@ def _one_value(
             cut = x.layout.axes
             along = tuple(a for a in axes if a not in cut)
             x = x.local if along else None
-        elif isinstance(x, Tensor) and laid_as(x) != WHOLE:
+        elif isinstance(x, Tensor) and placement_of(x) != WHOLE:
             continue
         if along:
             found.setdefault(along, {})[_paths(structure)[i]] = x

@@ -31,7 +31,7 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import in_one_thread, plainly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import state_in
+from fsfunc.sharded.plain_leaves import locate_state
 from fsfunc.tracing.steadiness import Outside
 from fsfunc.tree.structure import hides
 
@@ -205,7 +205,7 @@ def returned_state(args: Sequence[Any], out: Any) -> Any:
     """The state in what a step returned: see `state_in`."""
     leaves, spec = tree.flatten(out, is_leaf=is_sharded)
     before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
-    start, state = state_in(spec, before)
+    start, state = locate_state(spec, before)
     return tree.unflatten(state, leaves[start : start + state.num_leaves])
 
 
@@ -236,5 +236,5 @@ class NotedShard(Noted):
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         flat = tree.flatten((args, keywords), is_leaf=is_sharded)
         with inside(self.handler.entered(self, f, args, keywords, flat)):
-            args, keywords = self.recorder.heard((args, keywords))
+            args, keywords = self.recorder.mark_numbers((args, keywords))
             return f(*args, **keywords)

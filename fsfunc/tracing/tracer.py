@@ -112,7 +112,7 @@ def trace(
         stage = NotingStage(Flow(names), mode if mine else None)
         f = Frame(
             handlers=(stage,),
-            at=at,
+            here=at,
             casts=frame().casts,
             counter=stage.counter,
             in_loss=1,

@@ -55,7 +55,7 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Frame, frame, inside
 from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
-from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
+from fsfunc.sharded.plain_leaves import lay_leaf, placement_of
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.replicas import DueCall, Replicas, compare_whole
 from fsfunc.tracing.rules import RowsApart, Unsteady, refused
@@ -172,7 +172,7 @@ def check(
     if seen.known.own.were_picked:
         runs.attempt(at, (RowsApart,), times=2)
 
-    seen.own_paths |= runs.own_paths
+    seen.rank_local_paths |= runs.rank_local_paths
     seen.drawing |= runs.drawing
     if known is not None:  # all ranks of one process take one for granted
         seen.draws = known.draws
@@ -191,7 +191,7 @@ class _DryRuns:
         forgets: whether fake tensors use no cache, see ``remembering_nothing``.
         turn: selects the numbers in place of values.
         last: the checker of the last one.
-        own_paths, drawing: what the checkers of all have seen.
+        rank_local_paths, drawing: what the checkers of all have seen.
     """
 
     last: Checker
@@ -200,7 +200,7 @@ class _DryRuns:
         self.call, self.args, self.keywords, self.axes = call, args, keywords, axes
         self.asked: set[str] = set()
         self.on_copies, self.forgets, self.turn = False, False, 0
-        self.own_paths: set[str] = set()
+        self.rank_local_paths: set[str] = set()
         self.drawing: set[str] = set()
 
     def attempt(
@@ -259,20 +259,20 @@ class _DryRuns:
             # A shadow is a new tensor: whose it is stands beside it.
             pairs = zip(*map(_leaves, (self.args, args)), strict=False)
             for mine, its in pairs:
-                if how := laid_as(mine):
+                if how := placement_of(mine):
                     lay_leaf(its, how)
             if times > 1:
                 rows = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *rows[0]), rows[1]
-            args, named = checker.heard((args, named))
+            args, named = checker.mark_numbers((args, named))
             with (
-                inside(frame().replace(tracer=checker, at=now)),
+                inside(frame().replace(tracer=checker, here=now)),
                 watching(checker),
                 checker,
                 Asked(checker),
             ):
                 self.call(*args, **named)
-        self.own_paths |= checker.own_paths
+        self.rank_local_paths |= checker.rank_local_paths
         self.drawing |= checker.drawing
         return checker
 
@@ -344,11 +344,11 @@ class TypeCheck(FirstCalls):
         # Whether the step gives numbers to what is one value, by the first check of a
         # state, which all ranks make: a later one, of new shapes, is a rank's alone.
         self.numbers: bool | None = None
-        self.ran = True  # as a state was laid out
+        self.ran_without_data = True  # as a state was laid out
 
     @heard()
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
-        later, first = at.rank in self._later, (False, not self.knows(at.rank))
+        later, first = at.rank in self._later, (False, not self.was_checked(at.rank))
         together, again = self._later.pop(at.rank, first)
         exchange = _Exchange(group(axes, at) if together else None)
         try:
@@ -363,34 +363,34 @@ class TypeCheck(FirstCalls):
             warn(UNCHECKED.format(repr(error)))
             return
         finally:
-            self.ran = True
-        self.note(seen.own_paths, seen.draws, seen.drawing, seen.numbers)
+            self.ran_without_data = True
+        self.note(seen.rank_local_paths, seen.draws, seen.drawing, seen.numbers)
 
     def check_returned(self, out: Any) -> None:
         if not _torch.fake_active():
-            self.ran = False
+            self.ran_without_data = False
             check_data(out)
 
     def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
         compare_whole(chosen, is_whole, where)
 
     def note(
-        self, own_paths: Any, draws: bool, drawing: Any, numbers: bool = False
+        self, rank_local_paths: Any, draws: bool, drawing: Any, numbers: bool = False
     ) -> None:
-        super().note(own_paths, draws, drawing, numbers)
+        super().note(rank_local_paths, draws, drawing, numbers)
         self.replicas.draws |= draws
         self.numbers = numbers if self.numbers is None else self.numbers
 
-    def laid_out(self, rank: int, updates: bool, together: Any) -> None:
+    def on_layout(self, rank: int, updates: bool, together: Any) -> None:
         self.replicas.laid_out(rank, updates, together)
         self.numbers = None
 
-    def begins(self, batch: Any, found: Frame) -> Any:
-        if found.tracer is not None or found.at is None:
+    def begin_call(self, batch: Any, found: Frame) -> Any:
+        if found.tracer is not None or found.here is None:
             return _NOT_DUE
-        n = self.replicas.begin(batch, found.at)
+        n = self.replicas.begin(batch, found.here)
         if _is_checked_later(n):
-            self._forget(found.at.rank, False, True)
+            self._forget(found.here.rank, False, True)
         return DueCall(n, batch) if n else _NOT_DUE
 
     def _forget(self, rank: int, together: bool, twice: bool) -> None:
@@ -408,13 +408,13 @@ class TypeCheck(FirstCalls):
     def compare_state(
         self, f: Any, found: Frame, given: Any, out: Any, call: Any
     ) -> None:
-        if call is _NOT_DUE or given is None or found.at is None:
+        if call is _NOT_DUE or given is None or found.here is None:
             return
         steps = self.replicas.end(f, found, given, out, call, self.equal)
         late = _is_checked_later(n := call.number)
         graph = found.compiler is not None and found.compiler.whole  # of no Python
         if steps and not graph and (late or self.numbers and 1 < n < 16):
-            self._forget(found.at.rank, True, late)
+            self._forget(found.here.rank, True, late)
 
 
 _NOT_DUE = nullcontext()

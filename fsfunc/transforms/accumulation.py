@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
-from fsfunc.core.losses import added, added_weights, divided
+from fsfunc.core.losses import add_aux, add_weights, divide_aux
 from fsfunc.core.outcomes import (
     Argnums,
     BatchArgnums,
@@ -23,7 +23,7 @@ from fsfunc.core.outcomes import (
 from fsfunc.core.tracers import Carried, Round, Tracer
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
-from fsfunc.sharded.packing import split_alike, split_buffers
+from fsfunc.sharded.packing import as_packed_tree, as_packed_trees
 from fsfunc.transforms.microbatches import Microbatches, warn_narrow
 from fsfunc.transforms.sharded_calls import Sharding
 
@@ -113,19 +113,19 @@ class _Accumulate(Interpretation):
             own: list[Any] = []
             if self.once:
                 outcome = cut.apart(run(cut.part(0)), own)
-                aux = divided(reduce(added, [outcome.aux] * self.n), self.n)
+                aux = divide_aux(reduce(add_aux, [outcome.aux] * self.n), self.n)
                 return cut.joined(outcome.replace(aux=aux), own * self.n)
             f, sums, i = frame(), _Sums(), 0
             adds, tracer = self._adds(f), f.tracer or Tracer()
-            rounds = tracer.rounds()
+            rounds = tracer.observe_rounds()
             while i < self.n:
                 if rounds is not None:
                     rounds.begin("m", i)
-                tracer.turn("m", i)
+                tracer.begin_turn("m", i)
                 with inside(f.replace(micro=(*f.micro, (i, self.n)))):
                     part = cut.part(i)
                     if adds and sums.ours:
-                        part = part.replace(into=sums.grads)
+                        part = part.replace(earlier_grads=sums.grads)
                     sums.add(cut.apart(run(part), own))
                     del part
                 i += 1
@@ -140,7 +140,7 @@ class _Accumulate(Interpretation):
                             runtime.go_on(f.micro)
             if rounds is not None:
                 rounds.end()
-            tracer.turn("", 0)
+            tracer.begin_turn("", 0)
             for x in sums.carried().tensors if self.n > 99 else ():
                 warn_narrow(x, self.n)
             return cut.joined(sums.outcome(), own)
@@ -180,24 +180,26 @@ class _Sums:
         self.count += outcome.count
         if self.first is None:
             self.first, self.grads = outcome, outcome.grads
-            self.ours = outcome.owns
+            self.ours = outcome.is_writable
             return
         a, b = self.first, outcome
-        if (a.scale, len(a.due)) != (b.scale, len(b.due)):
+        if (a.scale, len(a.after_sum)) != (b.scale, len(b.after_sum)):
             raise ValueError(
                 "accumulate: a transform within changes the gradients, or what the "
                 "backward starts from, of some microbatches alone: let it give all of "
                 "them outcome.with_mean(...), of the same gradients where none change"
             )
-        weight = added_weights(a.weight, b.weight)
-        self.grads = outcome.grads if outcome.summed else self._added(outcome.grads)
-        aux = added(a.aux, b.aux)
+        weight = add_weights(a.weight, b.weight)
+        self.grads = (
+            outcome.grads if outcome.includes_earlier else self._added(outcome.grads)
+        )
+        aux = add_aux(a.aux, b.aux)
         # Without its gradients: they would be held until the last microbatch.
-        sums = a.replace(grads=None, own=None)
+        sums = a.replace(grads=None, writable=None)
         self.first = sums.replace(total=a.total + b.total, weight=weight, aux=aux)
 
     def _added(self, grads: Any) -> Any:
-        ours, theirs = split_alike(self.grads, grads)
+        ours, theirs = as_packed_trees(self.grads, grads)
         out = list(ours.tensors)
         at = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
         if not at:
@@ -222,14 +224,14 @@ class _Sums:
     def carried(self) -> Carried:
         """The sums; they count their microbatches."""
         values = self.first.total, self.first.weight, self.first.aux
-        every = [*tree.leaves(values), *split_buffers(self.grads).tensors]
+        every = [*tree.leaves(values), *as_packed_tree(self.grads).tensors]
         return Carried([x for x in every if isinstance(x, Tensor)], {"sums": self})
 
     def outcome(self) -> Outcome:
         """The outcome that is the sum."""
         grads = self.grads
         own = grads if self.ours else None
-        return self.first.replace(grads=grads, own=own, count=self.count)
+        return self.first.replace(grads=grads, writable=own, count=self.count)
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:

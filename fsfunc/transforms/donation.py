@@ -15,11 +15,17 @@ from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Transformed, composable, frame, inside
-from fsfunc.sharded.donated import OVERWRITTEN, Donation, is_held, overlaps
+from fsfunc.sharded.donated import OVERWRITTEN, Donation, are_locked, overlaps
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
-from fsfunc.sharded.spent import any_spent, refuse_spent, spend, spend_all, unspend
+from fsfunc.sharded.plain_leaves import lay_leaf, placement_of
+from fsfunc.sharded.spent import (
+    any_unusable,
+    refuse_unusable,
+    spend,
+    spend_all,
+    unspend,
+)
 from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
@@ -99,11 +105,11 @@ def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
         if leaves is None:
             leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
             structure = treedef
-            if any_spent(leaves):
-                refuse_spent(state)
+            if any_unusable(leaves):
+                refuse_unusable(state)
         memory = Memory(leaves)
         before = memory.versions()
-        held = is_held(memory.written)
+        held = are_locked(memory.written)
         # The step sees other objects over the same memory: these ones can be marked
         # from now on. To mark them afterwards costs less, where all are plain.
         late = memory.late() and not held and not _ranks_meet()
@@ -218,7 +224,11 @@ def _renewed(out: Any, given: list[Any]) -> Any:
 
     Which is marked, as what was written over has been.
     """
-    rest = [x for x in given if type(x) in _DENSE or type(x) is Sharded and not x.spent]
+    rest = [
+        x
+        for x in given
+        if type(x) in _DENSE or type(x) is Sharded and not x.why_unusable
+    ]
     if not rest:
         return out
     left = set(map(id, rest))
@@ -263,7 +273,7 @@ def _apart(leaves: list[Any]) -> list[Any]:
     for leaf in map(_twin, leaves):
         x = leaf._local if isinstance(leaf, Sharded) else leaf
         if isinstance(x, Tensor) and overlaps(x, ends[_torch.storage_key(x)]):
-            how, x = laid_as(x), x.clone()
+            how, x = placement_of(x), x.clone()
             lay_leaf(x, how)
             leaf = Sharded(x, leaf.layout) if isinstance(leaf, Sharded) else x
         out.append(leaf)

@@ -228,7 +228,9 @@ class Gathers:
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and shard.space.offloaded):
                 return shard.flat.detach()
-        return None if shard.whole is None or not shard.shows(dtype) else shard.whole
+        return (
+            None if shard.whole is None or not shard.is_cached(dtype) else shard.whole
+        )
 
     def start(
         self, shard: FlatShard, dtype: torch.dtype, ahead: bool = False
@@ -326,7 +328,7 @@ class Gathers:
             check_decoded(how, full, count * shard.place.size, dtype)
             count_as("gathered", [full], shard.buffer)
         if self.zero in (1, 2):  # kept with the state, until that changes
-            shard.keep(full)
+            shard.cache_gathered(full)
         return full
 
     def bring(

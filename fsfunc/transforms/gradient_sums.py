@@ -344,7 +344,7 @@ class GradientSums:
         self.partial.clear()
         while self.summing:
             self._keep_first()
-        if self.observed is not None and self.observed.unseen:
+        if self.observed is not None and self.observed.pending:
             raise RuntimeError("a unit call's gradient never came: nothing to observe")
 
 

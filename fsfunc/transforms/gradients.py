@@ -25,8 +25,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
-from fsfunc.core.losses import averaged as is_averaged
-from fsfunc.core.losses import is_reduced
+from fsfunc.core.losses import is_averaged, is_reduced
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientSteps
 from fsfunc.core.units import Call, inside_unit
@@ -156,7 +155,7 @@ def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     for i, x in enumerate(old):
         if is_sharded(x) and id(x.packed) in steps.done:
-            out[i] = Sharded(None, x.layout, spent=steps.why_spent)
+            out[i] = Sharded(None, x.layout, why_unusable=steps.why_consumed)
     return tree.unflatten(treedef, out)
 
 
@@ -260,7 +259,7 @@ def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
             inner, name, local = level, repr(leaf.name) if named else "a parameter", x
     if local is None:
         return
-    if call.frame.path and inner > call.frame.level:
+    if call.frame.path and inner > call.frame.functorch_level:
         raise inside_unit(call.frame.path, name, f"unit {call.unit.__name__!r}")
     seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
     mapped = any(0 < level < inner for each in seen for level in each)

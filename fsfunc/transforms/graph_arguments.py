@@ -13,8 +13,8 @@ from fsfunc import tree
 from fsfunc.core.tracers import signature
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
-from fsfunc.sharded.plain_leaves import laid_as
-from fsfunc.sharded.spent import any_spent, refuse_spent
+from fsfunc.sharded.plain_leaves import placement_of
+from fsfunc.sharded.spent import any_unusable, refuse_unusable
 from fsfunc.tracing.runs import shadows
 
 CONSTANT = (str, bool, int, float, complex, type(None), torch.dtype, torch.device)
@@ -39,8 +39,8 @@ class Arguments:
 
     def __init__(self, args: Any, keywords: Any):
         self.leaves, self.treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-        if any_spent(self.leaves):
-            refuse_spent((args, keywords))
+        if any_unusable(self.leaves):
+            refuse_unusable((args, keywords))
         state = self.treedef.child(0).child(0).num_leaves if args else 0
         self.numbers = [
             i for i, x in enumerate(self.leaves[:state]) if type(x) in (int, float)
@@ -86,7 +86,7 @@ class Arguments:
                     found.append((which, place, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
                 at = tensors.setdefault(id(x), len(tensors))
-                found.append((at, laid_as(x)))
+                found.append((at, placement_of(x)))
             elif i in self.numbers:
                 found.append(type(x))
             elif isinstance(x, CONSTANT):
@@ -155,7 +155,7 @@ class Returned:
     @classmethod
     def of(cls, out: Any, given: Arguments) -> Returned:
         leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
-        kinds = [(type(x), laid_as(x), said(x)) for x in leaves]
+        kinds = [(type(x), placement_of(x), said(x)) for x in leaves]
         return cls(treedef, kinds, given.layouts)
 
     def shaped_as(self, other: Returned) -> Returned:

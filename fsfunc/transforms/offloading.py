@@ -20,7 +20,7 @@ from fsfunc.runtime.host_copies import crosses, follow
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
+from fsfunc.sharded.plain_leaves import lay_leaf, placement_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -192,7 +192,7 @@ class _Offload(Interpretation):
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         compiler = call.frame.compiler
         if compiler is not None and not compiler.whole:
-            if compiler.replays and compiler.means(call):
+            if compiler.replays and compiler.means(call):  # type: ignore[attr-defined]
                 raise ValueError(_REPLAYED.format(call.name))
         store = self.stores.activations
         return run if store is None else _with_residuals_in(store, run, call)
@@ -291,7 +291,7 @@ def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
         else:
             part = to.copied(x)
             if leaf is x:  # plain: whose it is stands by its memory
-                lay_leaf(part, laid_as(x))
+                lay_leaf(part, placement_of(x))
             leaves[i] = leaf.with_local(part) if isinstance(leaf, Sharded) else part
     return changed
 
@@ -319,11 +319,11 @@ def _with_residuals_in(
         given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
         stays = {key for x in leaves for key in _memory(x)}
         stays |= {_torch.storage_key(x) for x in given if not x.requires_grad}
-        thread = now.thread
+        thread = now.token
         stop = {x.grad_fn for x in given}
         stop |= {x.grad_fn for x in leaves if isinstance(x, Tensor)}
         if thread is not None:  # units before this one hang on it
-            stop.add(thread.token.grad_fn)
+            stop.add(thread.latest.grad_fn)
         del leaves, given
         out = run(params, *inputs, **keywords)
         outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]

@@ -21,7 +21,7 @@ from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import ENTER
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
-from fsfunc.sharded.plain_leaves import WHOLE, laid_as
+from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
 _Tree = TypeVar("_Tree")
 
@@ -42,9 +42,9 @@ class Ownership:
     @cached_property
     def _replicated(self) -> set[int]:
         plain = [x for x in self._state if isinstance(x, Tensor)]
-        found = {storage_of(x) for x in plain if not isinstance(laid_as(x), Own)}
+        found = {storage_of(x) for x in plain if not isinstance(placement_of(x), Own)}
         every = [x for x in self._leaves if isinstance(x, Tensor)]
-        others = [x for x in every if laid_as(x) == WHOLE]
+        others = [x for x in every if placement_of(x) == WHOLE]
         return found.union(map(storage_of, others))
 
     def is_replicated(self, x: Tensor) -> bool:
@@ -72,7 +72,7 @@ def enter_tracked(
         where: returns the ranks of the mean.
     """
     plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    tracked = [i for i, x in plain if _is_tracked(x) and laid_as(x) == WHOLE]
+    tracked = [i for i, x in plain if _is_tracked(x) and placement_of(x) == WHOLE]
     for i in tracked:
         leaves[i] = apply_map(leaves[i], ENTER, where())
         ownership.declare(leaves[i], True)

@@ -196,7 +196,7 @@ class _Remat(Interpretation):
                 tensors.append(x)
                 places.append(i)
         now = running()
-        if now.thread is None and not any(x.requires_grad for x in tensors):
+        if now.token is None and not any(x.requires_grad for x in tensors):
             return run(params, *inputs, **named)
         again = RepeatedCall(run, leaves, places, treedef, self.kept, call, tensors)
         out = again.first(params, inputs, named, tensors, now)

@@ -113,12 +113,12 @@ class RepeatedCall:
         flags: list[Any] = []
         if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
             flags = [x for x in leaves if x.__class__ in _FLAGS]
-        self.key = (f.at and f.at.rank, treedef, *kinds, *flags)
-        self.quiet, compiler, self.name = call.unit.quiet, f.compiler, call.name
+        self.key = (f.here and f.here.rank, treedef, *kinds, *flags)
+        self.quiet, compiler, self.name = call.unit.drawless_keys, f.compiler, call.name
         self.compiled = compiler is not None and compiler.means(call)
         self.others = [] if self.key in self.quiet else other_states()
         # A plan is that of a first call, whoever has planned before.
-        self.known = call.unit.derives if f.tracer is None else {}
+        self.known = call.unit.residual_modes if f.tracer is None else {}
         self.how = self.known.get(self.key)
         # Each with the shape and dtype of what it stands for.
         self.residuals: list[tuple[weakref.ref[_Residual], Any, Any]] = []
@@ -139,12 +139,12 @@ class RepeatedCall:
         now: Running,
     ) -> Any:
         """The first run: as without ``remat``, so that torch takes the same kernels."""
-        if (thread := now.thread) is None:
+        if (thread := now.token) is None:
             anchor = next(x for x in tensors if x.requires_grad)
         else:
-            anchor, self.device = thread.token, thread.start.device
+            anchor, self.device = thread.latest, thread.start.device
         self.savers = [_Saver.apply(anchor, *tensors)]
-        with run_as(replace(now, forgotten=True, around=self._unsaved)):
+        with run_as(replace(now, saves_nothing=True, run_unit_fn=self._unsaved)):
             out = self.run(params, *inputs, **named)
         if self.tape is not None:
             self.savers.append(_Saver.apply(anchor, *self.tape.tensors()))
@@ -189,8 +189,8 @@ class RepeatedCall:
 
     def _tried(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Calls a function of which it is not known what it does."""
-        thread, states = running().thread, [*generator_states(), *self.others]
-        token, draws = None if thread is None else thread.token, NotedDraws()
+        thread, states = running().token, [*generator_states(), *self.others]
+        token, draws = None if thread is None else thread.latest, NotedDraws()
         self.norms, number = [], (counter := frame().counter).count
         try:
             compiled = self.compiled or _torch.is_compiled_function(fn)
@@ -210,7 +210,7 @@ class RepeatedCall:
             self.known[self.key] = self.how
         if self.how is How.AFTER:
             if thread is not None and token is not None:
-                thread.token = token
+                thread.latest = token
             counter.count = number  # units within draw by their numbers
             set_generators([*states, *found])
             self.residuals, self.norms, self.within = [], [], False
@@ -258,7 +258,7 @@ class RepeatedCall:
         thread = None if self.device is None else UnitToken(self.device)
         self.within = False
         with ExitStack() as stack:
-            now = Running(thread, recompute=True, around=self._saved)
+            now = Running(thread, recompute=True, run_unit_fn=self._saved)
             stack.enter_context(run_as(now))
             self._enter_as_before(stack, *kept)
             stack.enter_context(internal())
@@ -335,8 +335,8 @@ def saving(fn: Callable[..., Any], args: Any, keywords: Any) -> tuple[Any, list[
     """The result of ``fn``, and handles on what autograd saved for its backward."""
     given = [x for x in tree.leaves((args, keywords)) if isinstance(x, Tensor)]
     stop = {x.grad_fn for x in given}
-    if (thread := running().thread) is not None:
-        stop.add(thread.token.grad_fn)
+    if (thread := running().token) is not None:
+        stop.add(thread.latest.grad_fn)
     out = fn(*args, **keywords)
     return out, _torch.saved_handles(nodes_of(out, stop=stop))
 

@@ -29,9 +29,9 @@ from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory import pool_of
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
-from fsfunc.sharded.packing import repacked
-from fsfunc.sharded.plain_leaves import check_laid_out, laid_returned
-from fsfunc.sharded.spent import refuse_spent
+from fsfunc.sharded.packing import repack_leaves
+from fsfunc.sharded.plain_leaves import check_laid_out, lay_returned
+from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.transforms.gradients import Gradients, averaged, shown, summed_here
 from fsfunc.transforms.ownership import Ownership, enter_tracked
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
@@ -82,20 +82,20 @@ class Sharding(Interpretation):
         given = treedef.child(0).child(0) if args else None
         state = leaves[: given.num_leaves] if given else []
         found = self.entered(self, f, args, keywords, (leaves, treedef), state)
-        at, tracer = found.at or here(self.mesh), found.tracer
+        at, tracer = found.here or here(self.mesh), found.tracer
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
-            if repacked(leaves, coordinates):
+            if repack_leaves(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
             where = partial(group, self.axes, at)
             if tracer is not None:
-                args, keywords = tracer.heard((args, keywords))
+                args, keywords = tracer.mark_numbers((args, keywords))
             elif enter_tracked(leaves, ownership, where):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtimes = (*found.runtimes, (self, runtime))
-            call = self.first_calls.begins((args[1:], keywords), found)
+            call = self.first_calls.begin_call((args[1:], keywords), found)
             try:
                 with inside(found.replace(runtimes=runtimes)), call:
                     out = f(*args, **keywords)
@@ -105,19 +105,19 @@ class Sharding(Interpretation):
                 raise
             runtime.gathers.close()
             if tracer is not None:
-                tracer.returned(args, out)
-            if self.first_calls.ran:
+                tracer.on_return(args, out)
+            if self.first_calls.ran_without_data:
                 self.first_calls.check_returned(out)
             self.ran(at)
             made, outdef = tree.flatten(out, is_leaf=is_sharded)
-            if repacked(made, coordinates):
+            if repack_leaves(made, coordinates):
                 out = tree.unflatten(outdef, made)
             if not all(map(is_sharded, made)):
-                before = given, state, self.first_calls.own_paths
-                out = laid_returned(out, made, outdef, *before)
+                before = given, state, self.first_calls.rank_local_paths
+                out = lay_returned(out, made, outdef, *before)
             self.first_calls.compare_state(f, found, given, out, call)
             if found.compiler is not None and found.compiler.whole:
-                found.compiler.compares(self.first_calls, f, found, outdef)
+                found.compiler.compares(self.first_calls, f, found, outdef)  # type: ignore[attr-defined]
             return out
 
     def entered(
@@ -150,9 +150,9 @@ class Sharding(Interpretation):
         places = tuple((mine[a], self.mesh.axes[a]) for a in self.axes)
         return before.replace(
             handlers=(*before.handlers, handler),
-            at=at,
-            varies=(*before.varies, *places),
-            drawing=before.drawing | self.first_calls.drawing,
+            here=at,
+            batch_places=(*before.batch_places, *places),
+            drawing_units=before.drawing_units | self.first_calls.drawing_units,
         )
 
     def recorded(self, recorder: Any) -> Interpretation:
@@ -172,9 +172,9 @@ class Sharding(Interpretation):
                 key = signature(*flat)
             except RuntimeError:
                 for given in (*args, keywords):
-                    refuse_spent(given)
+                    refuse_unusable(given)
                 raise
-            if tracer is None and self.first_calls.knows(at.rank, key):
+            if tracer is None and self.first_calls.was_checked(at.rank, key):
                 return
         if at.link.moves:
             names = arguments(len(args) - 1, 1)
@@ -183,7 +183,7 @@ class Sharding(Interpretation):
             return
         # Within a run without data its tracer hears of the call, and checks it there.
         if tracer is not None:
-            tracer.called(key, args, keywords, (*at.mean, *self.axes))
+            tracer.on_call(key, args, keywords, (*at.mean, *self.axes))
             return
         if _torch.fake_active():
             return
@@ -200,7 +200,7 @@ class Sharding(Interpretation):
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             axes = (*at.mean, *self.axes)
             self.first_calls.check(call, args, keywords, at, axes)
-        self.first_calls.learn(at.rank, [key])
+        self.first_calls.mark_checked(at.rank, [key])
 
     def _runtime(
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
@@ -244,7 +244,7 @@ class Sharding(Interpretation):
         if call.frame.whole:  # an enclosing unit has gathered its parameters
             return run
         runtime, tracer = call.frame.runtime_of(self), call.frame.tracer
-        run = run if tracer is None else tracer.within(call, run)
+        run = run if tracer is None else tracer.wrap_gathered(call, run)
         return partial(call_unit, self.cut, runtime, run, call)
 
     # Gradient calls
@@ -257,16 +257,18 @@ class Sharding(Interpretation):
         at, f = here(self.mesh), frame()
         coordinates = at.mesh.coordinates(at.rank)
         leaves, treedef = tree.flatten((call.args, call.keywords), is_leaf=is_sharded)
-        if repacked(leaves, coordinates):
+        if repack_leaves(leaves, coordinates):
             args, keywords = tree.unflatten(treedef, leaves)
             call = call.replace(args=args, keywords=keywords)
         runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
-        runtime.add_to(call.into)
+        runtime.add_to(call.earlier_grads)
         # In place of the runtime of the call around.
         others = [(h, theirs) for h, theirs in f.runtimes if h is not self]
         with inside(f.replace(runtimes=(*others, (self, runtime)))):
             packed = {**call.packed, **runtime.summed}
-            outcome = run(call.replace(packed=packed, parts=runtime.parts, into=None))
+            outcome = run(
+                call.replace(packed=packed, parts=runtime.parts, earlier_grads=None)
+            )
         runtime.sums.finish()
         runtime.gathers.close()
         outer.later = runtime.passed
@@ -320,21 +322,21 @@ class Sharding(Interpretation):
             found.check_observed()
         if (tracer := f.tracer) is not None:
             replicated = f.runtime_of(self).ownership.is_replicated
-            tracer.gradient(tuple(chosen), found.trees(), replicated)
+            tracer.on_gradient(tuple(chosen), found.trees(), replicated)
         with internal():
             found.take_sums()
             grads = found.trees()
         total = None if tracer is None else outcome.total
         own, summed = grads if runtime.sums_all else None, bool(runtime.sums.earlier)
-        outcome = outcome.replace(grads=grads, own=own, summed=summed)
+        outcome = outcome.replace(grads=grads, writable=own, includes_earlier=summed)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
             by = tuple(chosen)
-            outcome = outcome.replace(shown=lambda grads: shown(grads, by, steps))
+            outcome = outcome.replace(after_mean=lambda grads: shown(grads, by, steps))
         outcome = averaged(outcome, found, here(self.mesh))
         if tracer is not None:
             of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)
-            tracer.reduced(tuple(chosen), outcome.grads, of, value)
+            tracer.on_reduced(tuple(chosen), outcome.grads, of, value)
         return outcome
 
     def _steps(

@@ -46,7 +46,7 @@ def whole_step(
 
     @functools.partial(Transformed, f, "jit", lambda: [("whole_step", True)])
     def run(*args: Any, **keywords: Any) -> Any:
-        if (around := frame().around) is not None:
+        if (around := frame().run_outermost) is not None:
             # Not `run`: what holds itself lives until the garbage is collected.
             again = functools.wraps(f)(functools.partial(_called, f, graphs))
             return around(again, args, keywords)
@@ -166,8 +166,10 @@ class StepGraph:
     def __call__(self, given: Arguments, donated: Donation | None) -> Any:
         due = []
         for first_calls, f, found in self.trace.compared:
-            found = found.replace(at=at_now(found.at))
-            due.append((first_calls, f, found, first_calls.begins(given.rest, found)))
+            found = found.replace(here=at_now(found.here))
+            due.append(
+                (first_calls, f, found, first_calls.begin_call(given.rest, found))
+            )
         tensors, link = given.tensors(), self.trace.link
         if donated is not None:
             self._keep_others(tensors, donated)

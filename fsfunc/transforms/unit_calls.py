@@ -38,7 +38,11 @@ from fsfunc.core.execution_context import Running, running
 from fsfunc.core.units import Call
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.packing import by_buffer, joined, packed_of
+from fsfunc.sharded.packing import (
+    group_by_buffer,
+    join_differentiably,
+    packed_buffer_of,
+)
 from fsfunc.transforms.gathers import BufferDtypes, Calls, GatheredCall, Lifetime
 from fsfunc.transforms.gradients import check_derivatives, check_mapped
 from fsfunc.transforms.messages.wire import as_buffer, by_offset
@@ -85,7 +89,7 @@ def call_unit(
         _enter_whole(cut, leaves, whole, call, (inputs, named))
     if gathered:
         if f.tracer is not None:
-            f.tracer.takes(f"unit {call.name!r}", [leaves[i] for i in gathered])
+            f.tracer.on_take(f"unit {call.name!r}", [leaves[i] for i in gathered])
         if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         others = every_leaf[len(leaves) :]
@@ -105,18 +109,18 @@ def _gather_and_forget(
 ) -> Any:
     """Runs the unit between the two Functions, which free and re-gather buffers."""
     leaves, now = given.leaves, running()
-    order = now.thread
-    token = None if order is None else order.token
+    order = now.token
+    token = None if order is None else order.latest
     with label(call.name, "forward"):
         calls, shards, flats, positions = _buffers_read(given, call, runtime)
         # A recompute reads what the backward has gathered; one of a call whose graph
         # was forgotten as a whole is a forward of its own.
-        again = now.recompute and not now.forgotten
+        again = now.recompute and not now.saves_nothing
         calls = runtime.take(calls, shards, call.frame.casts, again)
         boundary = UnitBoundary(runtime, calls, shards)
         token, views = boundary.enter(flats, token, apart=call.frame.staged)
     if order is not None and token is not None:
-        order.token = token
+        order.latest = token
     for i, view in zip(positions, views, strict=True):
         split = leaves[i].layout.in_units
         leaves[i] = view if split is None else Sharded(view, split)
@@ -126,10 +130,10 @@ def _gather_and_forget(
         if any(h.reads_again(call) for h in call.frame.handlers):
             boundary.calls[0].gathers_again = True
     # The unit's own calls of units have moved the token on.
-    token = token if order is None else order.token
+    token = token if order is None else order.latest
     token = boundary.leave(outs, token, (views, given.others), call.savers, now)
     if order is not None and token is not None:
-        order.token = token
+        order.latest = token
     return tree.unflatten(spec, outs)
 
 
@@ -199,13 +203,13 @@ def _buffers_read(
     f, leaves = call.frame, given.leaves
     calls, shards, flats, order = [], [], [], []
     each = None if f.casts is None else f.casts.each(call.name, given.treedef)
-    for positions in by_buffer(leaves, given.gathered):
+    for positions in group_by_buffer(leaves, given.gathered):
         first = leaves[positions[0]]
         if (shard := first.packed) is not None:
             flat = shard.flat
         else:
             chosen = [leaves[i] for i in positions]
-            shard, flat = packed_of(chosen, runtime.coordinates)
+            shard, flat = packed_buffer_of(chosen, runtime.coordinates)
             runtime.groups[shard.split_axes]  # here: a backward has no context
         dtype = shard.flat.dtype
         dtypes = BufferDtypes(dtype, dtype)
@@ -230,10 +234,10 @@ def _buffers_read(
 def _compose(given: UnitArguments, call: Call, runtime: ShardRuntime) -> None:
     """Gathers, in place, by collectives with higher-order derivatives and ``vmap``."""
     casts, leaves = call.frame.casts, given.leaves
-    for positions in by_buffer(leaves, given.gathered):
+    for positions in group_by_buffer(leaves, given.gathered):
         chosen = [leaves[i] for i in positions]
         layout = chosen[0].layout
-        flat = joined(chosen, runtime.coordinates)
+        flat = join_differentiably(chosen, runtime.coordinates)
         shard = chosen[0].packed
         if shard is not None:
             flat = flat.to(shard.space.on_device(shard.flat).device)
@@ -344,7 +348,7 @@ class UnitBoundary(NamedTuple):
                     roots.append(y.grad_fn)
         if not tracked and token is None or not torch.is_grad_enabled():
             return token  # one made without grad would break the order of units
-        if forgotten and now.forgotten:
+        if forgotten and now.saves_nothing:
             calls[0].gathers_again = True  # with the whole of its graph
         elif forgotten:
             stop = set()

@@ -13,3 +13,9 @@ PyTree: TypeAlias = Any
 
 Leaf: TypeAlias = Any
 """One leaf of a tree: a tensor, a ``Sharded``, a number, or any other value."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a call, each a tree."""
+
+Keywords: TypeAlias = dict[str, Any]
+"""The keyword arguments of a call, each a tree."""

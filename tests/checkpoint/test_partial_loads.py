@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.donated import hold
+from fsfunc.sharded.donated import lock
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (
@@ -304,7 +304,7 @@ def test_copies_are_not_read_without_what_slow_momentum_makes_them_of(tmp_path):
 def test_a_target_that_is_being_saved_is_refused(tmp_path):
     state = {"w": torch.arange(3.0)}
     ff.save(tmp_path / "a", state)
-    release = hold([state["w"]])
+    release = lock([state["w"]])
     with pytest.raises(ValueError, match="is being saved"):
         ff.load(tmp_path / "a", state, donate=True)
     release()

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.core.losses import added
+from fsfunc.core.losses import add_aux
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import all_refused, close, same, simulated
 from tests.covering import examples
@@ -81,7 +81,7 @@ def test_uneven_microbatches_give_torchs_statistics(batches, ndim, momentum) -> 
     GENERATOR.manual_seed(ndim)  # an example is the same each time
     for sizes in batches:
         parts = [model(PARAMS, draw(*shape_of(ndim, n)) * 3 + 2)[1] for n in sizes]
-        stats, inputs = functools.reduce(added, parts)
+        stats, inputs = functools.reduce(add_aux, parts)
         assert [s.tree.count.item() for s in stats] == [inputs[0][:, 0].numel()] * 2
         running = ff.commit_statistics(running, stats, momentum)
         seen.append(inputs)
@@ -161,7 +161,7 @@ def test_value_and_gradients_are_those_of_torch(ndim, names) -> None:
 def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
     x = draw(600, C) + ratio * torch.tensor([1.0, -1.0, 0.5])
     parts = [ff.batch_norm(None, piece)[1] for piece in x.split([2, 98, 500])]
-    stats = functools.reduce(added, parts)
+    stats = functools.reduce(add_aux, parts)
     found = ff.commit_statistics(ff.init_statistics(C), stats, None)
     close(found.var.double() / x.double().var(0), torch.ones(C).double(), 2e-6)
     close(found.mean.double() / x.double().mean(0), torch.ones(C).double(), 1e-7)

@@ -89,7 +89,7 @@ def placed(values, plan):
     at, shards, made = here().mesh.coordinates(), {}, {}
     for layout in plan.values():
         if layout.flat:
-            key = layout.flat.buffer, layout.owned
+            key = layout.flat.buffer, layout.owners
             shards.setdefault(key, []).append(layout)
     for members in shards.values():
         absent = members[0].block(at) is None

@@ -64,7 +64,7 @@ def trained(loss):
 def planned(step, monkeypatch, *, every, mesh=MESH, rows=4 * N, depth=LAYERS):
     """All that the plans of the ranks say, and how often a unit's body ran."""
     count = 0
-    plainly = Observer.body
+    plainly = Observer.run_body
 
     def body(*args):
         nonlocal count
@@ -72,7 +72,7 @@ def planned(step, monkeypatch, *, every, mesh=MESH, rows=4 * N, depth=LAYERS):
         return plainly(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Observer, "body", body)
+        patch.setattr(Observer, "run_body", body)
         init = lambda: layers(depth, WIDTH, make=floats)  # noqa: E731
         args, how = (step, init, SHARDED, torch.zeros(rows, WIDTH)), {"mesh": mesh}
         found = ff.plan(*args, **how, every_microbatch=every)

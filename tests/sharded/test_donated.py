@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.sharded.spent import spend, unspend, why_spent
+from fsfunc.sharded.spent import spend, unspend, why_unusable
 from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -47,12 +47,12 @@ def test_a_spent_tensor_raises_and_can_be_given_back(make, use):
     with pytest.raises(RuntimeError, match=r"f32\[3\]: it went"):
         USES[use](x)
     assert repr(x) == f"a spent {kind.__name__}: it went" and isinstance(x, kind)
-    assert other.tolist() == [1, 1, 1] and why_spent(x) == "it went"
+    assert other.tolist() == [1, 1, 1] and why_unusable(x) == "it went"
     spend(x, "and again")
     with pytest.raises(RuntimeError, match="and again"):
         x + 1
     unspend(x)
-    assert type(x) is kind and torch.equal(x, other) and not why_spent(x)
+    assert type(x) is kind and torch.equal(x, other) and not why_unusable(x)
     unspend(x)
 
 

@@ -10,7 +10,12 @@ from fsfunc.runtime.stores import populate
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import chunk_here, joined, pack, packed_of
+from fsfunc.sharded.packing import (
+    join_differentiably,
+    local_chunk,
+    pack,
+    packed_buffer_of,
+)
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
 
@@ -58,13 +63,13 @@ def loose(at, layouts=None, start=1.0):
 def test_what_is_joined_is_differentiable_in_each_leaf(at):
     parts = [x.local.requires_grad_() for x in loose(at)]
     leaves = [Sharded(p, m) for p, m in zip(parts, members(), strict=True)]
-    flat = joined(leaves, at)
+    flat = join_differentiably(leaves, at)
     grads = torch.autograd.grad((flat * flat).sum(), parts)
     assert_equal(list(grads), [2 * p.detach() for p in parts])
-    packed, differentiated = packed_of(leaves, at)
+    packed, differentiated = packed_buffer_of(leaves, at)
     assert differentiated.grad_fn is not None and packed.flat.grad_fn is None
     with torch.no_grad():
-        packed, plain = packed_of(leaves, at)
+        packed, plain = packed_buffer_of(leaves, at)
     assert plain is packed.flat
 
 
@@ -72,9 +77,11 @@ def test_a_rank_has_no_room_for_what_others_own():
     owned = pack_flat(
         [(4,)], torch.float32, ["w"], ["data"], 2, "u", outer=[[Owned("pipe", 2, 1)]]
     )
-    assert chunk_here(owned[0], {"pipe": 1, "data": 0}) == 2
-    assert chunk_here(owned[0], {"pipe": 0, "data": 0}) == 0
-    assert chunk_here(Layout((4,), torch.float32, (Split(0, "data", 2),)), AT[0]) == 0
+    assert local_chunk(owned[0], {"pipe": 1, "data": 0}) == 2
+    assert local_chunk(owned[0], {"pipe": 0, "data": 0}) == 0
+    assert local_chunk(Layout((4,), torch.float32, (Split(0, "data", 2),)), AT[0]) == 0
     away = {"pipe": 0, "data": 1}
     leaf = Sharded(torch.zeros(0), owned[0])
-    assert pack([leaf], away).flat.shape == joined([leaf], away).shape == (0,)
+    assert (
+        pack([leaf], away).flat.shape == join_differentiably([leaf], away).shape == (0,)
+    )

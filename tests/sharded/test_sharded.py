@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import pack_flat
-from fsfunc.sharded.packing import repacked, split_buffers
+from fsfunc.sharded.packing import as_packed_tree, repack_leaves
 from fsfunc.sharded.slices import take
 from tests.checks import all_refused, refused
 
@@ -21,7 +21,7 @@ from tests.checks import all_refused, refused
 def repack(t, coordinates):
     """A tree, its leaves packed again where one had lost its buffer."""
     leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
-    return tree.unflatten(treedef, leaves) if repacked(leaves, coordinates) else t
+    return tree.unflatten(treedef, leaves) if repack_leaves(leaves, coordinates) else t
 
 
 AT = {"data": 1}
@@ -130,11 +130,11 @@ def test_copies_clone_the_part_alone():
 
 def test_a_whole_buffer_shows_what_it_was_gathered_from():
     shard = packed_of([(4,)])
-    assert not shard.shows(torch.float32)
-    shard.keep(torch.arange(4.0))
-    assert shard.shows(torch.float32) and not shard.shows(torch.bfloat16)
+    assert not shard.is_cached(torch.float32)
+    shard.cache_gathered(torch.arange(4.0))
+    assert shard.is_cached(torch.float32) and not shard.is_cached(torch.bfloat16)
     shard.leaves()[0].local.add_(1)  # a user who writes into a part
-    assert not shard.shows(torch.float32)
+    assert not shard.is_cached(torch.float32)
 
 
 def values(t):
@@ -143,8 +143,12 @@ def values(t):
 
 def test_a_donated_leaf_says_so():
     x = leaf()
-    x.spent = "it was donated"
-    for use in (lambda: x.local, lambda: split_buffers([x]), lambda: repack([x], AT)):
+    x.why_unusable = "it was donated"
+    for use in (
+        lambda: x.local,
+        lambda: as_packed_tree([x]),
+        lambda: repack_leaves([x], AT),
+    ):
         with pytest.raises(RuntimeError, match="'blocks/3/w': it was donated"):
             use()
     assert isinstance(x, Sharded) and x.shape == (4, 3)

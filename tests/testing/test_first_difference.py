@@ -42,7 +42,7 @@ class Fault:
             self.kind == kind
             and not ff.recording()
             and (f.path, f.numbers) == (self.path, self.numbers)
-            and (at is None or f.at is not None and f.at.rank == at)
+            and (at is None or f.here is not None and f.here.rank == at)
             and (self.micro is None or f.micro[-1][0] == self.micro)
         )
 
@@ -131,7 +131,7 @@ class Stale(ff.Interpretation):
 
     def unit(self, run, call):
         def stale(p, x):
-            at, rank = call.frame.at, NOW.rank
+            at, rank = call.frame.here, NOW.rank
             if (call.path, call.numbers) == (NOW.path, NOW.numbers):
                 here = rank is None or at is not None and at.rank == rank
                 here = here and not ff.recording()

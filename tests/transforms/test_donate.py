@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.donated import hold
+from fsfunc.sharded.donated import lock
 from tests.checks import close, same, simulated, trained
 from tests.models import WIDTH, chain, floats, layer, layers, train_step
 from tests.probes import LiveBytes
@@ -202,7 +202,7 @@ def test_held_memory_is_left_as_it_is(name, zero):
         expected = digest(ff.unshard(step(step(state, rows)[0], rows)[0]))
         parts = [x.detach() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
         before = [x.clone() for x in parts]
-        release = hold(parts)
+        release = lock(parts)
         donated = ff.donate(step)
         new, _ = donated(state, rows)
         assert all(map(torch.equal, parts, before))

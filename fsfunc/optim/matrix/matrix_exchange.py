@@ -197,7 +197,7 @@ def ranks_of(leaf: Any, share: bool) -> Ranks:
     if not is_sharded(leaf):
         return Ranks((), (), ())
     layout = leaf.layout
-    owned = {part.axis: part.coordinate for part in layout.owned}
+    owned = {part.axis: part.coordinate for part in layout.owners}
     held = {a: n for a, n in layout.sizes.items() if a not in owned}
     more = [a for a in averaged_axes() if share and a not in layout.axes]
     if all(n == 1 for n in held.values()) and not more:
@@ -214,7 +214,7 @@ def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> 
     """The index along the axes of an owner that is given."""
     layout = layout_of(leaf)
     at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
-    mine = {p.axis: (p.size, p.coordinate) for p in layout.owned}
+    mine = {p.axis: (p.size, p.coordinate) for p in layout.owners}
     along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
     if len(at) < len(where) or along != dict(axes) or not mine.items() <= at.items():
         raise ValueError(
@@ -247,10 +247,10 @@ class _Bucket:
     def is_here(self) -> bool:
         """True if this rank holds any of them: on some axes others may own them all."""
         layout = self.owners.layouts[0]
-        if not layout.owned:
+        if not layout.owners:
             return True
         at = here().mesh.coordinates()
-        return all(at[part.axis] == part.coordinate for part in layout.owned)
+        return all(at[part.axis] == part.coordinate for part in layout.owners)
 
     @property
     def index(self) -> int:
@@ -319,7 +319,7 @@ class MatrixExchange:
 
     def owner(self, i: int) -> tuple[Owned, ...]:
         """The place of matrix ``i``, as parts of a layout; () is everywhere."""
-        elsewhere = self.leaves[i].layout.owned if is_sharded(self.leaves[i]) else ()
+        elsewhere = self.leaves[i].layout.owners if is_sharded(self.leaves[i]) else ()
         if i not in self._found:  # it has no elements, and nobody has them
             return elsewhere
         bucket, k = self._found[i]

@@ -96,7 +96,7 @@ def recorded(
             raise ValueError(f"recorded: {name}={value} would keep nothing")
     recorder = CallRecorder(Path(folder).absolute(), calls, most)
     try:
-        with inside(frame().replace(around=recorder)):
+        with inside(frame().replace(run_outermost=recorder)):
             yield
     except Exception as error:
         recorder.note(error)
@@ -112,7 +112,7 @@ class CallRecorder:
         self.last: dict[int, int] = {}  # that of the last one kept, by rank
 
     def __call__(self, run: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        with inside(frame().replace(around=None)):
+        with inside(frame().replace(run_outermost=None)):
             at = maybe_here()
             if recording() or not _has_values(at):
                 return run(*args, **keywords)
@@ -280,7 +280,7 @@ def sums_of(value: Any) -> list[list[Any]]:
     tensors: dict[int, Tensor] = {}
     for path, x in zip(paths, leaves, strict=True):
         if is_sharded(x):
-            if x.spent:
+            if x.why_unusable:
                 continue
             x = x.local if x.packed is None else x.packed.flat
             if id(x) in tensors:

@@ -111,7 +111,7 @@ def replay(
     with ExitStack() as stack:
         stack.enter_context(kept.settings())
         stack.enter_context(ledger())  # so that what is silent is known
-        stack.enter_context(inside(frame().replace(around=None)))
+        stack.enter_context(inside(frame().replace(run_outermost=None)))
         if kept.axes is not None:
             mesh = _mesh(tuple(map(tuple, kept.axes)))
             stack.enter_context(place_here(Here(mesh, rank, kept.link)))

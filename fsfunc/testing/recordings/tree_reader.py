@@ -141,7 +141,7 @@ class TreeReader:
         flat.requires_grad_(said["grad"])
         packed = FlatShard(tuple(members), flat, said["at"])
         if whole is not None:
-            packed.keep(whole)
+            packed.cache_gathered(whole)
         return packed
 
     def _home(self, x: Tensor, said: Mapping[str, Any]) -> Tensor:

@@ -24,7 +24,7 @@ from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.plain_leaves import laid_as
+from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.testing.recordings.json_values import (
     ODD,
     as_json,
@@ -119,7 +119,7 @@ class TreeWriter:
             return {"value": told(ODD, kind)}
         name = f"leaf {number}"
         with _torch.beneath_all_modes():
-            how, stride = laid_as(x), list(x.stride())
+            how, stride = placement_of(x), list(x.stride())
             self._keep(name, x)
         return {
             "tensor": name,
@@ -131,7 +131,7 @@ class TreeWriter:
         }
 
     def _sharded(self, leaf: Sharded) -> Any:
-        if leaf.spent or leaf.parts is not None:
+        if leaf.why_unusable or leaf.parts is not None:
             return {"value": told(ODD, Sharded)}
         packed = leaf.packed
         if packed is not None:
@@ -154,7 +154,7 @@ class TreeWriter:
             members = [self._layout(m) for m in packed.members]
             said = {"members": members, "at": dict(packed.coordinates)}
             said |= {"whole": None, "grad": flat.requires_grad, "home": _home(flat)}
-            if whole is not None and packed.shows(whole.dtype):
+            if whole is not None and packed.is_cached(whole.dtype):
                 # A later call gathers it no more.
                 self._keep(f"whole {number}", whole)
                 same = _torch.storage_key(whole) == _torch.storage_key(flat)

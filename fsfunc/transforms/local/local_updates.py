@@ -24,8 +24,8 @@ from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.plain_leaves import check_laid_out, holds_own, lay_leaves
-from fsfunc.sharded.spent import spend, why_spent
+from fsfunc.sharded.plain_leaves import check_laid_out, find_rank_local, lay_leaves
+from fsfunc.sharded.spent import spend, why_unusable
 from fsfunc.transforms.local.averaging import (
     LocalState,
     Relabeled,
@@ -180,7 +180,7 @@ class LocalUpdates(Interpretation):
         where, coordinates = group(self.axes, at), at.mesh.coordinates(at.rank)
         state = self._own(args, keywords)
         mine = self.copies.copy(state.copies, coordinates)
-        if (path := holds_own(mine)) is not None:
+        if (path := find_rank_local(mine)) is not None:
             raise ValueError(_OWN.format(self.called, path))
         if isinstance(args[0], LocalState):  # else as the caller laid it out
             lay_leaves(mine)
@@ -222,9 +222,9 @@ class LocalUpdates(Interpretation):
         mine = tuple(
             (at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes
         )
-        varies, handlers = (*before.varies, *mine), (*before.handlers, self)
+        varies, handlers = (*before.batch_places, *mine), (*before.handlers, self)
         at = replace(at, apart=(*at.apart, *self.axes))
-        return replace(before, handlers=handlers, varies=varies, at=at)
+        return replace(before, handlers=handlers, batch_places=varies, here=at)
 
     def _own(self, args: Any, keywords: Any) -> LocalState:
         """The state that a call was given, checked: it must not be differentiated."""
@@ -293,7 +293,7 @@ def _tell(mine: Any, given: Any) -> None:
     copies = given.copies if isinstance(given, LocalState) else given
     ours, theirs = (tree.leaves(t, is_leaf=is_sharded) for t in (mine, copies))
     for x, y in zip(ours, theirs, strict=True):
-        if (why := why_spent(x)) and frame().donated is None:
+        if (why := why_unusable(x)) and frame().donated is None:
             spend(y, why)
 
 
