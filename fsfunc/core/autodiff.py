@@ -237,7 +237,7 @@ def _first_order(call: GradientCall) -> Outcome:
     picked = leaves.tensors
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
-        runtime.begin()
+        runtime.begin_forward()
     thread = UnitToken(leaves.device) if runtimes and graph else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.set_grad_enabled(graph):

@@ -134,7 +134,7 @@ class _Accumulate(Interpretation):
                     i += n
                     if n and i == self.n:
                         for _, runtime in f.runtimes:
-                            runtime.go_on(f.micro)
+                            runtime.advance(f.micro)
             if rounds is not None:
                 rounds.end()
             tracer.turn("", 0)

@@ -116,7 +116,7 @@ class Gradients:
             shards[key] = shard.like(_zeros(shard) if grad is None else grad)
         sums, half = [], torch.float16  # GradientSums._keep divided float16 and casts
         for key, s in shards.items():
-            if key in runtime.sums.earlier:
+            if key in runtime.sums.began_as_means:
                 continue  # divided as it came
             if half != s.flat.dtype == runtime.summed[key].flat.dtype:
                 sums.append(s.flat)

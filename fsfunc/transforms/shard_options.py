@@ -93,7 +93,7 @@ class ShardOptions:
         """All axes over which the loss is a mean."""
         return (*self.replicate, *self.axis)
 
-    def holds(self, name: str, shard: FlatShard) -> bool:
+    def retains(self, name: str, shard: FlatShard) -> bool:
         """True if a unit call of this name keeps a gathered buffer for its backward."""
         again = self.reshard_after_forward
         if isinstance(again, bool):

@@ -269,8 +269,8 @@ class Sharding(Interpretation):
             outcome = run(call.replace(packed=packed, parts=runtime.parts, into=None))
         runtime.sums.finish()
         runtime.gathers.close()
-        outer.later = runtime.passed
-        outer.go_on(f.micro)
+        outer.index_after = runtime.next_index
+        outer.advance(f.micro)
         return self._ended(call, outcome, runtime)
 
     def _begun(
@@ -296,7 +296,7 @@ class Sharding(Interpretation):
             steps=self._steps(summed, parts),
             observers=observers,
             feedback=feedback[-1] if feedback else None,
-            first=outer.passed,
+            first_index=outer.next_index,
             differentiated=chosen,
             summed=summed,
             parts=parts,
@@ -325,7 +325,10 @@ class Sharding(Interpretation):
             found.take_sums()
             grads = found.trees()
         total = None if tracer is None else outcome.total
-        own, summed = grads if runtime.sums_all else None, bool(runtime.sums.earlier)
+        own, summed = (
+            grads if runtime.sums_all else None,
+            bool(runtime.sums.began_as_means),
+        )
         outcome = outcome.replace(grads=grads, own=own, summed=summed)
         steps = runtime.sums.steps
         if steps is not None and steps.done:
