@@ -342,7 +342,7 @@ def _first_order(call: GradientCall) -> Outcome:
     originals = leaves.tensors
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
-        runtime.begin()
+        runtime.begin_forward()
     # Ranks communicate in the backward of units: the token gives all the same order.
     token = UnitToken(leaves.device) if runtimes and has_backward else None
     # New autograd leaves: the caller's tensors may have a history, or a `.grad`.

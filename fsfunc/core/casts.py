@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tree.structure import matches
 from fsfunc.tree.types import Leaf
 

@@ -133,7 +133,7 @@ class Observed:
     def expect(self, calls: Sequence[BufferCall]) -> None:
         """Adds the buffers of a unit call, whose gradients will come."""
         for call in calls:
-            if call.summed_here:
+            if call.summed_by_runtime:
                 key = id(call.shard), call.micro
                 if key in self.shown:
                     raise RuntimeError(f"{call.name}: its gradient was observed before")

@@ -216,7 +216,7 @@ class Pipelining(Interpretation):
         if not batches[0].cut.stages:
             return differentiate(call)
         for _, runtime in f.runtimes:
-            runtime.begin()
+            runtime.begin_forward()
         results = self._run(worker, *[forward_only] * evaluates)
         for _, runtime in f.runtimes:  # before ranks wait for the loss of the last one
             runtime.end_backward(f.micro[:depth])

@@ -223,7 +223,7 @@ class Observer(Tracer, OperatorMode):
             _torch.storage_key(x) for x in given if not _torch.is_wrapped(x)
         }
         self._copies = set()
-        if (compiler := call.frame.compiler) is not None and compiler.means(call):
+        if (compiler := call.frame.compiler) is not None and compiler.compiles(call):
             self.compiled.add(call.name)
         try:
             with self._unit(call.name), self.kernels():

@@ -28,7 +28,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import Kernels
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.transforms.rematerialization import share_kept
+from fsfunc.transforms.rematerialization import saved_share
 
 
 class PartedUnits:
@@ -49,7 +49,11 @@ class PartedUnits:
         Where the compiler does not part it, or a recompute runs it twice, its own.
         """
         fn, compiler = call.unit.fn, call.frame.compiler
-        if compiler is None or not compiler.parts(call) or not _is_parted(call):
+        if (
+            compiler is None
+            or not compiler.partitions_call(call)
+            or not _is_parted(call)
+        ):
             return fn
         leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
         if any(map(is_sharded, leaves)):
@@ -64,7 +68,7 @@ class PartedUnits:
             else x
             for i, x in enumerate(leaves)
         ]
-        share = share_kept(call)
+        share = saved_share(call)
         key = call.unit, share, treedef, repr(kinds)
         if key not in self._made:
             self._made[key] = self._traced(call, share, leaves, treedef)

@@ -103,7 +103,7 @@ class GroupLayout:
             if sharding is not None:
                 units = ["/".join(t.path) for t in recorder.taken]
                 paths = {p for g in groups for p in g.paths}
-                sharding.cut.check_names({*units, *paths})
+                sharding.options.check_names({*units, *paths})
                 order = recorder.order(groups, coordinates)
         plan = recorder.planned[key] = _Plan(groups, order)
         return plan
@@ -166,7 +166,7 @@ class GroupLayout:
         """The layouts of the leaves of a group that are laid out, side by side."""
         g, recorder = placed.group, self.recorder
         apart = recorder.layouts[g.paths[0]].split_axes
-        axes = sharding.cut.beside(apart) if sharding.zero else ()
+        axes = sharding.options.axis_without(apart) if sharding.zero else ()
         sizes = [sharding.mesh.axes[a] for a in axes]
         shapes, outer = [self.leaves[p].shape for p in g.paths], recorder.outer(g)
         names = [placed.paths.get(p, p) for p in g.paths]

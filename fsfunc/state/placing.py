@@ -304,7 +304,7 @@ def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
 
 def _warn_of_whole(sharding: Sharding, leaves: Collection[Any], at: Here) -> None:
     """Warns where a step that is to have its state in parts has all of it whole."""
-    if at.rank or not sharding.zero or at.mesh.axis_size(sharding.cut.axis) == 1:
+    if at.rank or not sharding.zero or at.mesh.axis_size(sharding.options.axis) == 1:
         return
     whole = [x for x in leaves if isinstance(x, Tensor) and differentiable(x)]
     if whole and not any(map(is_sharded, leaves)):

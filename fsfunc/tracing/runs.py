@@ -235,6 +235,6 @@ class NotedShard(Noted):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         flat = tree.flatten((args, keywords), is_leaf=is_sharded)
-        with inside(self.handler.entered(self, f, args, keywords, flat)):
+        with inside(self.handler.enter(self, f, args, keywords, flat)):
             args, keywords = self.recorder.mark_numbers((args, keywords))
             return f(*args, **keywords)

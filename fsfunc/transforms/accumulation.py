@@ -1,4 +1,12 @@
-"""``accumulate``: one gradient call as several, on microbatches."""
+"""``accumulate``: one gradient call as several, on microbatches.
+
+`Microbatches` cuts the batch, and each part runs the gradient call under the transforms
+further in; `_Sums` adds the outcomes::
+
+    for i in range(n):
+        sums.add(run(part(i)))       # loss, weight, aux, gradients
+    return sums.outcome()            # divided into means when it leaves the step
+"""
 
 from __future__ import annotations
 
@@ -24,8 +32,15 @@ from fsfunc.core.tracers import Carried, Round, Tracer
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import as_packed_tree, as_packed_trees
-from fsfunc.transforms.microbatches import Microbatches, warn_narrow
-from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.transforms.microbatches import Microbatches, RowGradients, warn_narrow
+from fsfunc.transforms.sharded_calls import (
+    Args,
+    Function,
+    Keywords,
+    RunGradient,
+    Sharding,
+)
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -81,74 +96,96 @@ def accumulate(
 
 
 class _Accumulate(Interpretation):
+    """The interpretation of ``accumulate``.
+
+    Args:
+        n: the number of microbatches.
+        batch_argnums: which arguments are the batch, if the call does not say.
+        depth: the number of gradient calls around the step.
+        runs_once: whether one microbatch stands for all, while a step is recorded.
+    """
+
     called = "accumulate"
     ends_alike = True
 
     def __init__(
-        self, n: int, chosen: BatchArgnums | None, depth: int = 0, once: bool = False
+        self,
+        n: int,
+        batch_argnums: BatchArgnums | None,
+        depth: int = 0,
+        runs_once: bool = False,
     ):
-        self.n, self.chosen, self.once = n, chosen, once
-        self.depth = depth  # how many gradient calls are around the step
+        self.n, self.batch_argnums, self.runs_once = n, batch_argnums, runs_once
+        self.depth = depth
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
-        said = () if self.chosen is None else (("batch_argnums", self.chosen),)
-        return (("n", self.n), *said)
+        argnums = self.batch_argnums
+        named = () if argnums is None else (("batch_argnums", argnums),)
+        return (("n", self.n), *named)
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    def call(self, f: Function, args: Args, keywords: Keywords) -> PyTree:
         """Calls ``f`` with a copy of this that knows the enclosing gradient calls."""
+        # A copy, as ranks that are threads share this object.
         outer = frame()
-        one = _Accumulate(self.n, self.chosen, outer.in_loss, self.once)
-        with inside(outer.replace(handlers=(*outer.handlers, one))):
+        copy = _Accumulate(self.n, self.batch_argnums, outer.in_loss, self.runs_once)
+        with inside(outer.replace(handlers=(*outer.handlers, copy))):
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
-        return _Accumulate(self.n, self.chosen, once=True)  # one records them all
+        return _Accumulate(self.n, self.batch_argnums, runs_once=True)
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def accumulated(call: GradientCall) -> Outcome:
+    def gradient(self, run: RunGradient) -> RunGradient:
+        def accumulate_gradients(call: GradientCall) -> Outcome:
             if frame().in_loss > self.depth:  # a derivative that the loss itself takes
                 return run(call)
-            cut = Microbatches(call, self.n, self.chosen, "accumulate", even=True)
-            own: list[Any] = []
-            if self.once:
-                outcome = cut.apart(run(cut.part(0)), own)
+            batch = Microbatches(
+                call, self.n, self.batch_argnums, "accumulate", even=True
+            )
+            # Of each microbatch the gradients by its rows, which are not summed.
+            by_rows: list[RowGradients] = []
+            if self.runs_once:
+                outcome = batch.take_row_gradients(run(batch.part(0)), by_rows)
                 aux = divide_aux(reduce(add_aux, [outcome.aux] * self.n), self.n)
-                return cut.joined(outcome.replace(aux=aux), own * self.n)
+                outcome = outcome.replace(aux=aux)
+                return batch.put_row_gradients(outcome, by_rows * self.n)
             f, sums, i = frame(), _Sums(), 0
-            adds, tracer = self._adds(f), f.tracer or Tracer()
+            sums_in_place, tracer = self._shard_sums_in_place(f), f.tracer or Tracer()
+            # While a step is planned, a round that is like the one before is not run:
+            # `rounds` notes its events again, and says how many.
             rounds = tracer.observe_rounds()
             while i < self.n:
                 if rounds is not None:
                     rounds.begin("m", i)
                 tracer.begin_turn("m", i)
                 with inside(f.replace(micro=(*f.micro, (i, self.n)))):
-                    part = cut.part(i)
-                    if adds and sums.ours:
+                    part = batch.part(i)
+                    if sums_in_place and sums.is_writable:
                         part = part.replace(earlier_grads=sums.grads)
-                    sums.add(cut.apart(run(part), own))
-                    del part
+                    sums.add(batch.take_row_gradients(run(part), by_rows))
+                    del part  # with `into`: the sums of before would live on in it
                 i += 1
                 if rounds is not None:
                     handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
                     left = self.n - i - (not _ends_alike(f))
-                    n = rounds.after(Round(handed, sums.ours, left, i - 1))
-                    own += own[-1:] * n
-                    i += n
-                    if n and i == self.n:
+                    skipped = rounds.after(Round(handed, sums.is_writable, left, i - 1))
+                    by_rows += by_rows[-1:] * skipped
+                    i += skipped
+                    # The last microbatch was skipped, which would have done this.
+                    if skipped and i == self.n:
                         for _, runtime in f.runtimes:
-                            runtime.go_on(f.micro)
+                            runtime.advance(f.micro)
             if rounds is not None:
                 rounds.end()
             tracer.begin_turn("", 0)
             for x in sums.carried().tensors if self.n > 99 else ():
                 warn_narrow(x, self.n)
-            return cut.joined(sums.outcome(), own)
+            return batch.put_row_gradients(sums.outcome(), by_rows)
 
-        return accumulated
+        return accumulate_gradients
 
-    def _adds(self, f: Frame) -> bool:
-        """True if `shard` is the next transform within that has to do with gradients.
+    def _shard_sums_in_place(self, f: Frame) -> bool:
+        """Returns whether `shard` is the next transform within that sees gradients.
 
         It adds those of a microbatch to the sums as they come.
         """
@@ -156,33 +193,40 @@ class _Accumulate(Interpretation):
         if not any(handler is self for handler in within):
             return False
         # The iterator goes on behind this handler: with those within.
-        own = (h for h in within if type(h).gradient is not Interpretation.gradient)
-        return isinstance(next(own, None), Sharding)
+        sees = (h for h in within if type(h).gradient is not Interpretation.gradient)
+        return isinstance(next(sees, None), Sharding)
 
 
 def _ends_alike(f: Frame) -> bool:
-    """True if the last microbatch is one like the others: nothing waits for it."""
+    """Returns whether the last microbatch does what others do: nothing waits for it."""
     reduces = any(runtime.differentiated for _, runtime in f.runtimes)
     return not reduces and all(handler.ends_alike for handler in f.handlers)
 
 
 class _Sums:
-    """Outcomes, added up one by one."""
+    """Outcomes, added up one by one.
+
+    Attributes:
+        sum: an outcome with the sums of all but gradients; None before the first.
+        grads: the sums of gradients.
+        count: the number of microbatches.
+        is_writable: whether ``grads`` may be written in place.
+    """
 
     def __init__(self) -> None:
-        self.first: Any = None
+        self.sum: Any = None
         self.grads: Any = None
-        self.count = 0  # of microbatches
-        self.ours = False  # whether ``grads`` may be written in place
+        self.count = 0
+        self.is_writable = False
 
     def add(self, outcome: Outcome) -> None:
         """Adds an outcome, without writing into its memory."""
         self.count += outcome.count
-        if self.first is None:
-            self.first, self.grads = outcome, outcome.grads
-            self.ours = outcome.is_writable
+        if self.sum is None:
+            self.sum, self.grads = outcome, outcome.grads
+            self.is_writable = outcome.is_writable
             return
-        a, b = self.first, outcome
+        a, b = self.sum, outcome
         if (a.scale, len(a.after_sum)) != (b.scale, len(b.after_sum)):
             raise ValueError(
                 "accumulate: a transform within changes the gradients, or what the "
@@ -190,22 +234,28 @@ class _Sums:
                 "them outcome.with_mean(...), of the same gradients where none change"
             )
         weight = add_weights(a.weight, b.weight)
+        # `summed`: `shard` has added them already, to those that it was given.
         self.grads = (
-            outcome.grads if outcome.includes_earlier else self._added(outcome.grads)
+            outcome.grads
+            if outcome.includes_earlier
+            else self._add_grads(outcome.grads)
         )
         aux = add_aux(a.aux, b.aux)
         # Without its gradients: they would be held until the last microbatch.
         sums = a.replace(grads=None, writable=None)
-        self.first = sums.replace(total=a.total + b.total, weight=weight, aux=aux)
+        self.sum = sums.replace(total=a.total + b.total, weight=weight, aux=aux)
 
-    def _added(self, grads: Any) -> Any:
-        ours, theirs = as_packed_trees(self.grads, grads)
-        out = list(ours.tensors)
-        at = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
-        if not at:
+    def _add_grads(self, grads: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Returns the sums with ``grads``: the same trees if they are writable."""
+        # Buffer by buffer, not leaf by leaf.
+        sum_buffers, new_buffers = as_packed_trees(self.grads, grads)
+        out = list(sum_buffers.tensors)
+        positions = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
+        if not positions:
             return self.grads
-        xs, ys = [out[i] for i in at], [theirs.tensors[i] for i in at]
-        if self.ours:
+        xs = [out[i] for i in positions]
+        ys = [new_buffers.tensors[i] for i in positions]
+        if self.is_writable:
             torch._foreach_add_(xs, ys)  # pyright: ignore
             return self.grads
         # Autograd may hand out one tensor twice, an expanded one, or the caller's own:
@@ -214,28 +264,28 @@ class _Sums:
             sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
         else:
             offloaded = any_offloaded()
-            sums = [*map(_sum, xs, ys)] if offloaded else torch._foreach_add(xs, ys)
+            sums = [*map(_add, xs, ys)] if offloaded else torch._foreach_add(xs, ys)
             count_as("gradients", sums)
-            self.ours = True
-        for i, x in zip(at, sums, strict=True):
+            self.is_writable = True
+        for i, x in zip(positions, sums, strict=True):
             out[i] = x
-        return ours.rebuild(out)
+        return sum_buffers.rebuild(out)
 
     def carried(self) -> Carried:
-        """The sums; they count their microbatches."""
-        values = self.first.total, self.first.weight, self.first.aux
-        every = [*tree.leaves(values), *as_packed_tree(self.grads).tensors]
-        return Carried([x for x in every if isinstance(x, Tensor)], {"sums": self})
+        """Returns what one microbatch hands on to the next: the sums, with a count."""
+        values = self.sum.total, self.sum.weight, self.sum.aux
+        leaves = [*tree.leaves(values), *as_packed_tree(self.grads).tensors]
+        return Carried([x for x in leaves if isinstance(x, Tensor)], {"sums": self})
 
     def outcome(self) -> Outcome:
-        """The outcome that is the sum."""
+        """Returns the outcome that is the sum."""
         grads = self.grads
-        own = grads if self.ours else None
-        return self.first.replace(grads=grads, writable=own, count=self.count)
+        writable = grads if self.is_writable else None
+        return self.sum.replace(grads=grads, writable=writable, count=self.count)
 
 
-def _sum(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y``, in the memory space of ``x``."""
-    home = space_of(x)
-    out = home.empty_like(x, scratch=True) if home.offloaded else None
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    """Returns ``x + y``, in the memory space of ``x``."""
+    space = space_of(x)
+    out = space.empty_like(x, scratch=True) if space.offloaded else None
     return torch.add(x, y.to(x.device), out=out)

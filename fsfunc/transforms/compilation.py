@@ -18,7 +18,7 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.inputs import check_function
-from fsfunc.transforms.rematerialization import keeps_names, share_kept
+from fsfunc.transforms.rematerialization import saved_share, saves_named_values
 from fsfunc.tree.structure import matches
 
 _P = ParamSpec("_P")
@@ -181,11 +181,11 @@ class _Compiler:
     def of(self, call: Call) -> Callable[..., Any]:
         """The function to run for a unit call: compiled, if its name is meant."""
         name, plain = call.name, call.unit.fn
-        if not self.means(call):
+        if not self.compiles(call):
             return plain
-        if keeps_names(call):
+        if saves_named_values(call):
             raise ValueError(_NAMED.format(name))
-        share = share_kept(call) if self.partitions else None
+        share = saved_share(call) if self.partitions else None
         with self._lock:
             kinds = self._made.setdefault(call.unit, {})
             found = kinds.get(share)
@@ -197,7 +197,7 @@ class _Compiler:
                 kinds[share] = found = _told(made, call.unit.__name__)
         return found
 
-    def means(self, call: Call) -> bool:
+    def compiles(self, call: Call) -> bool:
         """True if the unit of a call is one to compile."""
         return self._meant(call.name)
 
@@ -214,9 +214,9 @@ class _Compiler:
                 kinds[name] = _told(torch.compile(make(), **options), name)
         return kinds[name]
 
-    def parts(self, call: Call) -> bool:
+    def partitions_call(self, call: Call) -> bool:
         """True if it compiles a call's unit, and says what its backward is given."""
-        return self.partitions and self.means(call)
+        return self.partitions and self.compiles(call)
 
     def _compile(
         self, fn: Callable[..., Any], share: float | None = None

@@ -1,4 +1,15 @@
-"""The gathers of one sharded call on one rank: in flight, arrived, held, dropped."""
+"""The gathered buffers of one call of a sharded function, on one rank.
+
+A packed buffer is gathered before a unit call that reads it, and dropped when the next
+unit takes its own; the backward gathers it again::
+
+    prefetch_next        start_gather       wait, decode        the unit runs   drop
+    (the unit before) -> in flight       -> whole buffer     -> reads views  -> freed
+
+`shard_runtime` decides when; `unit_calls` makes a `GatheredCall` for each buffer that a
+unit call reads, and passes the views of it to the unit. `Gathers` has those that are in
+flight or alive.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +34,12 @@ from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.messages.wire import Gather, KeptGather, check_decoded
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
+# (index, count) in each enclosing loop over microbatches, outermost first.
 Micro = tuple[tuple[int, int], ...]
+
+# The gradients of a buffer's leaves, packed: a tensor, the whole buffer; or, where a
+# whole step is compiled, a dict of its parts by offset.
+Packed: TypeAlias = Any
 
 
 class Lifetime(Enum):
@@ -56,23 +72,26 @@ class GatheredCall:
     they reference no autograd graph: the FlatShard, which may have one, by weakref.
 
     Args:
-        name, key, micro: the unit call's name, numbers and microbatches.
+        name: that of the unit call; ``key``: its number within each enclosing unit.
+        micro: (index, count) in each enclosing loop over microbatches.
         shard: the buffer; ``views``: where the leaves that the call reads are in it.
         dtypes: those of the gather and of the reduction.
-        summed_here: the runtime sums the gradient, and not autograd.
+        summed_by_runtime: whether the runtime sums the gradient, and not autograd.
 
     Attributes:
         full: the gathered buffer, until it is dropped.
         lifetime: who drops it.
-        shares_previous: ``full`` is that of the call before, a small unit beside this.
-        gathers_again: saved views of ``full`` were dropped: the backward gathers.
-        later_gradient: that of later calls that share the buffer, packed.
+        shares_previous: whether ``full`` is that of the unit call before this one: with
+            ``min_bytes`` small neighbouring units share a buffer.
+        gathers_again: whether the backward gathers the buffer again, as views of
+            ``full`` that autograd saved were replaced by their places.
+        later_gradient: the gradient of later calls that share the buffer.
     """
 
     full: Tensor | None = None
     lifetime = Lifetime.CALL
     shares_previous = gathers_again = False
-    later_gradient: Any = None
+    later_gradient: Packed | None = None
 
     def __init__(
         self,
@@ -82,10 +101,11 @@ class GatheredCall:
         shard: FlatShard,
         views: list[View],
         dtypes: BufferDtypes,
-        summed_here: bool = False,
+        summed_by_runtime: bool = False,
     ):
         self.name, self.key, self.micro, self.views = name, key, micro, views
-        self.dtype, self.dtypes, self.summed_here = dtypes[0], dtypes, summed_here
+        self.dtype, self.dtypes = dtypes[0], dtypes
+        self.summed_by_runtime = summed_by_runtime
         self._shard, self._version = weakref.ref(shard), shard.version
 
     @property
@@ -93,18 +113,18 @@ class GatheredCall:
         """The buffer, while it is referenced elsewhere."""
         return self._shard()
 
-    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
-        """True if ``full`` has the values of ``shard``, in ``dtype``."""
+    def is_of(self, shard: FlatShard, dtype: torch.dtype) -> bool:
+        """Returns whether ``full`` has the values of ``shard``, in ``dtype``."""
         same = self.full is not None and self._shard() is shard
         return same and self.dtype == dtype and self._version == shard.version
 
-    def take_over(self, other: GatheredCall) -> None:
+    def adopt_buffer(self, other: GatheredCall) -> None:
         """Takes the gathered buffer of ``other``, if it is that of this call too."""
         same = self._shard() is other._shard() and self.dtype == other.dtype
         if self.full is None and same and self._version == other._version:
             self.full, self.lifetime = other.full, other.lifetime
 
-    def check(self, shard: FlatShard) -> None:
+    def check_version(self, shard: FlatShard) -> None:
         """Raises if the parameters were overwritten since they were gathered."""
         if self._version != shard.version:
             raise RuntimeError(
@@ -113,15 +133,15 @@ class GatheredCall:
                 "unit would gather the new values: take the gradients before the update"
             )
 
-    def parameters(self) -> list[Tensor]:
-        """The leaves, as views of the whole buffer."""
+    def parameter_views(self) -> list[Tensor]:
+        """Returns the leaves that the call reads, as views of the whole buffer."""
         if (full := self.full) is None:
             raise RuntimeError(
                 f"unit {self.name!r} reads a buffer that is not gathered"
             )
-        start, leaves = full.storage_offset(), []
-        for shape, steps, offset in self.views:
-            leaves.append(full.as_strided(shape, steps, start + offset))
+        buffer_offset, leaves = full.storage_offset(), []
+        for shape, stride, offset in self.views:
+            leaves.append(full.as_strided(shape, stride, buffer_offset + offset))
         return leaves
 
 
@@ -129,18 +149,31 @@ class GatheredCall:
 Calls = list[GatheredCall]
 
 
-class _Near(NamedTuple):
-    """A gather that kept a partial result, from which to re-gather in backward."""
+class _PartialGather(NamedTuple):
+    """A gather whose partial result is stored, for the backward to start from.
+
+    Args:
+        shard: the buffer, which keeps its id from reuse while the entry lives.
+        version: of the parameters that were gathered, with the dtype of the gather.
+        handle: starts the same gather again.
+        count: the number of elements that arrived.
+        like: an empty tensor of their dtype and device.
+    """
 
     shard: FlatShard
-    shows: tuple[int, torch.dtype]  # its version, and the dtype of the gather
-    first: KeptGather
-    count: int  # the elements that arrived
-    like: Tensor  # an empty tensor of their dtype and device
+    version: tuple[int, torch.dtype]
+    handle: KeptGather
+    count: int
+    like: Tensor
 
 
-class _Coming(Handle):
-    """A fetch that was sent ahead, for which the stream waits that reads it."""
+class _FetchAhead(Handle):
+    """A copy from a store to a GPU that runs beside what the GPU computes.
+
+    Args:
+        full: the buffer that it fills.
+        end: what `host_copies.send_ahead` returned for it.
+    """
 
     awaited = False
 
@@ -149,12 +182,15 @@ class _Coming(Handle):
         self.stream = host_copies.GPU.stream(full)
 
     def wait(self) -> Tensor:
+        # Only the stream that reads it waits; Python goes on.
         host_copies.arrive(self.full, self.end)
         self.awaited = True
         return self.full
 
     def __del__(self) -> None:
-        if not self.awaited:  # an error came first; its memory may be free next
+        # An error came before the wait: without one the allocator could hand out the
+        # memory while the copy still writes to it.
+        if not self.awaited:
             host_copies.arrive(self.full, self.end, self.stream)
 
     def done(self) -> bool:
@@ -169,10 +205,21 @@ class Gathers:
         shards: the packed buffers among the arguments.
         options: those of ``shard``.
         pool: memory for what arrives.
-        again: whether partial results of a ``KeptGather`` are kept for the backward.
+        stores_partial: whether the partial result of a ``KeptGather`` is stored, for
+            the backward to gather from.
 
-    ``recent`` are the unit calls whose buffers are alive: the last one, and those that
-    a backward recomputes.
+    Attributes:
+        message: the ``Gather`` that encodes, sends and decodes.
+        is_inexact: whether ``message`` changes what it sends, of dtypes it encodes.
+        live_calls: the unit calls whose buffers are alive: the last one, and those
+            that a backward recomputes.
+        by_name: the buffers by their names; several have one name where trees of one
+            layout are arguments, such as the parameters and a copy of them.
+        tree_index: the position, in ``by_name``, of the tree that was read last.
+        in_flight: by the buffer's name, a gather that was sent ahead: what it gathers,
+            its handle, and the rank's range.
+        partial_gathers: by the id of a buffer, its gather with a partial result.
+        offloads: whether some buffer lies in a store beside the device.
     """
 
     def __init__(
@@ -181,50 +228,56 @@ class Gathers:
         shards: Iterable[FlatShard],
         options: ShardOptions,
         pool: BufferPool,
-        again: bool,
+        stores_partial: bool,
     ):
         self.groups, self.zero = groups, options.zero
-        # Those that are kept with the state are written again by the next gather.
+        # A buffer that stays with the state (zero 1 and 2) is written in place by the
+        # next gather, while another process of the host may still read what this one
+        # sent from the pool: it lies in memory of its own.
         self.pool = pool if self.zero == 3 else BufferPool()
-        self.how = how = options.gather
-        self.again = again
-        self.recent: Calls = []
-        self.size = groups.where.size
-        self.rounds = not how.exact  # whether buffers that it encodes are
-        # By the name of the buffer; several, if trees of one layout are arguments.
-        self.named: dict[str, list[FlatShard]] = {}
+        self.message = message = options.gather
+        self.stores_partial = stores_partial
+        self.live_calls: Calls = []
+        self.axis_size = groups.where.size
+        self.is_inexact = not message.exact
+        self.by_name: dict[str, list[FlatShard]] = {}
         for shard in shards:
-            self.named.setdefault(shard.buffer, []).append(shard)
-        self.copy = 0  # the position of the one that is in use
-        every = [x for alike in self.named.values() for x in alike]
-        self.offloads = any_offloaded() and any(x.space.offloaded for x in every)
-        self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
-        # By the id of a buffer: its gather, if it kept a partial result.
-        self.near: dict[int, _Near] = {}
+            self.by_name.setdefault(shard.buffer, []).append(shard)
+        self.tree_index = 0
+        buffers = [x for same_name in self.by_name.values() for x in same_name]
+        self.offloads = any_offloaded() and any(x.space.offloaded for x in buffers)
+        self.in_flight: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
+        self.partial_gathers: dict[int, _PartialGather] = {}
 
     def close(self) -> None:
         """Waits for gathers in flight and for copies, and drops every buffer."""
-        self.drop(self.recent)
-        self.recent = []
-        for call, work, _ in self.flights.values():
-            work.wait()
+        self.drop(self.live_calls)
+        self.live_calls = []
+        # Also those that no unit has read: their memory is written until they end.
+        for call, handle, _ in self.in_flight.values():
+            handle.wait()
             self.drop([call])
-        self.flights.clear()
-        self.near.clear()
+        self.in_flight.clear()
+        self.partial_gathers.clear()
         # What follows may write parameters on the host, and read gradients there.
         host_copies.settle()
 
-    def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
-        """Drops the gathered buffers of ``calls``, except for those of ``but``."""
+    def drop(self, calls: Iterable[GatheredCall], sharing: Calls | None = None) -> None:
+        """Drops the gathered buffers of ``calls``.
+
+        Args:
+            sharing: calls that may still use one of them.
+        """
         for call in calls:
             full, call.full = call.full, None
+            # Under the tests' poison a read of a dropped buffer yields NaN.
             if self.pool.poison and call.lifetime is not Lifetime.STATE:
-                beside = (*self.recent, *(but or ()))
-                if full is not None and not any(full is c.full for c in beside):
+                users = (*self.live_calls, *(sharing or ()))
+                if full is not None and not any(full is c.full for c in users):
                     self.pool.spoil(full)
 
-    def whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
-        """The whole buffer, if this rank has it without a gather."""
+    def local_whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
+        """Returns the whole buffer if this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and shard.space.offloaded):
                 return shard.flat.detach()
@@ -232,60 +285,73 @@ class Gathers:
             None if shard.whole is None or not shard.is_cached(dtype) else shard.whole
         )
 
-    def start(
+    def start_gather(
         self, shard: FlatShard, dtype: torch.dtype, ahead: bool = False
     ) -> tuple[Tensor, Handle]:
         """Starts a gather; returns the buffer that it fills, and its handle.
 
         Args:
-            ahead: whether what comes next on the device is not to wait for a fetch.
+            ahead: whether a copy from a store runs beside what the device computes
+                next, which does not wait for it.
         """
         if shard.place.size == 1:  # split over no axis: a cast is all that is needed
             if ahead:
-                return self._fetched_ahead(shard, dtype)
-            source = self._fetched(shard, dtype, full=shard.whole)
+                return self._fetch_ahead(shard, dtype)
+            source = self._fetch_range(shard, dtype, full=shard.whole)
             return source, Done(source)
-        near = self.near.get(id(shard)) if self.near else None
-        if near is not None and near.shows == (shard.version, dtype):
-            full = self.pool.get(near.count, near.like.dtype, near.like)
+        # A hierarchical gather stored what came from other nodes: the backward repeats
+        # the part within the node alone, unless the parameters have changed since.
+        partial = self.partial_gathers.get(id(shard)) if self.partial_gathers else None
+        if partial is not None and partial.version == (shard.version, dtype):
+            full = self.pool.get(partial.count, partial.like.dtype, partial.like)
             count_as("gathered", [full], shard.buffer)
-            return full, near.first.again(full)
+            return full, partial.handle.again(full)
         where: Any = self.groups[shard.split_axes].where
-        how, full, source = self.how, shard.whole, None
-        if self.rounds and how.encodes(shard.flat.dtype):
-            source, full = self._encoded(shard, dtype), None
-        elif self.rounds:  # sent as they are
-            how = _PLAIN
+        message, full, source = self.message, shard.whole, None
+        if self.is_inexact and message.encodes(shard.flat.dtype):
+            # What arrives are codes: they do not go into the state's whole buffer.
+            source, full = self._encode_range(shard, dtype), None
+        elif self.is_inexact:  # integers and complex numbers are sent as they are
+            message = _PLAIN
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source
-            # By what is sent: an offloaded range stands for its device by no elements.
+            # The count is of what is sent, as `on_device` returns an empty tensor in
+            # place of an offloaded range.
             count = where.size * like.numel()
-            kind = dtype if source is None else like.dtype
+            sent_dtype = dtype if source is None else like.dtype
             like = space_of(like).on_device(like) if self.offloads else like
-            full = self.pool.get(count, kind, like)
+            full = self.pool.get(count, sent_dtype, like)
             count_as("gathered", [full], shard.buffer)
         out = full
         if full is shard.whole:
             if _torch.storage_key(full) == _torch.storage_key(shard.flat):
-                # The values of the state, which lies in it, do not change; `.data` has
-                # a version counter of its own, so no graph takes it for written.
+                # The gather writes the other ranks' ranges around the state, which
+                # lies in the same storage and does not change. `.data` has a version
+                # counter of its own, so no graph takes the state for overwritten.
                 out = full.data
         if source is None:
-            source = self._fetched(shard, dtype, where, out)
-        work = how.move(source, where, out, shard.name)
-        if self.again and isinstance(work, KeptGather):
-            now, like = (shard.version, dtype), source.new_empty(0)
-            self.near[id(shard)] = _Near(shard, now, work, full.numel(), like)
-        return full, work
+            source = self._fetch_range(shard, dtype, where, out)
+        handle = message.move(source, where, out, shard.name)
+        if self.stores_partial and isinstance(handle, KeptGather):
+            version, like = (shard.version, dtype), source.new_empty(0)
+            entry = _PartialGather(shard, version, handle, full.numel(), like)
+            self.partial_gathers[id(shard)] = entry
+        return full, handle
 
-    def _fetched(
+    def _fetch_range(
         self,
         shard: FlatShard,
         dtype: torch.dtype,
         where: RankGroup | None = None,
         full: Tensor | None = None,
     ) -> Tensor:
-        """This rank's range on the device; from a store it goes into ``full``."""
+        """Returns this rank's range on the device, in ``dtype``.
+
+        Args:
+            where: the ranks of the gather, if there is one.
+            full: the whole buffer: a copy from a store goes into this rank's part of it
+                (to all of it without ``where``), so that the gather is in place.
+        """
         flat = shard.flat.detach()
         if not self.offloads or not (home := shard.space).offloaded:
             return flat if flat.dtype == dtype else flat.to(dtype)
@@ -294,120 +360,143 @@ class Gathers:
             count_as("gathered", [full], shard.buffer)
         elif where is not None:
             full = full.tensor_split(where.size)[where.index]
-        # It is written next by an update, which waits, or after `close`.
+        # No wait: the store is written next by an update, which waits for its copies,
+        # or after `close`, which waits for all.
         return home.fetch(flat, dtype, full, waits=False)
 
-    def _fetched_ahead(
+    def _fetch_ahead(
         self, shard: FlatShard, dtype: torch.dtype
     ) -> tuple[Tensor, Handle]:
-        """The whole buffer on a GPU, whose copy runs beside the unit before."""
+        """Starts a copy from a store to a GPU, which runs beside the unit before."""
         flat, full = shard.flat.detach(), shard.whole
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, shard.space.on_device(flat))
             count_as("gathered", [full], shard.buffer)
-        return full, _Coming(full, host_copies.send_ahead(full, flat))
+        return full, _FetchAhead(full, host_copies.send_ahead(full, flat))
 
-    def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """This rank's range, encoded by the message."""
-        flat = self._fetched(shard, shard.flat.dtype)
+    def _encode_range(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
+        """Returns this rank's range, encoded by the message."""
+        flat = self._fetch_range(shard, shard.flat.dtype)
+        # An `encode` of the user's might write in place: that would change parameters.
         version = 0 if flat.is_inference() else flat._version
-        source = self.how.encode(flat, dtype)
+        source = self.message.encode(flat, dtype)
         if not flat.is_inference() and flat._version != version:
             raise RuntimeError(
-                f"{self.how}.encode changed the part of {shard.name} that it was given "
-                "in place: these are the parameters; work on a copy"
+                f"{self.message}.encode changed the part of {shard.name} that it was "
+                "given in place: these are the parameters; work on a copy"
             )
         return source
 
-    def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole buffer, decoded from what has arrived."""
-        how = self.how
-        if self.rounds and shard.place.size > 1 and how.encodes(shard.flat.dtype):
+    def decode(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the whole buffer, decoded from ``full``, which has arrived."""
+        message = self.message
+        if (
+            self.is_inexact
+            and shard.place.size > 1
+            and message.encodes(shard.flat.dtype)
+        ):
             count = shard.place.chunk
-            full = how.decode(full, dtype, count)
-            check_decoded(how, full, count * shard.place.size, dtype)
+            full = message.decode(full, dtype, count)
+            check_decoded(message, full, count * shard.place.size, dtype)
             count_as("gathered", [full], shard.buffer)
-        if self.zero in (1, 2):  # kept with the state, until that changes
+        if self.zero in (1, 2):  # stays with the state, until the rank's range changes
             shard.cache_gathered(full)
         return full
 
-    def bring(
-        self, call: GatheredCall, shard: FlatShard, old: Calls | None = None
+    def ensure_whole(
+        self, call: GatheredCall, shard: FlatShard, droppable: Calls | None = None
     ) -> None:
         """Sets the whole buffer of a call, which is gathered if it is not there.
 
         Args:
-            old: calls whose buffers are dropped before that, and taken off the list.
+            droppable: calls whose buffers are dropped before a gather, which then finds
+                their memory free, and which are taken off the list.
         """
-        call.full, in_state = self.whole(shard, call.dtype), True
+        call.full, in_state = self.local_whole(shard, call.dtype), True
         if call.full is None:
-            while old:
-                self.drop([old.pop()])
+            while droppable:
+                self.drop([droppable.pop()])
             call.full = self.gather(shard, call.dtype)
             in_state = shard.whole is call.full
         if in_state:
             call.lifetime = Lifetime.STATE
-        elif call.lifetime is Lifetime.STATE:  # a recompute, after it was written
+        elif call.lifetime is Lifetime.STATE:
+            # A recompute, after the state was written: this gather is the call's own.
             call.lifetime = Lifetime.CALL
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """The result of the gather in flight, or of a new one."""
-        flight = self.flights.pop(shard.buffer, None)
-        if flight is not None:
-            call, work, _ = flight
-            work.wait()
-            if call.full is not None and call.shows(shard, dtype):
-                return self.arrived(shard, call.full, dtype)
+        """Returns the whole buffer, from the gather in flight or from a new one."""
+        prefetched = self.in_flight.pop(shard.buffer, None)
+        if prefetched is not None:
+            call, handle, _ = prefetched
+            handle.wait()
+            if call.full is not None and call.is_of(shard, dtype):
+                return self.decode(shard, call.full, dtype)
+            # Another tree's buffer of this name, another dtype, or older values.
             self.drop([call])
-        full, work = self.start(shard, dtype)
-        work.wait()
-        return self.arrived(shard, full, dtype)
+        full, handle = self.start_gather(shard, dtype)
+        handle.wait()
+        return self.decode(shard, full, dtype)
 
     def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
-        """The whole buffer for a backward, with the values that the forward had."""
-        call.check(shard)
-        whole = self.whole(shard, call.dtype)
+        """Returns the whole buffer for a backward, with the forward's values."""
+        call.check_version(shard)
+        whole = self.local_whole(shard, call.dtype)
         return self.gather(shard, call.dtype) if whole is None else whole
 
-    def send_for(
-        self, shard: FlatShard, dtype: torch.dtype, now: Calls, back: bool = False
+    def prefetch(
+        self, shard: FlatShard, dtype: torch.dtype, calls: Calls, backward: bool = False
     ) -> None:
-        """Starts the gather of a buffer ahead of its use, unless ``now`` shares it.
+        """Starts the gather of a buffer ahead of its use.
 
-        In the backward (``back``) an offloaded buffer is only read ahead: beside a unit
-        and its gradients the device has no room for it.
+        Args:
+            calls: the unit calls that run meanwhile: a buffer that one of them has is
+                not gathered.
+            backward: whether it is the backward that will use it.
         """
         name = shard.buffer
-        if name in self.flights or self.whole(shard, dtype) is not None:
+        if name in self.in_flight or self.local_whole(shard, dtype) is not None:
             return
-        alone = self.size == 1 and shard.place.size == 1  # it gathers from nobody
-        beside = alone and not back and shard.space.comes_beside(shard.flat)
-        if not beside and (self.size == 1 or back and self.offloads):
+        # One rank gathers from nobody. A copy from its host may run beside what the GPU
+        # computes; but in the backward the device has no room for an offloaded buffer
+        # beside those of a unit and its gradients, so there it is only read ahead.
+        alone = self.axis_size == 1 and shard.place.size == 1
+        overlaps = alone and not backward and shard.space.comes_beside(shard.flat)
+        if not overlaps and (self.axis_size == 1 or backward and self.offloads):
             shard.space.read_ahead(shard.flat)
             return
-        if not (shard.is_shared and any(c.shows(shard, c.dtype) for c in now)):
+        if not (shard.is_shared and any(c.is_of(shard, c.dtype) for c in calls)):
             dtypes = BufferDtypes(dtype, dtype)
             call = GatheredCall("", (), (), shard, [], dtypes)
-            call.full, work = self.start(shard, dtype, beside)
-            # Its range is kept alive, so that no donated step writes into it meanwhile.
-            self.flights[name] = call, work, shard.flat.detach()
+            call.full, handle = self.start_gather(shard, dtype, overlaps)
+            # The range stays referenced, as a donated step writes in place where nobody
+            # else has a reference: it would change what is being sent.
+            self.in_flight[name] = call, handle, shard.flat.detach()
 
-    def send_ahead(
-        self, at: int, shards: Sequence[FlatShard], casts: Casts | None
+    def prefetch_next(
+        self, index: int, shards: Sequence[FlatShard], casts: Casts | None
     ) -> None:
-        """Prefetches the buffers of the unit call after ``at`` in the program."""
+        """Prefetches the buffers of the unit call that follows in the program.
+
+        Args:
+            index: the position of the call that runs, in the recorded order.
+            shards: the buffers that it reads.
+        """
         order = shards[0].members[0].order
-        if at + 1 >= len(order) or order[at] != tuple(map(_BUFFER, shards)):
+        # Out of the recorded order (in a branch that was not recorded) the next call is
+        # not known. A prefetch that no unit reads is dropped: it costs time alone.
+        if index + 1 >= len(order) or order[index] != tuple(map(_BUFFER, shards)):
             return
+        # The next unit most likely reads the same one of several equal trees.
         for shard in shards:
-            for i, other in enumerate(self.named.get(shard.buffer, ())):
-                self.copy = i if other is shard else self.copy
-        for name in order[at + 1]:
-            alike = self.named.get(name, ())
-            if self.copy < len(alike):
-                shard = alike[self.copy]
+            for i, other in enumerate(self.by_name.get(shard.buffer, ())):
+                self.tree_index = i if other is shard else self.tree_index
+        for name in order[index + 1]:
+            same_name = self.by_name.get(name, ())
+            if self.tree_index < len(same_name):
+                shard = same_name[self.tree_index]
                 dtype = shard.flat.dtype if casts is None else _dtype(shard, casts)
-                self.send_for(shard, dtype, self.recent)
+                self.prefetch(shard, dtype, self.live_calls)
 
 
 _BUFFER = attrgetter("buffer")
@@ -415,8 +504,13 @@ _PLAIN = Gather()
 
 
 def _dtype(shard: FlatShard, casts: Casts) -> torch.dtype:
-    """The dtype in which a buffer will be gathered, as far as it is known before."""
-    own = shard.flat.dtype
-    if not own.is_floating_point:
-        return own
-    return (shard.members[0].compute or own) if casts.overrides else casts.compute
+    """Returns the dtype in which a buffer will be gathered.
+
+    With ``precision(overrides=...)`` that depends on the unit call, which is still to
+    come: it is guessed by what was recorded for the first leaf. A wrong guess costs a
+    second gather.
+    """
+    stored = shard.flat.dtype
+    if not stored.is_floating_point:
+        return stored
+    return (shard.members[0].compute or stored) if casts.overrides else casts.compute

@@ -1,11 +1,21 @@
-"""Gradients of packed buffers in one gradient call: packed, reduced and summed."""
+"""Gradients of packed buffers in one gradient call: packed, reduced and summed.
+
+The backward of each unit call hands its gradients over (`ShardRuntime.gradient_of`).
+Those of one buffer are packed into one tensor, and take this way::
+
+    pack -> add -> (accumulating) -> reducing -> (summing_replicas) -> grads
+                   microbatches to   over the    over the copies of    by the id
+                   come              axis        this rank's range     of a buffer
+
+With offloaded parameters a gradient first waits in ``deferred`` until the unit's memory
+is free. `Gradients.take_sums` puts ``grads`` into the tree of gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +37,13 @@ from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import OFFLOADED_STORAGES, space_of
 from fsfunc.sharded.leaf import FlatShard
-from fsfunc.transforms.gathers import Calls, GatheredCall
+from fsfunc.transforms.gathers import Calls, GatheredCall, Packed
 from fsfunc.transforms.messages.wire import Reduction, by_offset, divided_before
 from fsfunc.transforms.microbatches import warn_narrow
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
 Grads = Sequence[Tensor | None]
+_Key = tuple[int, tuple[int, ...]]  # a buffer's id, and the numbers of a unit call
 
 
 class GradientSums:
@@ -53,6 +64,21 @@ class GradientSums:
     are reduced; with ``reduce_each`` each is reduced, and the sum of the parts is
     summed over replicas. One reduction is in flight at a time, and one sum over
     replicas: each runs beside the backward of the next unit.
+
+    Attributes:
+        grads: by the id of a buffer, its summed gradient so far.
+        began_as_means: the buffers whose ``grads`` began with means of earlier
+            microbatches.
+        float16_divisor: the divisor of a float16 gradient before it is sent.
+        packs_in_graph: whether a whole step is compiled, so that packing is a part of
+            its graph, where nothing is written in place.
+        unfinished_calls: with ``steps``, by the id of a buffer, the numbers of the unit
+            calls that have read it and whose gradients are still to come.
+        depth: the number of loops over microbatches around the gradient call.
+        accumulating: gradients that wait for those of other microbatches.
+        deferred: those that wait for the unit's memory, see ``defers``.
+        reducing: those whose reduction is in flight; ``summing_replicas``: those whose
+            sum over replicas is.
     """
 
     def __init__(
@@ -68,95 +94,110 @@ class GradientSums:
     ):
         self.groups, self.pool, self.defers = groups, pool, defers
         self.zero, self.reduce_each = options.zero, options.reduce_each
-        self.reduction = how = options.reduction
-        self.send = how.send if feedback is None else partial(feedback.send, how)
-        self.steps, self.exact = steps, how.exact and feedback is None
+        self.reduction = reduction = options.reduction
+        self.send = (
+            reduction.send if feedback is None else partial(feedback.send, reduction)
+        )
+        self.steps, self.exact = steps, reduction.exact and feedback is None
         self.observed = Observed(observers) if observers else None
-        self.before = divided_before(groups.mean_size)
+        self.float16_divisor = divided_before(groups.mean_size)
         compiler, self.depth = frame().compiler, len(frame().micro)
-        self.joins = compiler is not None and compiler.whole
-        self.grads: dict[int, Tensor] = {}  # by the identity of a buffer
-        self.earlier: frozenset[int] = frozenset()  # those that began with means
-        # By the id of a buffer: the unit calls that have read it, and whose gradients
-        # are still to come.
-        self.open: dict[int, set[Any]] = {}
-        # Gradients that wait for those of other microbatches; that are deferred; whose
-        # reduction is in flight; whose sum over replicas is.
-        self.partial: dict[Any, _BufferGradient] = {}
-        self.waiting: list[_BufferGradient] = []
+        self.packs_in_graph = compiler is not None and compiler.whole
+        self.grads: dict[int, Tensor] = {}
+        self.began_as_means: frozenset[int] = frozenset()
+        self.unfinished_calls: dict[int, set[tuple[int, ...]]] = {}
+        self.accumulating: dict[Hashable, _BufferGradient] = {}
+        self.deferred: list[_BufferGradient] = []
         self.reducing: list[_BufferGradient] = []
-        self.summing: list[_BufferGradient] = []
+        self.summing_replicas: list[_BufferGradient] = []
 
     def add_to(self, sums: dict[int, Tensor]) -> None:
         """Begins with sums of earlier microbatches' means, which grow in place."""
-        self.grads, self.earlier = dict(sums), frozenset(sums)
+        self.grads, self.began_as_means = dict(sums), frozenset(sums)
 
-    def reads(self, calls: Calls, graph: bool) -> None:
-        """Notes that a unit call reads buffers; ``graph``: whether grad is enabled."""
+    def note_read(self, calls: Calls, has_graph: bool) -> None:
+        """Notes that a unit call reads buffers, so that its gradients will come.
+
+        Args:
+            has_graph: whether grad is enabled.
+        """
         for call in calls:
+            # In a graph the gradient of a shared buffer comes with that of the call
+            # before; a recompute, after a run without a graph, hands over its own.
             if (
-                not (graph and call.shares_previous)
+                not (has_graph and call.shares_previous)
                 and (shard := call.shard) is not None
             ):
-                self.open.setdefault(id(shard), set()).add(call.key)
+                self.unfinished_calls.setdefault(id(shard), set()).add(call.key)
 
-    def collect(
-        self, call: GatheredCall, shard: FlatShard, grads: Grads, later: Any
-    ) -> Any:
+    def pack(
+        self,
+        call: GatheredCall,
+        shard: FlatShard,
+        grads: Grads,
+        later: Packed | None,
+    ) -> Packed:
         """Packs gradients into one buffer, in the dtype of the reduction.
 
         Args:
-            later: what it returned of later calls that share the buffer.
+            later: the packed gradient of later calls that share the buffer, to which
+                these are added.
 
         Returns:
             the buffer; in a graph the parts of it, which `as_buffer` makes one.
         """
-        if self.joins:
+        if self.packs_in_graph:
             return by_offset(call.views, grads, call.dtypes.reduced, later)
-        buffer = self._room(call, shard) if later is None else later
+        buffer = self._allocate(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
-        targets, sources, again, at = [], [], [], 0
-        start = buffer.storage_offset()
-        for (shape, steps, offset), g in zip(call.views, grads, strict=True):
+        targets, sources, repeated, end = [], [], [], 0
+        buffer_offset = buffer.storage_offset()
+        for (shape, stride, offset), g in zip(call.views, grads, strict=True):
             if g is None or not g.numel():
                 continue
             g = g if g.layout == torch.strided else strided(g)
-            if offset < at:  # a leaf that the unit was given twice
-                again.append((targets[-1], g))
+            if offset < end:  # a leaf that the unit was given twice
+                repeated.append((targets[-1], g))
                 continue
-            if offset > at and later is None:
-                buffer[at:offset].zero_()
-            at = offset + g.numel()
-            targets.append(buffer.as_strided(shape, steps, start + offset))
+            # The memory is a pool's: where no gradient is written, it must be zero.
+            if offset > end and later is None:
+                buffer[end:offset].zero_()
+            end = offset + g.numel()
+            targets.append(buffer.as_strided(shape, stride, buffer_offset + offset))
             sources.append(g)
-        stored = bool(sources and OFFLOADED_STORAGES) and space_of(buffer).offloaded
+        is_stored = bool(sources and OFFLOADED_STORAGES) and space_of(buffer).offloaded
         if targets and later is not None:
-            kind, where = buffer.dtype, _torch.device_of(buffer)
-            wait_for(buffer)  # where it is stored, the host adds
-            sources = [g if g.dtype == kind else g.to(kind) for g in sources]
-            sources = [g.to(where) for g in sources] if stored else sources
+            dtype, device = buffer.dtype, _torch.device_of(buffer)
+            # In a store the host adds: the copy of the later gradients must be over.
+            wait_for(buffer)
+            sources = [g if g.dtype == dtype else g.to(dtype) for g in sources]
+            sources = [g.to(device) for g in sources] if is_stored else sources
             torch._foreach_add_(targets, sources)
-        elif targets and stored:  # who reads the buffer waits for it
+        elif targets and is_stored:  # a reader of the buffer waits for these copies
             space_of(buffer).copy_all(targets, sources, buffer)
         elif targets:
             torch._foreach_copy_(targets, sources)
-        if at < len(buffer) and later is None:
-            buffer[at:].zero_()
-        for target, g in again:
+        if end < len(buffer) and later is None:
+            buffer[end:].zero_()
+        for target, g in repeated:
             wait_for(buffer)
             target.add_(g.to(_torch.device_of(target), target.dtype))
         return buffer
 
-    def _room(self, call: GatheredCall, shard: FlatShard) -> Tensor:
-        """A buffer for the gradient of a whole packed buffer."""
-        while self.reducing:  # its buffer may be used for this one
-            self._receive()
-        home, count = shard.space, shard.place.size * shard.place.chunk
+    def _allocate(self, call: GatheredCall, shard: FlatShard) -> Tensor:
+        """Returns uninitialised memory for the gradient of a whole packed buffer."""
+        # The reduction before this one ends first: this gradient may have its memory,
+        # so that the pool holds one buffer for both.
+        while self.reducing:
+            self._finish_reduction()
+        space, count = shard.space, shard.place.size * shard.place.chunk
         where = self.groups[shard.split_axes].where
         if where is not None and where.size > 1:
-            return self.pool.get(count, call.dtypes.reduced, home.on_device(shard.flat))
-        # It becomes the gradient: no larger memory than that.
-        return home.new_empty(shard.flat, [count], call.dtypes.reduced)
+            like = space.on_device(shard.flat)
+            return self.pool.get(count, call.dtypes.reduced, like)
+        # Without a reduction it becomes the gradient itself, and a pool might hand out
+        # a larger buffer than that needs.
+        return space.new_empty(shard.flat, [count], call.dtypes.reduced)
 
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
@@ -166,184 +207,216 @@ class GradientSums:
         for _, n in call.micro[self.depth :]:
             due *= n
         key = id(shard), call.key
-        one = _BufferGradient(
+        gradient = _BufferGradient(
             shard, buffer, buffer.dtype, call.name, key, due, call.dtypes.gradient
         )
-        del buffer
+        del buffer  # only `gradient` refers to it now, so that its memory can be freed
+        # One reduction of the microbatches' sum costs less than one of each; at zero=1
+        # even a single one waits until `finish`.
         if not self.reduce_each and (due > 1 or self.zero == 1):
-            if self._awaits_others(one):
+            if self._accumulate(gradient):
                 return
-            one.count = one.due = 1
-        self._reduce(one)
+            gradient.count = gradient.due = 1
+        self._reduce(gradient)
 
-    def _awaits_others(self, one: _BufferGradient) -> bool:
-        """Adds a gradient to that of other microbatches; True if more are due."""
-        before = self.partial.pop(one.key, None)
+    def _accumulate(self, gradient: _BufferGradient) -> bool:
+        """Adds a gradient to that of other microbatches; returns whether more are due.
+
+        Then the sum stays in ``accumulating``.
+        """
+        before = self.accumulating.pop(gradient.key, None)
         if before is not None:
-            warn_narrow(one.grad, one.due)
-            home, grad = space_of(before.grad), before.grad
-            if _torch.device_of(one.grad) == _torch.device_of(grad):
-                wait_for(one.grad).add_(wait_for(grad))
-            else:  # its memory is used again by a copy, or by who waits for this one
-                one.grad.add_(home.fetch(grad, waits=False))
-            one.count += before.count
-        if one.count >= one.due and self.zero != 1:
+            warn_narrow(gradient.tensor, gradient.due)
+            space, stored = space_of(before.tensor), before.tensor
+            if _torch.device_of(gradient.tensor) == _torch.device_of(stored):
+                wait_for(gradient.tensor).add_(wait_for(stored))
+            else:
+                # No wait on the host: memory of the store is reused in the order of
+                # copies, or by a reader that waits for this one.
+                gradient.tensor.add_(space.fetch(stored, waits=False))
+            gradient.count += before.count
+        if gradient.count >= gradient.due and self.zero != 1:
             return False
-        # Till it is added to the next one's, or fetched.
-        one.grad = one.shard.space.put(one.grad, waits=False)
-        self.partial[one.key] = one
+        # With offloaded parameters the sum lies in their store between microbatches.
+        gradient.tensor = gradient.shard.space.put(gradient.tensor, waits=False)
+        self.accumulating[gradient.key] = gradient
         return True
 
-    def _reduce(self, one: _BufferGradient, now: bool = False) -> None:
+    def _reduce(self, gradient: _BufferGradient, waits: bool = False) -> None:
         """Starts a reduction, and waits for the one before; or defers it.
 
-        With ``now``, waits for this one too.
+        Args:
+            waits: whether it is not deferred, and waited for too.
         """
-        if self.defers and not now:
-            self.waiting.append(one)
+        if self.defers and not waits:
+            self.deferred.append(gradient)
             return
-        shard, buffer = one.shard, one.grad
+        shard, buffer = gradient.shard, gradient.tensor
         where = self.groups[shard.split_axes].where
+        # Half of the mean's divisor before the sum, half after: see `divided_before`.
         if buffer.dtype == torch.float16:
-            wait_for(buffer).div_(self.before)
+            wait_for(buffer).div_(self.float16_divisor)
         if where is not None and where.size > 1:
-            encoded = self.exact or self.reduction.encodes(buffer.dtype)
-            send = self.send if encoded else Reduction().send
-            one.work = send(buffer, shard, where, shard.place.size == 1)
-        self.reducing.append(one)
-        if now or len(self.reducing) > 1:
-            del one, buffer
-            self._receive()
+            encodes = self.exact or self.reduction.encodes(buffer.dtype)
+            send = self.send if encodes else Reduction().send
+            gradient.handle = send(buffer, shard, where, shard.place.size == 1)
+        self.reducing.append(gradient)
+        # One reduction runs beside the next unit's backward: a second one would hold
+        # another whole buffer.
+        if waits or len(self.reducing) > 1:
+            del gradient, buffer
+            self._finish_reduction()
 
-    def settle(self) -> None:
+    def reduce_deferred(self) -> None:
         """Reduces deferred gradients, one buffer after the other."""
-        while self.waiting:
-            with label(self.waiting[0].name, "backward"):
-                self._reduce(self.waiting.pop(0), now=True)
-                while self.summing:
-                    self._keep_first()
+        while self.deferred:
+            with label(self.deferred[0].name, "backward"):
+                self._reduce(self.deferred.pop(0), waits=True)
+                while self.summing_replicas:
+                    self._finish_replica_sum()
 
-    def _receive(self) -> None:
+    def _finish_reduction(self) -> None:
         """Waits for the reduction that was started first, and decodes its result."""
-        one = self.reducing.pop(0)
-        if one.work is not None:
-            sent, arrived = one.grad, one.work.wait()
-            one.work = one.grad = None  # frees what arrived as soon as it is cast
-            flat = one.shard.flat
-            wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
-            encoded = self.exact or self.reduction.encodes(flat.dtype)
-            how = self.reduction if encoded else Reduction()
-            grad = how.decode(arrived, wide, flat.numel())
+        gradient = self.reducing.pop(0)
+        if gradient.handle is not None:
+            sent, arrived = gradient.tensor, gradient.handle.wait()
+            # No reference is left, so what arrived is freed as soon as it is cast.
+            gradient.handle = gradient.tensor = None  # type: ignore[assignment]
+            flat = gradient.shard.flat
+            # Not yet the parameter's dtype: a sum is rounded once, when it is a mean.
+            wide = torch.promote_types(gradient.dtype, flat.dtype)
+            encodes = self.exact or self.reduction.encodes(flat.dtype)
+            reduction = self.reduction if encodes else Reduction()
+            summed = reduction.decode(arrived, wide, flat.numel())
             if arrived is not sent:
                 self.pool.spoil(sent)
             del sent, arrived
-            one.grad = grad
-            del grad
-        one.reduced = True
-        if one.due > 1 and self._awaits_others(one):
+            gradient.tensor = summed
+            del summed
+        gradient.is_reduced = True
+        if gradient.due > 1 and self._accumulate(gradient):
             return
-        self._sum_over_replicas(one)
+        self._sum_over_replicas(gradient)
 
-    def _sum_over_replicas(self, one: _BufferGradient) -> None:
+    def _sum_over_replicas(self, gradient: _BufferGradient) -> None:
         """Starts the sum over replicas, if any, and waits for the one before."""
-        replicas = self.groups[one.shard.split_axes].replicas
+        replicas = self.groups[gradient.shard.split_axes].replicas
         if replicas is None or replicas.size == 1:
-            self._keep(one)
+            self._store_sum(gradient)
             return
-        grad = space_of(one.grad).fetch(one.grad, waits=False)
-        one.work, one.grad = replicas.start("psum", grad, what=one.shard.name), None
-        del grad
-        self.summing.append(one)
-        if len(self.summing) > 1:
-            self._keep_first()
+        local = space_of(gradient.tensor).fetch(gradient.tensor, waits=False)
+        gradient.handle = replicas.start("psum", local, what=gradient.shard.name)
+        gradient.tensor = None  # type: ignore[assignment]
+        del local
+        self.summing_replicas.append(gradient)
+        if len(self.summing_replicas) > 1:
+            self._finish_replica_sum()
 
-    def _keep_first(self) -> None:
-        one = self.summing.pop(0)
-        if one.work is not None:
-            one.grad, one.work = one.work.wait(), None
-        self._keep(one)
+    def _finish_replica_sum(self) -> None:
+        gradient = self.summing_replicas.pop(0)
+        if gradient.handle is not None:
+            gradient.tensor, gradient.handle = gradient.handle.wait(), None
+        self._store_sum(gradient)
 
-    def _keep(self, one: _BufferGradient) -> None:
+    def _store_sum(self, gradient: _BufferGradient) -> None:
         """Adds a buffer's summed gradient to ``grads``, or updates the buffer by it.
 
-        What is kept is a mean over the n ranks (of this gradient, which was summed), or
-        the sum, which `Gradients.take_sums` divides at the end, all at once:
+        What is stored is a mean over the n ranks (of this gradient, which was summed),
+        or the sum, which `Gradients.take_sums` divides at the end, all at once:
 
         ====================================  ===========  =========================
-        the gradient                          is kept as   because
+        the gradient                          is stored    because
         ====================================  ===========  =========================
-        is added to earlier microbatches'     the mean     these are means
-        has another dtype than its parameter  the mean     it is rounded once
-        is of float16 parameters              the mean     float16 cannot hold a sum
-        is reduced in float16, of others      the sum      the result's dtype can
-        is any other                          the sum      one division for them all
+        is added to earlier microbatches'     as the mean  these are means
+        has another dtype than its parameter  as the mean  it is rounded once
+        is of float16 parameters              as the mean  float16 cannot hold a sum
+        is reduced in float16, of others      as the sum   the result's dtype can
+        is any other                          as the sum   one division for them all
         ====================================  ===========  =========================
 
-        What was reduced in float16 was divided by ``self.before`` when it was sent.
+        A gradient that was reduced in float16 was divided by ``float16_divisor`` when
+        it was sent, which a sum gets back here.
         """
-        shard, grad, earlier = one.shard, one.grad, self.grads.get(id(one.shard))
-        one.grad = None
+        shard, grad = gradient.shard, gradient.tensor
+        earlier = self.grads.get(id(gradient.shard))
+        gradient.tensor = None  # type: ignore[assignment]
         count_as("gradients", [grad])
-        own, home, n = shard.flat.dtype, shard.space, self.groups.mean_size
-        dtype = own if earlier is None else earlier.dtype
-        if one.result not in (None, own):
-            dtype = one.result
-        divided = self.before if one.dtype == torch.float16 else 1
-        continues = id(shard) in self.earlier
-        is_mean = dtype != own or own == torch.float16 or continues
+        param_dtype, space = shard.flat.dtype, shard.space
+        mean_size = self.groups.mean_size
+        dtype = param_dtype if earlier is None else earlier.dtype
+        if gradient.result_dtype not in (None, param_dtype):
+            dtype = gradient.result_dtype
+        divided_by = self.float16_divisor if gradient.dtype == torch.float16 else 1
+        adds_to_means = id(shard) in self.began_as_means
+        is_mean = dtype != param_dtype or param_dtype == torch.float16 or adds_to_means
         if is_mean:
             wait_for(grad)
-            if dtype != own:  # rounded once
+            if dtype != param_dtype:  # divided in at least float32, rounded by `put`
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad = grad.div_(n / divided) if n != divided else grad
-        if home.offloaded or grad.dtype != dtype:  # to where its parameters are
+            if mean_size != divided_by:
+                grad = grad.div_(mean_size / divided_by)
+        if space.offloaded or grad.dtype != dtype:  # to where its parameters are
             # Read on the host below, by steps, or after the gradient call: `close`
             # waits for it.
-            grad = home.put(grad, dtype, waits=False)
-            count_as("gradients", [] if home.offloaded else [grad])
-        if divided > 1 and not is_mean:
-            wait_for(grad).mul_(divided)
+            grad = space.put(grad, dtype, waits=False)
+            count_as("gradients", [] if space.offloaded else [grad])
+        if divided_by > 1 and not is_mean:
+            wait_for(grad).mul_(divided_by)
         if earlier is not None:
             wait_for(grad)
             wait_for(earlier)
-            if earlier.dtype != dtype:  # of calls that asked for another dtype
-                is_sum = earlier.dtype == own != torch.float16 and not continues
-                earlier = earlier.div_(n) if is_sum and n > 1 else earlier
-                earlier = home.put(earlier, dtype)
+            # Unit calls of one buffer may ask for gradients of different dtypes: what
+            # an earlier one stored as a sum becomes a mean, as this one is.
+            if earlier.dtype != dtype:
+                is_sum = (
+                    earlier.dtype == param_dtype != torch.float16 and not adds_to_means
+                )
+                earlier = (
+                    earlier.div_(mean_size) if is_sum and mean_size > 1 else earlier
+                )
+                earlier = space.put(earlier, dtype)
             grad = earlier.add_(grad)
         self.grads[id(shard)] = grad
+        # `step_in_backward`: the buffer is updated as soon as every unit call that has
+        # read it has handed over its gradient.
         if self.steps is not None:
-            calls_to_come = self.open.setdefault(id(shard), set())
-            calls_to_come.discard(one.key[1])
+            calls_to_come = self.unfinished_calls.setdefault(id(shard), set())
+            calls_to_come.discard(gradient.key[1])
             if not calls_to_come and self.steps.takes(shard):
                 del self.grads[id(shard)]
-                host_copies.settle()  # it writes parameters too, which were fetched
-                self.steps.step(shard, grad, 1 if is_mean else n)
+                # It writes parameters too, which copies from the store may still read.
+                host_copies.settle()
+                self.steps.step(shard, grad, 1 if is_mean else mean_size)
 
     def carried(self) -> Carried:
-        """What is kept from one microbatch to the next; incomplete sums count them."""
-        partial = [one.grad for one in self.partial.values()]
-        return Carried([*partial, *self.grads.values()], self.partial)
+        """Returns what one microbatch hands on to the next: sums, and their counts."""
+        incomplete = [gradient.tensor for gradient in self.accumulating.values()]
+        return Carried([*incomplete, *self.grads.values()], self.accumulating)
 
     def finish(self) -> None:
-        """Reduces and waits for all that is left: ``grads`` has the sums then."""
-        for key in [key for key, one in self.partial.items() if not one.reduced]:
-            one = self.partial.pop(key)
-            one.count = one.due = 1
-            with label(one.name, "backward"):
-                one.grad = space_of(one.grad).fetch(one.grad, waits=False)
-                self._reduce(one)
-                del one
-            self.settle()
-        self.settle()
+        """Reduces and waits for all that is left, so that ``grads`` has the sums."""
+        # At zero=1, or if some microbatches' backward did not reach a unit: sums that
+        # were never reduced. (Those of `reduce_each` were, and come below.)
+        unreduced = [k for k, g in self.accumulating.items() if not g.is_reduced]
+        for key in unreduced:
+            gradient = self.accumulating.pop(key)
+            gradient.count = gradient.due = 1
+            with label(gradient.name, "backward"):
+                gradient.tensor = space_of(gradient.tensor).fetch(
+                    gradient.tensor, waits=False
+                )
+                self._reduce(gradient)
+                del gradient  # else its memory would live until the next one's is made
+            self.reduce_deferred()
+        self.reduce_deferred()
         while self.reducing:
-            self._receive()
-        for one in self.partial.values():
-            with label(one.name, "backward"):
-                self._sum_over_replicas(one)
-        self.partial.clear()
-        while self.summing:
-            self._keep_first()
+            self._finish_reduction()
+        for gradient in self.accumulating.values():
+            with label(gradient.name, "backward"):
+                self._sum_over_replicas(gradient)
+        self.accumulating.clear()
+        while self.summing_replicas:
+            self._finish_replica_sum()
         if self.observed is not None and self.observed.pending:
             raise RuntimeError("a unit call's gradient never came: nothing to observe")
 
@@ -353,18 +426,22 @@ class _BufferGradient:
     """The gradient of one buffer, from accumulation through reduction.
 
     Args:
-        dtype: that of the packed gradient; ``name``, ``key``: those of the unit call.
+        tensor: its values: of the whole buffer until they are reduced, then of this
+            rank's range.
+        dtype: that of the packed gradient.
+        name: that of the unit call; ``key``: the buffer's id and the call's numbers.
         due: the number of microbatches to accumulate; ``count``: those so far.
-        result: the dtype of the result, if not that of the parameters.
+        result_dtype: the dtype of the result, if not that of the parameters.
+        handle: of the reduction, or of the sum over replicas, in flight.
     """
 
     shard: FlatShard
-    grad: Any
+    tensor: Tensor
     dtype: torch.dtype
     name: str
-    key: Any
+    key: _Key
     due: int
-    result: torch.dtype | None
+    result_dtype: torch.dtype | None
     count: int = 1
-    reduced: bool = False
-    work: Handle | None = None
+    is_reduced: bool = False
+    handle: Handle | None = None

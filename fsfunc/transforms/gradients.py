@@ -1,9 +1,13 @@
 """The tree of gradients of a sharded gradient call; checks of derivatives of units.
 
-Sums of packed buffers, divided into means, are put into the tree, and the gradients of
-replicated leaves are averaged over the ranks. A parameter's derivative is one of that
-mean: so a unit refuses derivatives of ``torch.func`` that are taken sample by sample,
-or inside an enclosing unit.
+`Sharding` runs the gradient call, in which `gradient_sums` sums the gradients of packed
+buffers, and autograd computes the others. Then, here, the sums are divided into means
+and put into the tree, and the gradients of replicated leaves are averaged over ranks::
+
+    gradient of a leaf = mean over the ranks of the gradient of each rank's own loss
+
+A parameter's derivative is one of that mean: so a unit refuses derivatives of
+``torch.func`` that are taken sample by sample, or inside an enclosing unit.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import filterfalse
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Here
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
@@ -33,18 +37,23 @@ from fsfunc.sharded.leaf import PENDING, FlatShard, PendingGradient, Sharded, is
 from fsfunc.sharded.packing import complete_shards
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.tree.types import Leaf, PyTree
 
 
-def summed_here(chosen: Any, options: ShardOptions) -> tuple[dict[int, FlatShard], int]:
-    """By id, the buffers of this shard of which all leaves are differentiated.
+def buffers_to_sum(
+    differentiated: PyTree, options: ShardOptions
+) -> tuple[dict[int, FlatShard], int]:
+    """Returns, by id, the buffers whose gradients the runtime sums.
 
-    And the number of differentiated leaves that are plain tensors.
+    They are those of this ``shard`` of which all leaves are differentiated. Returns
+    also the number of differentiated leaves that are plain tensors.
     """
-    leaves = tree.leaves(chosen, is_leaf=is_sharded)
+    leaves = tree.leaves(differentiated, is_leaf=is_sharded)
     summed: dict[int, FlatShard] = {}
     for _, shard in complete_shards(leaves):
-        real = differentiable(shard.flat) and not shard.flat.requires_grad
-        if real and options.gathers(shard.members[0]):
+        # One that requires grad is a part of an enclosing graph, which autograd sums.
+        is_summed = differentiable(shard.flat) and not shard.flat.requires_grad
+        if is_summed and options.gathers(shard.members[0]):
             summed[id(shard)] = shard
     plain = [x for x in filterfalse(is_sharded, leaves) if isinstance(x, Tensor)]
     return summed, len(plain)
@@ -54,35 +63,41 @@ class Gradients:
     """The gradients of a sharded gradient call, leaf by leaf.
 
     Args:
-        chosen: the differentiated arguments; ``grads``: a tree for each.
+        differentiated: the arguments; ``grads``: a tree for each.
+        runtime: that of the gradient call.
 
     Raises:
         RuntimeError: an inner transform replaced gradients that the runtime sums.
     """
 
-    def __init__(self, chosen: Any, grads: Any, runtime: ShardRuntime):
+    def __init__(
+        self, differentiated: Sequence[PyTree], grads: PyTree, runtime: ShardRuntime
+    ):
         self.runtime = runtime
-        self.leaves, self.treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+        arguments = tuple(differentiated)
+        self.leaves, self.treedef = tree.flatten(arguments, is_leaf=is_sharded)
         # By the leaves of the arguments: a gradient may be None, which is no leaf.
-        self.grads: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
+        self.grads: list[Leaf] = self.treedef.flatten_up_to(grads)  # type: ignore
         pending = [g for g in self.grads if isinstance(g, PendingGradient)]
-        due = [len(shard.members) for shard in runtime.summed.values()]
-        if len(pending) < sum(due):
+        expected = [len(shard.members) for shard in runtime.summed.values()]
+        # A transform that computed with a pending gradient would have been refused; one
+        # that put another in its place would be overruled by the sum, silently.
+        if len(pending) < sum(expected):
             raise RuntimeError(f"a transform within shard changes gradients: {PENDING}")
 
-    def trees(self) -> Any:
-        """The trees of gradients."""
+    def trees(self) -> tuple[PyTree, ...]:
+        """Returns the trees of gradients."""
         return tree.unflatten(self.treedef, self.grads)
 
-    def _pending(self) -> list[int]:
-        """The positions of leaves whose gradients the runtime sums."""
+    def _summed_positions(self) -> list[int]:
+        """Returns the positions of leaves whose gradients the runtime sums."""
         summed = self.runtime.summed
-        every = enumerate(self.leaves)
-        return [i for i, x in every if is_sharded(x) and id(x.packed) in summed]
+        leaves = enumerate(self.leaves)
+        return [i for i, x in leaves if is_sharded(x) and id(x.packed) in summed]
 
     def take_parts(self) -> None:
-        """Adds gradients of parts that were read outside units to the tree."""
-        for i in self._pending() if self.runtime.parts else ():
+        """Puts gradients of parts that were read outside units into the tree."""
+        for i in self._summed_positions() if self.runtime.parts else ():
             x = self.leaves[i]
             part = self.runtime.parts.get((id(x.packed), id(x.layout)))
             if part is not None and part.grad is not None:
@@ -97,9 +112,9 @@ class Gradients:
         """
         for shard in self.runtime.summed.values():
             if set(shard.split_axes) & set(self.runtime.options.axes):
-                why = f"{shard.name} is owned by ranks of the data"
-                raise LawError(UNSEEN.format(why))
-        for i in self._pending():
+                reason = f"{shard.name} is owned by ranks of the data"
+                raise LawError(UNSEEN.format(reason))
+        for i in self._summed_positions():
             if (g := self.grads[i]) is not None and g._local is not None:
                 raise LawError(UNSEEN.format(f"{g.name!r} is read outside units"))
 
@@ -107,77 +122,83 @@ class Gradients:
         """Puts the sums of the runtime into the tree, as means."""
         shards, runtime = {}, self.runtime
         steps = runtime.sums.steps
-        done = {} if steps is None else steps.done
+        updated = {} if steps is None else steps.done
         for key, shard in runtime.summed.items():
-            if key in done:
+            if key in updated:
                 continue
             grad = runtime.sums.grads.get(key)
-            shards[key] = shard.like(_zeros(shard) if grad is None else grad)
-        sums, half = [], torch.float16  # GradientSums._keep divided float16 and casts
+            shards[key] = shard.like(_zero_gradient(shard) if grad is None else grad)
+        # What `GradientSums._store_sum` stored as a sum: see the table there.
+        sums, half = [], torch.float16
         for key, s in shards.items():
-            if key in runtime.sums.earlier:
-                continue  # divided as it came
+            if key in runtime.sums.began_as_means:
+                continue
             if half != s.flat.dtype == runtime.summed[key].flat.dtype:
                 sums.append(s.flat)
+        # In one kernel for all buffers.
         if sums and runtime.groups.mean_size > 1:
             torch._foreach_div_(sums, runtime.groups.mean_size)
         leaves = {}
         for key, shard in shards.items():
-            made = shard.leaves()
-            leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
-        for i in self._pending():
+            by_layout = zip(map(id, shard.members), shard.leaves(), strict=True)
+            leaves[key] = dict(by_layout)
+        for i in self._summed_positions():
             x, direct = self.leaves[i], self.grads[i]
-            if id(x.packed) in done:
+            if id(x.packed) in updated:
                 self.grads[i] = None
                 continue
-            new = self.grads[i] = leaves[id(x.packed)][id(x.layout)]
+            mean = self.grads[i] = leaves[id(x.packed)][id(x.layout)]
             if direct is not None and direct._local is not None:  # outside units
-                new.local.add_(direct.local)
+                mean.local.add_(direct.local)
 
     def average_whole(self, where: RankGroup) -> None:
         """Averages the gradients of replicated leaves over ranks."""
-        whole = [
+        positions = [
             i
             for i, (x, g) in enumerate(zip(self.leaves, self.grads, strict=True))
             if isinstance(x, Tensor)
             and isinstance(g, Tensor)
             and self.runtime.ownership.is_replicated(x)
         ]
-        given = [self.grads[i] for i in whole]
-        means = _packed(given, MEAN, where, "plain gradients")
-        for i, x in zip(whole, means, strict=True):
+        local_grads = [self.grads[i] for i in positions]
+        means = _apply_packed(local_grads, MEAN, where, "plain gradients")
+        for i, x in zip(positions, means, strict=True):
             self.grads[i] = x
 
 
-def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
-    """The trees of gradients, with leaves that raise where a buffer was updated."""
-    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
-    out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    for i, x in enumerate(old):
+def mark_updated(
+    grads: tuple[PyTree, ...], differentiated: Sequence[PyTree], steps: GradientSteps
+) -> tuple[PyTree, ...]:
+    """Returns the gradients, with leaves that raise where a buffer was updated."""
+    leaves, treedef = tree.flatten(tuple(differentiated), is_leaf=is_sharded)
+    marked: list[Leaf] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
+    for i, x in enumerate(leaves):
         if is_sharded(x) and id(x.packed) in steps.done:
-            out[i] = Sharded(None, x.layout, why_unusable=steps.why_consumed)
-    return tree.unflatten(treedef, out)
+            marked[i] = Sharded(None, x.layout, why_unusable=steps.why_consumed)
+    return tree.unflatten(treedef, marked)
 
 
-def _zeros(shard: FlatShard) -> Tensor:
-    """The gradient of a buffer that no unit read here, as those of other ranks are."""
-    casts, home, flat = frame().casts, shard.space, shard.flat
-    zeros = home.empty_like(flat, scratch=True).zero_()
-    given = None if casts is None or flat.is_complex() else casts.gradients
-    return zeros if given in (None, flat.dtype) else home.put(zeros, given)
+def _zero_gradient(shard: FlatShard) -> Tensor:
+    """Returns the gradient of a buffer that no unit read on any rank."""
+    casts, space, flat = frame().casts, shard.space, shard.flat
+    zeros = space.empty_like(flat, scratch=True).zero_()
+    # In the dtype that the others have, by `precision(gradients=)`.
+    dtype = None if casts is None or flat.is_complex() else casts.gradients
+    return zeros if dtype in (None, flat.dtype) else space.put(zeros, dtype)
 
 
-def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
-    """The outcome averaged over the ranks: loss, weight, aux and replicated gradients.
+def average_outcome(outcome: Outcome, gradients: Gradients, this_rank: Here) -> Outcome:
+    """Averages an outcome over the ranks: loss, weight, aux and replicated gradients.
 
-    In aux, floating scalars are averaged, and what is `Reduced` combined in its way.
+    In aux, floating scalars are averaged, and each `Reduced` is combined in its way.
     """
-    runtime = found.runtime
+    runtime = gradients.runtime
     if runtime.groups.mean_size == 1:
         return outcome
-    where = group(runtime.options.axes, at)
-    aux, spec = tree.flatten(outcome.aux, is_leaf=is_reduced)
+    where = group(runtime.options.axes, this_rank)
+    aux, aux_def = tree.flatten(outcome.aux, is_leaf=is_reduced)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
+    # All scalars in one message.
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
     values = [outcome.total, *[aux[i] for i in picked], one]
     with label("", "loss"):
@@ -194,21 +215,21 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     for kind in dict.fromkeys(type(x) for x in aux if is_reduced(x)):
         positions = [i for i, x in enumerate(aux) if type(x) is kind]
         values, treedef = tree.flatten([aux[i] for i in positions])
-        values = _packed(values, kind.over_ranks, where, kind.called)
+        values = _apply_packed(values, kind.over_ranks, where, kind.called)
         for i, x in zip(positions, tree.unflatten(treedef, values), strict=True):
             aux[i] = x
-    found.average_whole(where)
-    return outcome.with_grads(found.trees()).replace(
+    gradients.average_whole(where)
+    return outcome.with_grads(gradients.trees()).replace(
         total=means[0].to(outcome.total.dtype),
         weight=weight,
-        aux=tree.unflatten(spec, aux),
+        aux=tree.unflatten(aux_def, aux),
     )
 
 
-def _packed(
-    tensors: list[Tensor], how: LinearMap, where: RankGroup, name: str
+def _apply_packed(
+    tensors: list[Tensor], linear_map: LinearMap, where: RankGroup, name: str
 ) -> list[Tensor]:
-    """``how`` applied to tensors, one collective for each dtype."""
+    """Applies a map to tensors, by one collective for each dtype."""
     tensors = [strided(x) for x in tensors]
     out = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -217,7 +238,7 @@ def _packed(
     for positions in by_dtype.values():
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])
         with label("", name):
-            flat = apply_map(flat, how, where)
+            flat = apply_map(flat, linear_map, where)
         parts = flat.split([tensors[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
             out[i] = part.view(tensors[i].shape)
@@ -241,7 +262,7 @@ def check_mapped(call: Call, taken: Sequence[Sharded]) -> None:
             )
 
 
-def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
+def check_derivatives(call: Call, taken: Sequence[Leaf], inputs: PyTree) -> None:
     """Raises if a derivative by parameters would mix samples of different ranks.
 
     Args:
@@ -251,16 +272,20 @@ def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
     Raises:
         LawError: the derivative is taken sample by sample, or in an enclosing unit.
     """
-    inner, name, local = 0, "", None
+    # The functorch level of the innermost derivative by one of the parameters.
+    innermost, name, local = 0, "", None
     for leaf in taken:
         x = leaf.local if isinstance(leaf, Sharded) else leaf
-        if (level := _torch.differentiated_at(x)) > inner:
+        if (level := _torch.differentiated_at(x)) > innermost:
             named = isinstance(leaf, Sharded) and leaf.name
-            inner, name, local = level, repr(leaf.name) if named else "a parameter", x
+            innermost, local = level, x
+            name = repr(leaf.name) if named else "a parameter"
     if local is None:
         return
-    if call.frame.path and inner > call.frame.functorch_level:
+    # Taken within the enclosing unit, where derivatives are the rank's own.
+    if call.frame.path and innermost > call.frame.functorch_level:
         raise inside_unit(call.frame.path, name, f"unit {call.unit.__name__!r}")
-    seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
-    mapped = any(0 < level < inner for each in seen for level in each)
+    # A vmap around the derivative, over the inputs: one derivative for each sample.
+    levels = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    mapped = any(0 < level < innermost for each in levels for level in each)
     check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -1,14 +1,14 @@
 """Microbatches: the batch of a gradient call cut along dim 0.
 
-The batch is the second argument of ``f(params, batch)``, or what ``batch_argnums``
-names. All of its tensors with dims are cut, except for sharded leaves.
+`accumulate` runs the parts one after another, `pipeline` as its schedule says. The
+batch is the second argument of ``f(params, batch)``, or what ``batch_argnums`` names.
+All of its tensors with dims are cut, except for sharded leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from fsfunc.core.frames import frame
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf, PyTree
+
+# For each differentiated argument, its gradients by the leaves that are cut.
+RowGradients = list[list[Leaf]]
 
 
 class Microbatches:
@@ -27,8 +31,8 @@ class Microbatches:
     Args:
         call: the gradient call; its own ``batch_argnums`` take precedence.
         n: the number of parts, which are as even as possible, smaller ones last.
-        chosen: the ``batch_argnums`` of the transform.
-        who: the name of the transform, for errors.
+        batch_argnums: those of the transform.
+        transform: its name, for errors.
         even: whether the parts must be of one size.
 
     Raises:
@@ -40,96 +44,106 @@ class Microbatches:
         self,
         call: GradientCall,
         n: int,
-        chosen: BatchArgnums | None,
-        who: str,
+        batch_argnums: BatchArgnums | None,
+        transform: str,
         *,
         even: bool = False,
     ):
         self._call, self.n = call, n
-        given = {i: x for i, x in enumerate(call.args)} | call.keywords
+        values = {i: x for i, x in enumerate(call.args)} | call.keywords
         names = [*arguments(len(call.args)), *call.keywords]
-        refuse("array sparse", who, [*given.values()], *names)
-        said = call.batch_argnums if call.batch_argnums is not None else chosen
-        self._arguments = {key: _Argument(x, str(key)) for key, x in given.items()}
-        cut = self._told(said) if said is not None else self._only(who) if n > 1 else []
-        leaves = {k: x for key in cut for k, x in self._arguments[key].named().items()}
+        refuse("array sparse", transform, [*values.values()], *names)
+        # A call knows its arguments better than a transform far around it.
+        named = call.batch_argnums if call.batch_argnums is not None else batch_argnums
+        self._arguments = {key: _Argument(x, str(key)) for key, x in values.items()}
+        found = self._find_batch(transform) if named is None and n > 1 else []
+        batch = found if named is None else self._named_batch(named)
+        leaves = {k: x for a in batch for k, x in self._arguments[a].named().items()}
         self._rows = rows_of(leaves, n, even=even)
-        for key in cut:
+        for key in batch:
             self._arguments[key].cut(n)
 
-    def _told(self, said: BatchArgnums) -> list[int | str]:
-        """The arguments that ``batch_argnums`` names."""
-        count, found = len(self._call.args), []
-        for key in said:
+    def _named_batch(self, batch_argnums: BatchArgnums) -> list[int | str]:
+        """Returns the arguments that ``batch_argnums`` names."""
+        count, keys = len(self._call.args), []
+        for key in batch_argnums:
             if isinstance(key, int) and -count <= key < count:
                 key %= count
             elif key not in self._call.keywords:
                 names = ", ".join(map(repr, self._call.keywords)) or "no"
                 raise ValueError(
-                    f"batch_argnums={said}, but this gradient call has {count} "
-                    f"positional arguments and {names} keywords: {key!r} is none"
+                    f"batch_argnums={batch_argnums}, but this gradient call has "
+                    f"{count} positional arguments and {names} keywords: {key!r} is "
+                    "none"
                 )
-            found.append(key)
-        return found
+            keys.append(key)
+        return keys
 
-    def _only(self, who: str) -> list[int | str]:
-        """The argument after the first that holds tensors, if there is one.
+    def _find_batch(self, transform: str) -> list[int | str]:
+        """Returns the argument after the first that holds tensors, if there is one.
 
         Raises:
             ValueError: there are several, or it is differentiated.
         """
-        found = [k for k, a in self._arguments.items() if k != 0 and a.tensors]
-        if len(found) > 1 or any(k in self._call.argnums for k in found):
-            told = ", ".join(map(repr, found))
+        keys = [k for k, a in self._arguments.items() if k != 0 and a.tensors]
+        if len(keys) > 1 or any(k in self._call.argnums for k in keys):
+            listed = ", ".join(map(repr, keys))
             raise ValueError(
-                f"{who} is to cut the batch of a gradient call along dim 0, of which "
-                f"the arguments {told} hold tensors: say which of them are the batch, "
-                "and which are parameters or buffers that stay whole, by "
-                f"batch_argnums=, of ff.value_and_grad or of {who}"
+                f"{transform} is to cut the batch of a gradient call along dim 0, of "
+                f"which the arguments {listed} hold tensors: say which of them are the "
+                "batch, and which are parameters or buffers that stay whole, by "
+                f"batch_argnums=, of ff.value_and_grad or of {transform}"
             )
-        return found
+        return keys
 
     def part(self, m: int) -> GradientCall:
-        """The call on microbatch ``m``."""
-        made = {key: a.part(m) for key, a in self._arguments.items()}
-        args = tuple(made.pop(i) for i in range(len(self._call.args)))
-        return self._call.replace(args=args, keywords=made)
+        """Returns the call on microbatch ``m``."""
+        parts = {key: a.part(m) for key, a in self._arguments.items()}
+        args = tuple(parts.pop(i) for i in range(len(self._call.args)))
+        return self._call.replace(args=args, keywords=parts)
 
     def is_cut(self, i: int) -> bool:
-        """True if the positional argument ``i`` is cut."""
+        """Returns whether the positional argument ``i`` is cut."""
         return bool(self._arguments[i].pieces)
 
     def share(self, m: int) -> float:
-        """The rows of microbatch ``m``, divided by the mean number."""
+        """Returns the rows of microbatch ``m``, divided by the mean number."""
         cut = [p for a in self._arguments.values() for p in a.pieces.values()]
         return len(cut[0][m]) * self.n / self._rows if cut else 1.0
 
-    def apart(self, outcome: Outcome, own: list[list[list[Any]]]) -> Outcome:
-        """The outcome without gradients by cut arguments, which ``own`` is given."""
-        grads: list[Any] = list(outcome.grads)
-        own.append([])
+    def take_row_gradients(
+        self, outcome: Outcome, by_rows: list[RowGradients]
+    ) -> Outcome:
+        """Moves the gradients by cut arguments from an outcome to ``by_rows``.
+
+        They are of different rows in each microbatch, so they are not added.
+        """
+        grads: list[PyTree] = list(outcome.grads)
+        by_rows.append([])
         for k, i in enumerate(self._call.argnums):
-            found, a = [], self._arguments[i]
+            taken, a = [], self._arguments[i]
             if a.pieces:
-                leaves: list[Any] = a.treedef.flatten_up_to(grads[k])  # type: ignore
-                found = [leaves[j] for j in a.pieces]
+                leaves: list[Leaf] = a.treedef.flatten_up_to(grads[k])  # type: ignore
+                taken = [leaves[j] for j in a.pieces]
                 for j in a.pieces:
                     leaves[j] = None
                 grads[k] = tree.unflatten(a.treedef, leaves)
-            own[-1].append(found)
+            by_rows[-1].append(taken)
         return outcome.with_grads(tuple(grads))
 
-    def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
-        """The outcome with the gradients that :meth:`apart` removed, concatenated."""
+    def put_row_gradients(
+        self, outcome: Outcome, by_rows: Sequence[RowGradients]
+    ) -> Outcome:
+        """Puts back what :meth:`take_row_gradients` took, concatenated along dim 0."""
         grads = list(outcome.grads)
         for k, i in enumerate(self._call.argnums):
             a = self._arguments[i]
             if a.pieces:
-                leaves: list[Any] = a.treedef.flatten_up_to(grads[k])  # type: ignore
-                columns = zip(*[found[k] for found in own], strict=True)
+                leaves: list[Leaf] = a.treedef.flatten_up_to(grads[k])  # type: ignore
+                columns = zip(*[taken[k] for taken in by_rows], strict=True)
                 for j, parts in zip(a.pieces, columns, strict=True):
-                    whole = isinstance(parts[0], Tensor)  # none by integers
-                    leaves[j] = torch.cat(parts) if whole else None
+                    has_gradient = isinstance(parts[0], Tensor)  # none by integers
+                    leaves[j] = torch.cat(parts) if has_gradient else None
                 grads[k] = tree.unflatten(a.treedef, leaves)
         return outcome.with_grads(tuple(grads))
 
@@ -149,9 +163,17 @@ _NARROW = (
 
 @dataclass
 class _Argument:
-    """An argument: its leaves, and the pieces of those that are cut."""
+    """An argument: its leaves, and the pieces of those that are cut.
 
-    value: Any
+    Args:
+        value: the argument; ``name``: its position or keyword.
+        pieces: by the position of a leaf, its rows in each microbatch.
+
+    Attributes:
+        tensors: the positions of leaves that can be cut.
+    """
+
+    value: PyTree
     name: str
     pieces: dict[int, Sequence[Tensor]] = field(default_factory=dict)
 
@@ -164,7 +186,7 @@ class _Argument:
         ]
 
     def named(self) -> dict[str, Tensor]:
-        """The leaves that can be cut, by path."""
+        """Returns the leaves that can be cut, by path."""
         paths = tree.paths(self.value, is_leaf=is_sharded)
         return {
             "/".join(filter(None, (self.name, paths[j]))): self.leaves[j]
@@ -174,7 +196,8 @@ class _Argument:
     def cut(self, n: int) -> None:
         self.pieces = {j: self.leaves[j].tensor_split(n) for j in self.tensors}
 
-    def part(self, m: int) -> Any:
+    def part(self, m: int) -> PyTree:
+        """Returns the argument of microbatch ``m``."""
         if not self.pieces:
             return self.value
         leaves = list(self.leaves)

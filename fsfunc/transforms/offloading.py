@@ -192,7 +192,7 @@ class _Offload(Interpretation):
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         compiler = call.frame.compiler
         if compiler is not None and not compiler.whole:
-            if compiler.replays and compiler.means(call):  # type: ignore[attr-defined]
+            if compiler.replays and compiler.compiles(call):  # type: ignore[attr-defined]
                 raise ValueError(_REPLAYED.format(call.name))
         store = self.stores.activations
         return run if store is None else _with_residuals_in(store, run, call)

@@ -1,14 +1,17 @@
-"""Replicated and rank-local plain tensors in a sharded call; ``assume``.
+"""Which plain tensors of a sharded call are replicated; ``assume``.
 
-The leaves of the first argument, the state, have layouts. Leaves of other arguments
-that have one keep it; other tensors there are the rank's own.
+The gradient of a replicated tensor is the mean over the ranks, that of a rank-local one
+is the rank's own. A tensor does not say itself which it is. The leaves of the first
+argument, the state, have layouts, which do; leaves of other arguments may have one too,
+and other tensors there are rank-local. `unit_calls`, `gradients` and optimizers ask by
+the memory in which a tensor lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
 _Tree = TypeVar("_Tree")
+from fsfunc.tree.types import Leaf
 
 
 class Ownership:
@@ -34,39 +38,41 @@ class Ownership:
         leaves: those of all arguments.
     """
 
-    def __init__(self, state: Sequence[Any], leaves: Sequence[Any]):
+    def __init__(self, state: Sequence[Leaf], leaves: Sequence[Leaf]):
         self._state, self._leaves = state, leaves
-        # By storage; with the tensor, so that its memory is not used again.
-        self._said: dict[int, tuple[bool, Tensor]] = {}
+        # By storage: whether it is replicated; and the tensor, so that the memory is no
+        # other's while the entry lives.
+        self._declared: dict[int, tuple[bool, Tensor]] = {}
 
     @cached_property
     def _replicated(self) -> set[int]:
+        """The storages of replicated leaves; found when first asked for."""
         plain = [x for x in self._state if isinstance(x, Tensor)]
-        found = {storage_of(x) for x in plain if not isinstance(placement_of(x), Own)}
-        every = [x for x in self._leaves if isinstance(x, Tensor)]
-        others = [x for x in every if placement_of(x) == WHOLE]
-        return found.union(map(storage_of, others))
+        of_state = {
+            storage_of(x) for x in plain if not isinstance(placement_of(x), Own)
+        }
+        tensors = [x for x in self._leaves if isinstance(x, Tensor)]
+        laid_whole = [x for x in tensors if placement_of(x) == WHOLE]
+        return of_state.union(map(storage_of, laid_whole))
 
     def is_replicated(self, x: Tensor) -> bool:
-        """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.
-
-        By memory, not by object: a detached leaf is a new object.
-        """
-        key = storage_of(x)
-        return self._said[key][0] if key in self._said else key in self._replicated
+        """Returns whether ``x`` lies in the memory of a replicated leaf."""
+        # By memory, not by object: a detached leaf is a new object.
+        key, declared = storage_of(x), self._declared
+        return declared[key][0] if key in declared else key in self._replicated
 
     def declare(self, x: Tensor, replicated: bool) -> None:
         """Declares whether ``x`` is replicated, for this call."""
-        self._said[storage_of(x)] = replicated, _torch.unwrapped(x)
+        self._declared[storage_of(x)] = replicated, _torch.unwrapped(x)
 
 
 def enter_tracked(
-    leaves: list[Any], ownership: Ownership, where: Callable[[], RankGroup]
+    leaves: list[Leaf], ownership: Ownership, where: Callable[[], RankGroup]
 ) -> bool:
     """Applies ENTER, in place, to replicated leaves that are differentiated outside.
 
     Their gradients are then means, as those of sharded leaves. Returns whether there
-    are any. A leaf that only requires grad counts if an enclosing loss uses it.
+    are any.
 
     Args:
         where: returns the ranks of the mean.
@@ -80,17 +86,20 @@ def enter_tracked(
 
 
 def _is_tracked(x: Tensor) -> bool:
-    """True if ``x`` is differentiated outside the call."""
+    """Returns whether ``x`` is differentiated outside the call."""
     if _torch.differentiated_at(x):
         return True
+    # A leaf that merely requires grad, as parameters of a module do, is differentiated
+    # only if an enclosing loss uses it.
     in_graph = x.grad_fn is not None or bool(frame().in_loss)
     return x.requires_grad and in_graph and torch.is_grad_enabled()
 
 
 def storage_of(x: Tensor) -> int:
-    """The storage key of a tensor, which may be differentiated, mapped or donated."""
+    """Returns the storage key of a tensor, which may be differentiated or mapped."""
     x = _torch.unwrapped(x)
-    with _torch.plain_tensors():  # a donated step's own leaves are known as well
+    # A leaf that a donated step has overwritten refuses most uses; not this one.
+    with _torch.plain_tensors():
         return _torch.storage_key(x)
 
 
@@ -126,9 +135,10 @@ def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
         raise ValueError(f"assume(x, {axis!r}, {type!r}): the type is 'I' or 'V'")
     where = group(axis)
 
-    def said(leaf: Any) -> Any:
+    def declare(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Tensor) or not where.mean:
             return leaf
+        # Known by its memory, which only a copy has for itself.
         leaf = leaf.clone()
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
@@ -136,4 +146,4 @@ def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
         assumed(leaf, type)
         return leaf
 
-    return tree.map(said, x)
+    return tree.map(declare, x)

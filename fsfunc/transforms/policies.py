@@ -1,4 +1,15 @@
-"""Policies of ``remat``, as data, and the names that they refer to."""
+"""Policies of ``remat``, as data, and the names that they refer to.
+
+A policy of named values works by counting: the `Tape` of a unit call numbers the
+operators that its function runs. The first run saves the outputs that the policy names,
+by these numbers; the second returns them in place of running the operators again::
+
+    op 0  op 1  op 2  op 3          h = checkpoint_name(op 1's output, "hidden")
+     run   run   run   run          first run: saves the output of op 1
+     run  (saved) run   run         second run
+
+`rematerialization` chooses by them, and `repeated_calls` uses the tape.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +112,7 @@ class MinCut:
 def recomputes(
     policy: Policy | MinCut | str | None, micro: Sequence[tuple[int, int]]
 ) -> bool:
-    """True if a call is recomputed that was made in the microbatches ``micro``.
+    """Returns whether a call made in the microbatches ``micro`` is recomputed.
 
     ``"except_last"`` spares the last microbatch of the innermost loop: where all run
     forward first, its backward comes at once, and forgetting would free nothing.
@@ -118,6 +129,7 @@ def recomputes(
     return policy != "never"
 
 
+# Of the unit calls around, outermost first: a name is told to each.
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
 
 
@@ -138,93 +150,115 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """The output of an op of the first run, without its memory where possible.
+class _OpOutput:
+    """One output of an op of the first run, without its memory.
 
     Args:
-        number, func: which op it was; ``many``: whether it returned a sequence.
-        outs: its outputs but the one that this entry is about, which is at ``place``.
-        shape: (size, stride, offset, dtype) of that one.
+        number: the op's number in the run; ``func``: the op.
+        sequence: the type of sequence that it returned; None: one tensor.
+        other_outs: all that it returned, but None in the place of this output.
+        index: that place.
+        geometry: (size, stride, offset, dtype) of this output.
         states: how the generators stood afterwards, for an op that draws.
     """
 
     number: int
-    func: Any
-    many: type | None
-    outs: tuple[Any, ...]
-    place: int
-    shape: tuple[Any, ...]
+    func: _torch.OpOverload
+    sequence: type | None
+    other_outs: tuple[Any, ...]
+    index: int
+    geometry: tuple[Any, ...]
     states: States
 
 
 class Tape:
-    """The kept values of one unit call, by the number of the op that made them.
+    """The saved values of one unit call, by the number of the op that made them.
 
-    The first run counts the unit's ops and remembers which made which storage; where a
-    named value is kept, it is kept under its op's number. The second run counts again,
-    and in place of such an op returns what was kept; its autograd node is made all the
-    same. Ops of transforms and collectives on the way do not count.
+    The first run counts the unit's ops and remembers which made which storage; a named
+    value is saved under its op's number. The second run counts again, and in place of
+    such an op returns what was saved; its autograd node is made all the same. Ops of
+    transforms and collectives on the way do not count.
+
+    Attributes:
+        makers: by storage, the op that made it; None: it was written since.
+        saved: by the op's number, the outputs that are saved.
+        values: their values with the version of each, until :meth:`take_values`.
     """
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.makers = StorageTable[_Made | None]()  # until the first run ends
-        self.kept: dict[int, _Made] = {}
+        self.makers = StorageTable[_OpOutput | None]()
+        self.saved: dict[int, _OpOutput] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
 
     def name(self, x: Tensor, name: str) -> None:
-        """Keeps ``x`` if the policy says so."""
+        """Saves the op's output that ``x`` lies in, if the policy says so."""
         made = self.makers.get(x)
         if made is None or not self.policy.keeps(name):
             return
-        size, stride, offset, dtype = made.shape
+        size, stride, offset, dtype = made.geometry
+        # As the op returned it, as `x` may be a view of that. (Of a view as another
+        # dtype the output cannot be made again.)
         if x.dtype == dtype:
             value = x.detach().as_strided(size, stride, offset)
             self.values[made.number] = (value, value._version)
-            self.kept[made.number] = made
+            self.saved[made.number] = made
 
-    def tensors(self) -> list[Tensor]:
-        """The kept values: the caller holds them until :meth:`replay`."""
+    def take_values(self) -> list[Tensor]:
+        """Returns the saved values, for the caller to hold until :meth:`replay`."""
         for number, (value, version) in list(self.values.items()):
             if value._version != version:  # changed in place after it was named
-                del self.values[number], self.kept[number]
+                del self.values[number], self.saved[number]
         values = [value for value, _ in self.values.values()]
         self.values.clear()
         return values
 
-    def _first(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_first(
+        self,
+        number: int,
+        func: _torch.OpOverload,
+        args: _torch.Args,
+        kwargs: _torch.Kwargs,
+    ) -> Any:
         """Runs an op of the first run, and notes what it made."""
         out = func(*args, **kwargs)
         if not _torch.makes_memory(func):
             for x in _torch.written(func, args, kwargs):
                 self.makers[x] = None
-            return out  # of a view the storage keeps its maker
-        many = type(out) if isinstance(out, (list, tuple)) else None
-        outs = (out,) if many is None else tuple(out)
+            return out  # a view's storage has its maker already
+        sequence = type(out) if isinstance(out, (list, tuple)) else None
+        outs = (out,) if sequence is None else tuple(out)
+        # An op that is not run again must move the generators on as it did.
         draws = torch.Tag.nondeterministic_seeded in func.tags
         states = generator_states() if draws else []
         for i, x in enumerate(outs):
             if isinstance(x, Tensor):
                 others = (*outs[:i], None, *outs[i + 1 :])
                 shape = x.size(), x.stride(), x.storage_offset(), x.dtype
-                self.makers[x] = _Made(number, func, many, others, i, shape, states)
+                made = _OpOutput(number, func, sequence, others, i, shape, states)
+                self.makers[x] = made
         return out
 
     @contextmanager
-    def keep(self) -> Iterator[None]:
-        """The first run."""
+    def record(self) -> Iterator[None]:
+        """Inside, the unit's function runs for the first time."""
         try:
-            with Scoped(_TAPES, (*_TAPES.get(), self)), _Counting(self._first):
+            with Scoped(_TAPES, (*_TAPES.get(), self)), _OpCounter(self._run_first):
                 yield
         finally:
-            self.makers = StorageTable()
+            self.makers = StorageTable()  # whose entries hold the ops' other outputs
 
-    def replay(self, values: Sequence[Tensor]) -> _Counting:
-        """The second run: an op whose output was kept does not run, and returns it."""
-        given = dict(zip(self.kept, values, strict=True))
+    def replay(self, values: Sequence[Tensor]) -> _OpCounter:
+        """Inside, it runs again: an op whose output was saved returns that instead."""
+        saved_values = dict(zip(self.saved, values, strict=True))
 
-        def again(number: int, func: Any, args: Any, kwargs: Any) -> Any:
-            made = self.kept.get(number)
+        def run_again(
+            number: int,
+            func: _torch.OpOverload,
+            args: _torch.Args,
+            kwargs: _torch.Kwargs,
+        ) -> Any:
+            made = self.saved.get(number)
             if made is None:
                 return func(*args, **kwargs)
             if made.func is not func:
@@ -232,26 +266,36 @@ class Tape:
                     f"the recompute of a unit called {func} where its first run called "
                     f"{made.func}: a unit under remat must do the same again"
                 )
-            outs = list(made.outs)
-            outs[made.place] = given[number]
+            outs = list(made.other_outs)
+            outs[made.index] = saved_values[number]
+            # New tensors, to which autograd, above this mode, gives the op's node.
             outs = [x.detach() if isinstance(x, Tensor) else x for x in outs]
             set_generators(made.states)
-            return outs[0] if made.many is None else made.many(outs)
+            return outs[0] if made.sequence is None else made.sequence(outs)
 
-        return _Counting(again)
+        return _OpCounter(run_again)
 
 
-class _Counting(_torch.OperatorMode):
-    """Numbers the ops of the user's function, and has ``run`` run each."""
+class _OpCounter(_torch.OperatorMode):
+    """Numbers the ops of the user's function, and has ``run`` run each.
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    Args:
+        run: ``run(number, func, args, kwargs)``.
+    """
+
+    def __init__(
+        self, run: Callable[[int, _torch.OpOverload, _torch.Args, _torch.Kwargs], Any]
+    ) -> None:
         super().__init__()
         self.run, self.count = run, 0
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Asking for a device; and what autograd saves.
-        apart = func.namespace == "prim" or func is torch.ops.aten.detach.default
-        if apart or is_internal():
+    def operator(
+        self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> Any:
+        # These may be fewer in the second run: asking for a device, and the detached
+        # copies that autograd saves. Nor do a transform's own ops count.
+        uncounted = func.namespace == "prim" or func is torch.ops.aten.detach.default
+        if uncounted or is_internal():
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         return self.run(number, func, args, kwargs)

@@ -1,4 +1,9 @@
-"""``remat``: free a unit's residuals, and recompute them in the backward."""
+"""``remat``: free a unit's residuals, and recompute them in the backward.
+
+The interpretation decides which unit calls are recomputed, and by whom: `RepeatedCall`
+runs the function a second time when the backward first reads a value; of a unit that
+``jit`` compiles, the compiled backward computes again what it reads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,8 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, MinCut, Mode, Policy, recomputes
 from fsfunc.transforms.repeated_calls import RepeatedCall
-from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.transforms.sharded_calls import Function, Sharding
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -108,19 +114,30 @@ def remat_calls(
 
 
 class _Remat(Interpretation):
+    """The interpretation of ``remat`` and ``remat_calls``.
+
+    Args:
+        policy: which values are saved, or which microbatches recomputed.
+        calls: the numbers of the unit calls to recompute; None: all.
+
+    Attributes:
+        named_policy: ``policy``, if it is one of named values.
+        min_cut: ``policy``, if it leaves the choice to the compiler.
+    """
+
     def __init__(
         self, policy: Policy | MinCut | str | None, calls: frozenset[int] | None = None
     ):
-        known = policy is None or isinstance(policy, (Policy, MinCut))
-        if not (known or policy in MODES):
+        is_known = policy is None or isinstance(policy, (Policy, MinCut))
+        if not (is_known or policy in MODES):
             raise TypeError(
                 f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), MinCut("
                 f"share), one of {', '.join(map(repr, MODES))}, or None"
             )
         self.policy, self.calls = policy, calls
         self.called = "remat" if calls is None else "remat_calls"
-        self.kept = policy if isinstance(policy, Policy) else None
-        self.least = policy if isinstance(policy, MinCut) else None
+        self.named_policy = policy if isinstance(policy, Policy) else None
+        self.min_cut = policy if isinstance(policy, MinCut) else None
         self.ends_alike = policy != "except_last"
 
     @property
@@ -136,107 +153,120 @@ class _Remat(Interpretation):
     def recorded(self, recorder: Any) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Function, call: Call) -> Function:
         f = call.frame
-        if not self.means(call):
+        if not self.applies_to(call):
             return run
-        if f.compiler is not None or self.least:
-            if self.share(call) is not None:
+        # A compiled backward recomputes by itself.
+        if f.compiler is not None or self.min_cut:
+            if self.compiled_share(call) is not None:
                 return run
-        return partial(self._recomputed, run, call)
+        return partial(self._run_repeatable, run, call)
 
-    def means(self, call: Call) -> bool:
-        """True if a call is one to recompute."""
+    def applies_to(self, call: Call) -> bool:
+        """Returns whether a call is one to recompute."""
         f, calls = call.frame, self.calls
         chosen = calls is None or not f.path and call.number in calls
         return chosen and recomputes(self.policy, f.micro)
 
     def reads_again(self, call: Call) -> bool:
-        return self.share(call) is not None
+        return self.compiled_share(call) is not None
 
-    def share(self, call: Call) -> float | None:
-        """The share that a compiled unit's own graph keeps; None: as without remat.
+    def compiled_share(self, call: Call) -> float | None:
+        """Returns the share of residuals that a compiled unit's own graph saves.
 
-        Its backward computes the rest again, and the call runs once.
+        Its backward computes the rest again, and the call runs once. None: the unit is
+        not compiled so, or not recomputed.
         """
         f = call.frame
-        if f.composable or not self.means(call):
+        if f.composable or not self.applies_to(call):
             return None
-        compiled = f.compiler is not None and f.compiler.parts(call)
-        if self.least is not None:
-            if not compiled:
+        is_partitioned = f.compiler is not None and f.compiler.partitions_call(call)
+        if self.min_cut is not None:
+            if not is_partitioned:
                 raise ValueError(_UNCOMPILED.format(call.name))
-            return self.least.share
-        whole = compiled and f.tracer is None and self.kept is None and _alone(f)
-        return 0.0 if whole else None
+            return self.min_cut.share
+        saves_inputs = is_partitioned and f.tracer is None
+        saves_inputs = saves_inputs and self.named_policy is None and _runs_alone(f)
+        return 0.0 if saves_inputs else None
 
-    def _recomputed(
+    def _run_repeatable(
         self,
-        run: Callable[..., Any],
+        run: Function,
         call: Call,
-        params: Any,
+        params: PyTree,
         /,
-        *inputs: Any,
-        **named: Any,
-    ) -> Any:
+        *inputs: PyTree,
+        **named: PyTree,
+    ) -> PyTree:
         """Runs a unit call, which the backward runs again."""
         f = call.frame
-        tried = f.tracer is not None and not f.tracer.complete
-        if tried or f.composable or not torch.is_grad_enabled():
+        # `torch.func` keeps the whole backward differentiable: it has all residuals.
+        is_tried = f.tracer is not None and not f.tracer.complete
+        if is_tried or f.composable or not torch.is_grad_enabled():
             return run(params, *inputs, **named)
         leaves, treedef = tree.flatten((params, inputs, named), is_sharded)
-        tensors, places = [], []
+        tensors, positions = [], []
         for i, x in enumerate(leaves):
             if isinstance(x, Sharded):
+                # Parts of a packed buffer are gathered from the buffer, which lives as
+                # long as the state: only one that autograd differentiates is saved.
                 part = x.local if x.packed is None else x._part
                 if x.parts is None and part is not None and part.requires_grad:
                     tensors.append(x.local)
-                    places.append(i)
+                    positions.append(i)
             elif isinstance(x, Tensor):
                 tensors.append(x)
-                places.append(i)
-        now = running()
-        if now.token is None and not any(x.requires_grad for x in tensors):
+                positions.append(i)
+        state = running()
+        # Without a token (outside a sharded gradient call) a graph begins at arguments.
+        if state.token is None and not any(x.requires_grad for x in tensors):
             return run(params, *inputs, **named)
-        again = RepeatedCall(run, leaves, places, treedef, self.kept, call, tensors)
-        out = again.first(params, inputs, named, tensors, now)
-        call.savers.extend(again.savers)
+        repeated = RepeatedCall(
+            run, leaves, positions, treedef, self.named_policy, call, tensors
+        )
+        out = repeated.run_first(params, inputs, named, tensors, state)
+        call.savers.extend(repeated.savers)
         return out
 
 
-def share_kept(call: Call) -> float | None:
-    """The `share` of a unit call that the compiler parts, by the transforms around it.
+def saved_share(call: Call) -> float | None:
+    """Returns the share of residuals that the compiler of a unit call is to save.
 
-    None is the compiler's own choice. Under ``shard`` with ``zero`` above 0, which is
-    to save memory, what costs little to compute again is not kept.
+    It is the least of the transforms around the call; None is the compiler's own
+    choice.
     """
-    shares = [h.share(call) for h in call.frame.handlers if isinstance(h, _Remat)]
-    shares += [1.0 for h in call.frame.handlers if getattr(h, "zero", 0)]
+    handlers = call.frame.handlers
+    shares = [h.compiled_share(call) for h in handlers if isinstance(h, _Remat)]
+    # ZeRO is to save memory: what costs little to compute again is not saved.
+    shares += [1.0 for h in handlers if getattr(h, "zero", 0)]
     return min((s for s in shares if s is not None), default=None)
 
 
-def keeps_names(call: Call) -> bool:
-    """True if a recompute of a call keeps named values."""
+def saves_named_values(call: Call) -> bool:
+    """Returns whether a recompute of a call saves named values."""
     remats = [h for h in call.frame.handlers if isinstance(h, _Remat)]
-    return any(h.kept is not None and h.means(call) for h in remats)
+    return any(h.named_policy is not None and h.applies_to(call) for h in remats)
 
 
-def _alone(f: Frame) -> bool:
-    """True if a recompute would run a unit's function and nothing else."""
-    within = gathered = False
+def _runs_alone(f: Frame) -> bool:
+    """Returns whether a recompute would run a unit's function and nothing else."""
+    inside_remat = gathered = False
     for h in f.handlers:
         if isinstance(h, _Remat):
-            within = True
+            inside_remat = True
         elif isinstance(h, Sharding):
-            if within:  # whose gathers a recompute makes anew
+            if inside_remat:  # whose gathers a recompute makes anew
                 return False
             gathered = gathered or h.zero == 3
-        elif type(h).unit is not _SAME:
+        elif type(h).unit is not _DEFAULT_UNIT:
             return False
-    return f.casts is None or gathered  # or the graph would keep what is cast
+    # Parameters are cast before a gather, of which the backward makes another; else the
+    # compiled graph would save the cast copies.
+    return f.casts is None or gathered
 
 
-_SAME = Interpretation.unit
+_DEFAULT_UNIT = Interpretation.unit
 
 
 _UNCOMPILED = (

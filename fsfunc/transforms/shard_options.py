@@ -1,4 +1,13 @@
-"""The options of ``shard``, and the process groups of packed buffers."""
+"""The options of ``shard``, and the process groups of packed buffers.
+
+`ShardOptions` are the arguments of ``shard``, checked and frozen, so that ranks can
+compare them. `GroupTable` says over which ranks a buffer is gathered and its gradient
+reduced. At mesh axes ``node=2, data=4`` with ``shard(step, mesh, "data",
+replicate="node")``, rank (0, 1) has for every buffer::
+
+    where      (0, 0) (0, 1) (0, 2) (0, 3)   each has a range of the buffer
+    replicas   (0, 1) (1, 1)                 both have the same range
+"""
 
 from __future__ import annotations
 
@@ -40,31 +49,31 @@ class ShardOptions:
     def of(
         cls, mesh: Mesh, axis: Axis, replicate: Axis | None, **others: Any
     ) -> ShardOptions:
-        """The options for the arguments of ``shard``.
+        """Returns the options for the arguments of ``shard``.
 
         Raises:
             ValueError: as ``shard`` does.
         """
-        names = check_mesh(mesh, "shard").check(axis)
-        copies = () if replicate is None else mesh.check(replicate)
-        if set(names) & set(copies):
+        axes = check_mesh(mesh, "shard").check(axis)
+        replica_axes = () if replicate is None else mesh.check(replicate)
+        if set(axes) & set(replica_axes):
             raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
-        again = others["reshard_after_forward"]
-        if isinstance(again, Mapping):
-            others["reshard_after_forward"] = tuple(again.items())
-        found = cls(mesh, names, replicate=copies, **others)
-        found.gather.check(names)
-        found.reduction.check(names, found.zero)
-        return found
+        reshard = others["reshard_after_forward"]
+        if isinstance(reshard, Mapping):  # hashable, for `_first_match`
+            others["reshard_after_forward"] = tuple(reshard.items())
+        options = cls(mesh, axes, replicate=replica_axes, **others)
+        options.gather.check(axes)
+        options.reduction.check(axes, options.zero)
+        return options
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r}: it is 0, 1, 2 or 3")
-        again = self.reshard_after_forward
-        rules = again if isinstance(again, tuple) else [("**", again)]
+        reshard = self.reshard_after_forward
+        rules = reshard if isinstance(reshard, tuple) else [("**", reshard)]
         if not all(isinstance(k, str) and isinstance(v, bool) for k, v in rules):
             raise TypeError(
-                f"reshard_after_forward={again!r}: it is True, False, or {{pattern: "
+                f"reshard_after_forward={reshard!r}: it is True, False, or {{pattern: "
                 "True or False} by names of units or paths of parameters"
             )
         check_integer(self.min_bytes, "min_bytes", 0)
@@ -93,12 +102,12 @@ class ShardOptions:
         """All axes over which the loss is a mean."""
         return (*self.replicate, *self.axis)
 
-    def holds(self, name: str, shard: FlatShard) -> bool:
-        """True if a unit call of this name keeps a gathered buffer for its backward."""
-        again = self.reshard_after_forward
-        if isinstance(again, bool):
-            return not again
-        return not _first_fitting(again, (name, *(x.name for x in shard.members)))
+    def retains(self, name: str, shard: FlatShard) -> bool:
+        """Returns whether a unit call retains a gathered buffer for its backward."""
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, bool):
+            return not reshard
+        return not _first_match(reshard, (name, *(x.name for x in shard.members)))
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises if a pattern of ``reshard_after_forward`` matches none of the names.
@@ -106,8 +115,8 @@ class ShardOptions:
         Args:
             names: those of a program's unit calls, and of the leaves that these take.
         """
-        again = self.reshard_after_forward
-        for pattern, _ in again if isinstance(again, tuple) else ():
+        reshard = self.reshard_after_forward
+        for pattern, _ in reshard if isinstance(reshard, tuple) else ():
             if not any(matches(pattern, name) for name in names):
                 raise ValueError(
                     f"reshard_after_forward: {pattern!r} fits no unit call and no leaf "
@@ -116,7 +125,7 @@ class ShardOptions:
                 )
 
     def gathers(self, layout: Layout) -> bool:
-        """True if this ``shard`` gathers the leaf.
+        """Returns whether this ``shard`` gathers the leaf.
 
         It does if the leaf's buffer is split over ``axis`` (without those axes that
         split the leaf itself, as for experts), or over nothing.
@@ -124,16 +133,17 @@ class ShardOptions:
         if (flat := layout.flat) is None:
             return False
         return flat.axes in (self.axis, ()) or (
-            flat.axes == self.beside(layout.split_axes)
+            flat.axes == self.axis_without(layout.split_axes)
         )
 
-    def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
-        """``axis`` without ``split_axes``."""
+    def axis_without(self, split_axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns ``axis`` without ``split_axes``."""
         return tuple(axis for axis in self.axis if axis not in split_axes)
 
 
+# Cached, as each unit call of each step asks, by the names of all of its leaves.
 @lru_cache(maxsize=4096)
-def _first_fitting(rules: Rules, names: tuple[str, ...]) -> bool:
+def _first_match(rules: Rules, names: tuple[str, ...]) -> bool:
     for pattern, value in rules:
         if any(matches(pattern, name) for name in names):
             return value
@@ -161,31 +171,33 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
     with the same block. They are made in the forward pass, as a backward pass does not
     know the mesh.
 
-    ``mean_size``: the number of ranks over which the loss is a mean.
+    Attributes:
+        where, replicas: those of a buffer whose leaves are not split.
+        mean_size: the number of ranks over which the loss is a mean.
     """
 
-    def __init__(self, options: ShardOptions, at: Here):
-        self.where, copies = group(options.axis, at), options.replicate
-        self.replicas = group(copies, at) if copies else None
+    def __init__(self, options: ShardOptions, this_rank: Here):
+        self.where, replica_axes = group(options.axis, this_rank), options.replicate
+        self.replicas = group(replica_axes, this_rank) if replica_axes else None
         self.mean_size = self.where.size
         if self.replicas is not None:
             self.mean_size *= self.replicas.size
         self[()] = BufferGroups(self.where, self.replicas)
 
     def __missing__(self, split_axes: tuple[str, ...]) -> BufferGroups:
-        copies = () if self.replicas is None else self.replicas.axis
-        blocks = [a for a in (*copies, *self.where.axis) if a in split_axes]
-        found = self[split_axes] = BufferGroups(
+        replica_axes = () if self.replicas is None else self.replicas.axis
+        block_axes = [a for a in (*replica_axes, *self.where.axis) if a in split_axes]
+        groups = self[split_axes] = BufferGroups(
             _without(self.where, split_axes),
             _without(self.replicas, split_axes),
-            group(tuple(blocks)) if blocks else None,
+            group(tuple(block_axes)) if block_axes else None,
         )
-        return found
+        return groups
 
 
 def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
-    """The ranks of a group that have this rank's coordinates along ``axes``."""
+    """Returns the ranks of a group with this rank's coordinates along ``axes``."""
     if where is None or not set(where.axis) & set(axes):
         return where
-    rest = tuple(axis for axis in where.axis if axis not in axes)
-    return group(rest) if rest else None
+    remaining = tuple(axis for axis in where.axis if axis not in axes)
+    return group(remaining) if remaining else None

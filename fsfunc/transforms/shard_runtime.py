@@ -5,17 +5,21 @@ A :class:`~fsfunc.sharded.leaf.Sharded` leaf lies in a packed buffer, a
 :class:`GatheredCall` for that buffer. The :class:`ShardRuntime` of the enclosing call
 gathers the buffer, and reduces its gradient.
 
-`unit_calls` calls four methods for each unit call: ``take`` before its forward, then
-``after_forward``, ``before_backward`` and ``after_backward``, followed by
-``gradient_of`` for each buffer. ``gathers`` has gathered and prefetched buffers,
-``sums`` the reduced gradients.
+`unit_calls` calls these methods for each unit call, in this order::
+
+    before_forward    gathers its buffers, prefetches those of the next call
+    after_forward     notes the call, for the way back
+    before_backward   gathers its buffers again, prefetches those of the call before
+    after_backward    drops them
+    add_gradient      packs the gradients of a buffer, and starts their reduction
+
+``gathers`` has gathered and prefetched buffers, ``sums`` the reduced gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import filterfalse
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +28,11 @@ from fsfunc import tree
 from fsfunc.core.casts import Casts
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
+from fsfunc.core.reduction_hooks import (
+    GradientObserver,
+    GradientSteps,
+    ReductionFeedback,
+)
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import complete_shards
@@ -38,6 +47,7 @@ from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.messages.wire import as_buffer
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class ShardRuntime:
@@ -49,12 +59,20 @@ class ShardRuntime:
         pool: memory for gathers and reductions.
         shards: the packed buffers among the arguments.
         ownership: which plain tensors are replicated.
-        first: the number of unit calls of the program before this call; ``later``:
-            also of the gradient call that ran last.
+        coordinates: this rank's, on the axes of the mesh.
+        first_index: the number of unit calls of the program before this call.
         differentiated: the arguments that a gradient call differentiates.
-        summed: by id, the buffers whose gradients are summed here, not by autograd;
-            ``parts`` has the parts of their leaves that are read outside units.
-        how_summed: ``observers``, ``feedback``, ``steps``: see ``GradientSums``.
+        summed: by id, the buffers whose gradients are summed here, not by autograd.
+        parts: the parts of their leaves that are read outside units.
+        observers, feedback, steps: see ``GradientSums``.
+
+    Attributes:
+        index_after: ``first_index`` of what follows the gradient call that ran last.
+        prefetches: whether a gather ahead of its use saves time.
+        call_counts: the number of unit calls so far, by microbatch.
+        microbatches_begun: those whose forward pass has begun.
+        returned_calls: by microbatch, the unit calls that have returned, in order: the
+            backward visits them in reverse.
     """
 
     def __init__(
@@ -66,191 +84,230 @@ class ShardRuntime:
         coordinates: dict[str, int],
         shards: Iterable[FlatShard],
         ownership: Ownership,
-        first: int = 0,
-        differentiated: Sequence[Any] = (),
+        first_index: int = 0,
+        differentiated: Sequence[PyTree] = (),
         summed: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
-        **how_summed: Any,
+        observers: Sequence[GradientObserver] = (),
+        feedback: ReductionFeedback | None = None,
+        steps: GradientSteps | None = None,
     ):
         self.groups, self.options, self.zero = groups, options, options.zero
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
-        again = self.zero == 3 and options.reshard_after_forward is not False
-        again = again and bool(differentiated)
-        self.gathers = Gathers(groups, shards, options, pool, again)
+        # Only where a backward will gather again.
+        stores_partial = self.zero == 3 and options.reshard_after_forward is not False
+        stores_partial = stores_partial and bool(differentiated)
+        self.gathers = Gathers(groups, shards, options, pool, stores_partial)
         defers = self.gathers.offloads
-        self.looks = groups.where.size > 1 or defers  # whether it prefetches
-        self.first = self.later = first
-        self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
-        self.passes: set[Any] = set()  # microbatches whose forward pass has begun
-        self.calls: dict[Micro, list[Calls]] = {}  # unit calls, as they returned
+        self.prefetches = groups.where.size > 1 or defers
+        self.first_index = self.index_after = first_index
+        self.call_counts: dict[Micro, int] = {}
+        self.microbatches_begun: set[Micro] = set()
+        self.returned_calls: dict[Micro, list[Calls]] = {}
         self.summed = {} if summed is None else summed
         self.parts: Parts = {} if parts is None else parts
-        self.sums = GradientSums(groups, options, pool, defers, **how_summed)
+        self.sums = GradientSums(
+            groups,
+            options,
+            pool,
+            defers,
+            observers=observers,
+            feedback=feedback,
+            steps=steps,
+        )
 
     def averages(self, x: Tensor) -> bool:
-        """True if ``gradients`` averages the gradient of ``x`` when this call ends."""
+        """Returns whether `Gradients` averages the gradient of ``x`` at the end."""
         return bool(self.differentiated) and self.ownership.is_replicated(x)
 
     @property
     def sums_all(self) -> bool:
-        """True if all gradients of the call are summed here, in memory of its own."""
+        """Whether all gradients of the call are summed here, in memory of its own."""
         leaves = tree.leaves(self.differentiated, is_leaf=is_sharded)
         sharded = list(filter(is_sharded, leaves))
         if not {x.packed for x in sharded} <= set(self.summed.values()):
             return False
         return not any(isinstance(x, Tensor) for x in filterfalse(is_sharded, leaves))
 
-    def add_to(self, into: Any) -> None:
-        """Begins the sums with gradients of earlier microbatches, if all are here."""
+    def add_to(self, earlier: PyTree | None) -> None:
+        """Begins the sums with gradients of earlier microbatches, if all are here.
+
+        Then each gradient is added to them as it comes, and a rank has one copy of its
+        gradients instead of two.
+
+        Args:
+            earlier: the trees of these gradients, means over the ranks.
+        """
         tracer = frame().tracer
-        if into is None or not self.sums_all or tracer and not tracer.complete:
+        if earlier is None or not self.sums_all or tracer and not tracer.complete:
             return
-        given = tuple(self.differentiated)
-        leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
-        found: list[Any] = treedef.flatten_up_to(into)  # type: ignore[arg-type]
-        groups = complete_shards(found)
-        sums = {id(leaves[at[0]].packed): shard.flat for at, shard in groups}
+        arguments = tuple(self.differentiated)
+        leaves, treedef = tree.flatten(arguments, is_leaf=is_sharded)
+        gradients: list[Leaf] = treedef.flatten_up_to(earlier)  # type: ignore[arg-type]
+        groups = complete_shards(gradients)
+        sums = {id(leaves[i[0]].packed): shard.flat for i, shard in groups}
         if sums.keys() == self.summed.keys():
             self.sums.add_to(sums)
 
     @property
-    def passed(self) -> int:
+    def next_index(self) -> int:
         """The number of unit calls of the program so far."""
-        return max(self.count.values(), default=self.first)
+        return max(self.call_counts.values(), default=self.first_index)
 
-    def go_on(self, micro: Micro) -> None:
-        """Counts a gradient call as passed, when the last of its microbatches is."""
+    def advance(self, micro: Micro) -> None:
+        """Moves past a gradient call, when the last of its microbatches is over.
+
+        Each microbatch makes the same unit calls, which the program has once.
+        """
         if all(i == n - 1 for i, n in micro):
-            self.first, self.count = self.later, {}
+            self.first_index, self.call_counts = self.index_after, {}
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """Begins a forward pass, and drops what the last one left.
 
         Raises:
             RuntimeError: the same microbatch runs twice, whose gradients are summed.
         """
         micro = frame().micro
-        if self.summed and micro in self.passes:
-            raise RuntimeError(_AGAIN)
-        self.passes.add(micro)
-        self.gathers.drop(self.gathers.recent)
-        self.gathers.recent, self.calls, self.count = [], {}, {}
-        if self.zero:  # to save memory, at the cost of some page faults
+        if self.summed and micro in self.microbatches_begun:
+            raise RuntimeError(_TWICE_SUMMED)
+        self.microbatches_begun.add(micro)
+        self.gathers.drop(self.gathers.live_calls)
+        self.gathers.live_calls, self.returned_calls, self.call_counts = [], {}, {}
+        # Memory that reductions took is no use here, where activations take the most;
+        # new pages for the next backward cost some page faults.
+        if self.zero:
             self.pool.trim(2)
             self.groups.where.link.trim()
 
-    def take(
+    def before_forward(
         self,
         calls: Calls,
         shards: Sequence[FlatShard],
         casts: Casts | None,
         recompute: bool,
     ) -> Calls:
-        """Gathers the buffers of a unit call, and prefetches those of the next one."""
-        if self.sums.waiting:
-            self.sums.settle()
+        """Gathers the buffers of a unit call, and prefetches those of the next one.
+
+        Args:
+            calls: what to gather; ``shards``: the rank's range of each.
+            casts: the dtypes of ``precision``, for the next call.
+            recompute: whether a backward runs the call a second time.
+
+        Returns:
+            ``calls``; in a recompute those of the first run.
+        """
+        # Of parameters in a store: now that the last unit's memory is free.
+        if self.sums.deferred:
+            self.sums.reduce_deferred()
         if recompute:
-            return self._take_again(calls, shards)
-        old, self.gathers.recent = self.gathers.recent, calls
-        goes = [c for c in old if c.lifetime is not Lifetime.BACKWARD]
+            return self._before_recompute(calls, shards)
+        previous, self.gathers.live_calls = self.gathers.live_calls, calls
+        # Buffers are dropped here, not when their unit returns: a small neighbour may
+        # share one, and the backward pass begins with that of the last unit.
+        droppable = [c for c in previous if c.lifetime is not Lifetime.BACKWARD]
         for call, shard in zip(calls, shards, strict=True):
-            if torch.is_grad_enabled() and self.options.holds(call.name, shard):
+            if torch.is_grad_enabled() and self.options.retains(call.name, shard):
                 call.lifetime = Lifetime.BACKWARD
             if shard.is_shared:
-                for c in old:
-                    call.take_over(c)
+                for c in previous:
+                    call.adopt_buffer(c)
                 call.shares_previous = call.full is not None
             if call.shares_previous:
                 continue
-            self.gathers.bring(call, shard, goes)
-        if goes:
-            self.gathers.drop(goes)
+            self.gathers.ensure_whole(call, shard, droppable)
+        if droppable:
+            self.gathers.drop(droppable)
         if self.sums.steps is not None:
-            self.sums.reads(calls, torch.is_grad_enabled())
+            self.sums.note_read(calls, torch.is_grad_enabled())
         micro = calls[0].micro
-        at = self.count.get(micro, self.first)
-        self.count[micro] = at + 1
-        if self.looks:
-            self.gathers.send_ahead(at, shards, casts)
+        index = self.call_counts.get(micro, self.first_index)
+        self.call_counts[micro] = index + 1
+        # After this unit's own gather, as messages arrive in the order of sending; and
+        # before the unit runs, whose computation hides it.
+        if self.prefetches:
+            self.gathers.prefetch_next(index, shards, casts)
         return calls
 
-    def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
+    def _before_recompute(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
         """Gathers the buffers of a recompute; returns the calls of the first run."""
-        every, at = self.find(calls[0])
-        first = every[at] if at >= 0 else []
+        all_calls, index = self.find_call(calls[0])
+        # Those of the first run may have the buffer, and their backward will drop it.
+        first_run = all_calls[index] if index >= 0 else []
         calls = [
-            next((c for c in first if c.shard is s), call)
+            next((c for c in first_run if c.shard is s), call)
             for call, s in zip(calls, shards, strict=True)
         ]
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
-                call.check(shard)
-                self.gathers.bring(call, shard)
+                call.check_version(shard)
+                self.gathers.ensure_whole(call, shard)
         # The last unit's buffer stays, for its own backward, which drops it.
-        held = self.gathers.recent
-        among = set(map(id, held))
-        self.gathers.recent = [*held, *(c for c in calls if id(c) not in among)]
-        if at == len(every) - 1:  # not one of several in an outer unit
-            self._look_back(every, at)
+        live = self.gathers.live_calls
+        known = set(map(id, live))
+        self.gathers.live_calls = [*live, *(c for c in calls if id(c) not in known)]
+        if index == len(all_calls) - 1:  # not one of several in an outer unit
+            self._prefetch_back(all_calls, index)
         return calls
 
     def after_forward(self, calls: Calls) -> None:
-        """Notes that a call has returned: the backward visits calls in reverse.
-
-        By microbatch, as a pipeline has several in flight.
-        """
-        self.calls.setdefault(calls[0].micro, []).append(calls)
+        """Notes that a call has returned: the backward visits calls in reverse."""
+        # By microbatch, as a pipeline has several in flight.
+        self.returned_calls.setdefault(calls[0].micro, []).append(calls)
         if self.sums.observed is not None:
             self.sums.observed.expect(calls)
 
     # Backward
 
-    def find(self, call: GatheredCall) -> tuple[list[Calls], int]:
-        """The calls of the call's forward pass, and its position there, or -1."""
-        every = self.calls.get(call.micro, [])
-        at = len(every) - 1
-        while at >= 0 and every[at][0].key != call.key:
-            at -= 1
-        return every, at
+    def find_call(self, call: GatheredCall) -> tuple[list[Calls], int]:
+        """Returns the calls of its forward pass, and its position there, or -1."""
+        all_calls = self.returned_calls.get(call.micro, [])
+        # From the end, where a backward is: later calls have been taken off.
+        index = len(all_calls) - 1
+        while index >= 0 and all_calls[index][0].key != call.key:
+            index -= 1
+        return all_calls, index
 
-    def _look_back(self, every: list[Calls], at: int) -> None:
-        """Drops the calls after position ``at``, and prefetches for the one before."""
-        if at < 0:
+    def _prefetch_back(self, all_calls: list[Calls], index: int) -> None:
+        """Takes off the calls after position ``index``; prefetches the one before."""
+        if index < 0:
             return
-        del every[at + 1 :]
-        if at > 0 and self.looks:
-            before = every[at - 1]
+        del all_calls[index + 1 :]
+        if index > 0 and self.prefetches:
+            before = all_calls[index - 1]
+            # Not for a unit whose backward reads no parameter, such as a sum.
             if before[0].gathers_again or running().recompute:
                 for c in before:
                     if c.full is None and (shard := c.shard) is not None:
-                        self.gathers.send_for(shard, c.dtype, every[at], back=True)
+                        current = all_calls[index]
+                        self.gathers.prefetch(shard, c.dtype, current, backward=True)
 
     def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """Gathers the buffers of a call again, as its backward begins."""
-        if self.sums.waiting:
-            self.sums.settle()
+        if self.sums.deferred:
+            self.sums.reduce_deferred()
         if calls[0].gathers_again:
             for call, shard in zip(calls, shards, strict=True):
                 if call.full is None:
                     call.full = self.gathers.gather_again(shard, call)
-        self._look_back(*self.find(calls[0]))
+        self._prefetch_back(*self.find_call(calls[0]))
 
     def after_backward(self, calls: Calls) -> Calls:
         """Drops the buffers of a call whose backward is over; returns the one before.
 
         Buffers that it shares with the call before are kept.
         """
-        every, at = self.find(calls[0])
-        before = every[at - 1] if at > 0 else []
+        all_calls, index = self.find_call(calls[0])
+        before = all_calls[index - 1] if index > 0 else []
         for call in calls:
             if call.shares_previous:
                 for c in before:
-                    c.take_over(call)
+                    c.adopt_buffer(call)
         self.gathers.drop(calls, before)
         return before
 
-    def gradient_of(
+    def add_gradient(
         self,
         call: GatheredCall,
         shard: FlatShard,
@@ -259,21 +316,27 @@ class ShardRuntime:
     ) -> Tensor | None:
         """Packs the gradient of one buffer, and adds it to ``sums``.
 
-        Where autograd takes it, that is not ``call.summed_here``, returns the packed
-        gradient, which is still to be reduced.
+        Args:
+            grads: the gradients of the views of the buffer.
+            before: the unit call before, which may share the buffer.
+
+        Returns:
+            None; or, if autograd sums the gradient (not ``call.summed_by_runtime``),
+            the packed gradient, which is still to be reduced.
         """
         later, call.later_gradient = call.later_gradient, None
-        buffer = self.sums.collect(call, shard, grads, later)
+        buffer = self.sums.pack(call, shard, grads, later)
+        # One message for units that share a buffer: the first of them sends it.
         if call.shares_previous:
             for c in before:
-                if c.shard is shard and c.summed_here == call.summed_here:
-                    c.later_gradient = buffer  # the call before reduces it
-                    if call.summed_here and self.sums.observed is not None:
+                if c.shard is shard and c.summed_by_runtime == call.summed_by_runtime:
+                    c.later_gradient = buffer
+                    if call.summed_by_runtime and self.sums.observed is not None:
                         self.sums.observed.joined(call, shard)
                     return None
-        if self.sums.joins:
+        if self.sums.packs_in_graph:
             buffer = as_buffer(buffer, shard, call.dtypes.reduced)
-        if not call.summed_here:
+        if not call.summed_by_runtime:
             return buffer
         self.sums.add(call, shard, buffer)
         return None
@@ -288,7 +351,7 @@ class ShardRuntime:
             self.sums.finish()
 
 
-_AGAIN = (
+_TWICE_SUMMED = (
     "a transform within shard takes the gradient of one call twice, and shard would "
     "sum both for the parameters of units: put it around, as in mine(shard(step))"
 )

@@ -1,4 +1,7 @@
-"""``shard``: parameters, gradients and moments in parts, one per rank (ZeRO 0 to 3)."""
+"""``shard``: parameters, gradients and moments in parts, one per rank (ZeRO 0 to 3).
+
+Only its arguments and their documentation stand here: `sharded_calls` runs it.
+"""
 
 from __future__ import annotations
 

@@ -168,13 +168,13 @@ class StepTrace:
 
     # As the compiler of the frame
 
-    def of(self, call: Any) -> Callable[..., Any]:
+    def of(self, call: Call) -> Callable[..., Any]:
         return call.unit.fn
 
-    def parts(self, call: Any) -> bool:
+    def partitions_call(self, call: Call) -> bool:
         return False
 
-    def means(self, call: Any) -> bool:
+    def compiles(self, call: Call) -> bool:
         return False
 
     def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:

@@ -1,7 +1,7 @@
 """A unit call under ``shard``: gather, run, free; in the backward gather and reduce.
 
 Parameters that are differentiated by ``torch.func``, or with ``create_graph``, are
-gathered by differentiable collectives (`_compose`). All others go through two
+gathered by differentiable collectives (`_gather_composably`). All others go through two
 ``autograd.Function`` around the unit (`UnitBoundary`), whose own graph, in between, is
 ordinary:
 
@@ -48,6 +48,7 @@ from fsfunc.transforms.gradients import check_derivatives, check_mapped
 from fsfunc.transforms.messages.wire import as_buffer, by_offset
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class UnitArguments(NamedTuple):
@@ -60,121 +61,149 @@ class UnitArguments(NamedTuple):
         inputs, named: the other arguments; ``others``: the leaves of both.
     """
 
-    leaves: list[Any]
+    leaves: list[Leaf]
     treedef: tree.TreeDef
     gathered: list[int]
-    inputs: tuple[Any, ...]
-    named: dict[str, Any]
-    others: list[Any]
+    inputs: tuple[PyTree, ...]
+    named: dict[str, PyTree]
+    others: list[Leaf]
 
 
 def call_unit(
-    cut: ShardOptions,
+    options: ShardOptions,
     runtime: ShardRuntime | None,
-    run: Callable[..., Any],
+    run: Callable[..., PyTree],
     call: Call,
-    params: Any,
+    params: PyTree,
     /,
-    *inputs: Any,
-    **named: Any,
-) -> Any:
-    """Runs a unit call: gathers its parameters, calls it, frees them."""
-    every_leaf, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
-    treedef = spec.child(0)
-    leaves = every_leaf[: treedef.num_leaves]
-    f, functional = call.frame, call.frame.composable
-    gathered = _gathered_here(cut, leaves, call)
-    whole = [] if f.path else _unaveraged(leaves, runtime, functional)
-    if whole:
-        _enter_whole(cut, leaves, whole, call, (inputs, named))
+    *inputs: PyTree,
+    **named: PyTree,
+) -> PyTree:
+    """Runs a unit call: gathers its parameters, calls it, frees them.
+
+    Args:
+        options: those of this ``shard``; ``runtime``: its state, None outside its call.
+        run: runs the unit under the transforms further in, on whole parameters.
+        params, inputs, named: the arguments of the call.
+    """
+    all_leaves, arguments_def = tree.flatten(
+        (params, inputs, named), is_leaf=is_sharded
+    )
+    treedef = arguments_def.child(0)
+    leaves = all_leaves[: treedef.num_leaves]
+    f, composable = call.frame, call.frame.composable
+    gathered = _gathered_positions(options, leaves, call)
+    # Within a unit derivatives are this rank's own: leaves enter the outermost one.
+    unaveraged = [] if f.path else _unaveraged_positions(leaves, runtime, composable)
+    if unaveraged:
+        _enter_whole(options, leaves, unaveraged, call, (inputs, named))
     if gathered:
         if f.tracer is not None:
             f.tracer.on_take(f"unit {call.name!r}", [leaves[i] for i in gathered])
         if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
-        others = every_leaf[len(leaves) :]
+        others = all_leaves[len(leaves) :]
         arguments = UnitArguments(leaves, treedef, gathered, inputs, named, others)
-        if not functional:
+        if not composable:
             return _gather_and_forget(runtime, run, call, arguments)
         check_mapped(call, [leaves[i] for i in gathered])
         check_derivatives(call, [leaves[i] for i in gathered], (inputs, named))
-        _compose(arguments, call, runtime)
-    if whole or gathered:
+        _gather_composably(arguments, call, runtime)
+    if unaveraged or gathered:
         params = tree.unflatten(treedef, leaves)
     return run(params, *inputs, **named)
 
 
 def _gather_and_forget(
-    runtime: ShardRuntime, run: Callable[..., Any], call: Call, given: UnitArguments
-) -> Any:
+    runtime: ShardRuntime,
+    run: Callable[..., PyTree],
+    call: Call,
+    arguments: UnitArguments,
+) -> PyTree:
     """Runs the unit between the two Functions, which free and re-gather buffers."""
-    leaves, now = given.leaves, running()
-    order = now.token
-    token = None if order is None else order.latest
+    leaves, state = arguments.leaves, running()
+    unit_token = state.token
+    token = None if unit_token is None else unit_token.latest
     with label(call.name, "forward"):
-        calls, shards, flats, positions = _buffers_read(given, call, runtime)
+        calls, shards, flats, positions = _find_buffers(arguments, call, runtime)
         # A recompute reads what the backward has gathered; one of a call whose graph
         # was forgotten as a whole is a forward of its own.
-        again = now.recompute and not now.saves_nothing
-        calls = runtime.take(calls, shards, call.frame.casts, again)
+        recompute = state.recompute and not state.saves_nothing
+        calls = runtime.before_forward(calls, shards, call.frame.casts, recompute)
         boundary = UnitBoundary(runtime, calls, shards)
         token, views = boundary.enter(flats, token, apart=call.frame.staged)
-    if order is not None and token is not None:
-        order.latest = token
+    if unit_token is not None and token is not None:
+        unit_token.latest = token
     for i, view in zip(positions, views, strict=True):
+        # An expert's leaf is whole along the axes of `shard`, and still split along
+        # others: units see it as a `Sharded` of those.
         split = leaves[i].layout.in_units
         leaves[i] = view if split is None else Sharded(view, split)
-    out = run(tree.unflatten(given.treedef, leaves), *given.inputs, **given.named)
-    outs, spec = tree.flatten(out)
+    out = run(
+        tree.unflatten(arguments.treedef, leaves), *arguments.inputs, **arguments.named
+    )
+    outs, out_def = tree.flatten(out)
+    # A compiled backward that recomputes takes the parameters, so it gathers them also
+    # where no saved tensor lies in the buffer.
     if call.frame.compiler is not None:
         if any(h.reads_again(call) for h in call.frame.handlers):
             boundary.calls[0].gathers_again = True
     # The unit's own calls of units have moved the token on.
-    token = token if order is None else order.latest
-    token = boundary.leave(outs, token, (views, given.others), call.savers, now)
-    if order is not None and token is not None:
-        order.latest = token
-    return tree.unflatten(spec, outs)
+    token = token if unit_token is None else unit_token.latest
+    token = boundary.leave(outs, token, (views, arguments.others), call.savers, state)
+    if unit_token is not None and token is not None:
+        unit_token.latest = token
+    return tree.unflatten(out_def, outs)
 
 
-def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list[int]:
-    """The positions of this shard's leaves that no nested unit gathers."""
-    inner = "" if call.unit.whole else call.name + "/"
-    positions, last, ours = [], None, False
+def _gathered_positions(
+    options: ShardOptions, leaves: Sequence[Leaf], call: Call
+) -> list[int]:
+    """Returns the positions of this shard's leaves that no nested unit gathers."""
+    # A buffer is named by the unit that gathers it: "block/norm" in "block".
+    nested = "" if call.unit.whole else call.name + "/"
+    positions, previous, is_gathered = [], None, False
     for i, x in compress(enumerate(leaves), map(is_sharded, leaves)):
-        if x.packed is None or x.packed is not last:  # else as the leaf beside it
-            last, layout = x.packed, x.layout
-            ours = cut.gathers(layout) and not (
-                inner and layout.flat.buffer.startswith(inner)
+        # One answer for a buffer: it is asked about once, as this runs in every call.
+        if x.packed is None or x.packed is not previous:
+            previous, layout = x.packed, x.layout
+            is_gathered = options.gathers(layout) and not (
+                nested and layout.flat.buffer.startswith(nested)
             )
-        if ours:
+        if is_gathered:
             positions.append(i)
     return positions
 
 
-def _unaveraged(
-    leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
+def _unaveraged_positions(
+    leaves: Sequence[Leaf], runtime: ShardRuntime | None, composable: bool
 ) -> list[int]:
-    """The positions of replicated parameters whose gradient must be averaged here.
+    """Returns the positions of replicated parameters to average gradients of here.
 
     Others are averaged when the enclosing ``value_and_grad`` ends.
     """
     positions = []
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and (functional or x.requires_grad):
+        if isinstance(x, Tensor) and (composable or x.requires_grad):
             averaged = runtime is not None and runtime.averages(x)
-            if differentiable(x) and (functional or not averaged):
+            if differentiable(x) and (composable or not averaged):
                 positions.append(i)
     return positions
 
 
 def _enter_whole(
-    cut: ShardOptions, leaves: list[Any], positions: list[int], call: Call, inputs: Any
+    options: ShardOptions,
+    leaves: list[Leaf],
+    positions: list[int],
+    call: Call,
+    inputs: PyTree,
 ) -> None:
     """Applies ENTER to replicated parameters, so that their gradients are averaged."""
+    # State leaves are averaged when the gradient call ends; in a pipelined loss what is
+    # left was made by the loss, and the stages know not whose it is.
     if call.frame.staged:
-        raise LawError(_MADE.format(call.name))
-    where = group(cut.axes, here(cut.mesh))
+        raise LawError(_MADE_IN_LOSS.format(call.name))
+    where = group(options.axes, here(options.mesh))
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -196,25 +225,27 @@ class BufferReads(NamedTuple):
     positions: list[int]
 
 
-def _buffers_read(
-    given: UnitArguments, call: Call, runtime: ShardRuntime
+def _find_buffers(
+    arguments: UnitArguments, call: Call, runtime: ShardRuntime
 ) -> BufferReads:
-    """The buffers that a unit call reads, each with a `GatheredCall`."""
-    f, leaves = call.frame, given.leaves
+    """Returns the buffers that a unit call reads, each with a `GatheredCall`."""
+    f, leaves = call.frame, arguments.leaves
     calls, shards, flats, order = [], [], [], []
-    each = None if f.casts is None else f.casts.each(call.name, given.treedef)
-    for positions in group_by_buffer(leaves, given.gathered):
+    wanted = None if f.casts is None else f.casts.each(call.name, arguments.treedef)
+    for positions in group_by_buffer(leaves, arguments.gathered):
         first = leaves[positions[0]]
         if (shard := first.packed) is not None:
             flat = shard.flat
         else:
-            chosen = [leaves[i] for i in positions]
-            shard, flat = packed_buffer_of(chosen, runtime.coordinates)
-            runtime.groups[shard.split_axes]  # here: a backward has no context
+            # Leaves that the step computed lie in no buffer: they are packed here.
+            members = [leaves[i] for i in positions]
+            shard, flat = packed_buffer_of(members, runtime.coordinates)
+            # A lookup makes the groups, now: a backward pass does not know the mesh.
+            runtime.groups[shard.split_axes]
         dtype = shard.flat.dtype
         dtypes = BufferDtypes(dtype, dtype)
-        if f.casts is not None and each is not None:
-            dtype = _one_dtype(dtype, [each[i] for i in positions])
+        if f.casts is not None and wanted is not None:
+            dtype = _gathered_dtype(dtype, [wanted[i] for i in positions])
             dtypes = BufferDtypes(dtype, dtype)
             if not dtype.is_complex:  # of complex numbers `precision` changes nothing
                 reduced = f.casts.reduce or dtype
@@ -222,6 +253,8 @@ def _buffers_read(
         views = []
         for i in positions:
             views.append(leaves[i].layout.view)
+        # Only leaves that this gradient call differentiates have its `parts`: one that
+        # the loss closes over is summed by autograd.
         summed = first.parts is runtime.parts and id(shard) in runtime.summed
         numbers = call.numbers, f.micro
         calls.append(GatheredCall(call.name, *numbers, shard, views, dtypes, summed))
@@ -231,40 +264,47 @@ def _buffers_read(
     return BufferReads(calls, shards, flats, order)
 
 
-def _compose(given: UnitArguments, call: Call, runtime: ShardRuntime) -> None:
+def _gather_composably(
+    arguments: UnitArguments, call: Call, runtime: ShardRuntime
+) -> None:
     """Gathers, in place, by collectives with higher-order derivatives and ``vmap``."""
-    casts, leaves = call.frame.casts, given.leaves
-    for positions in group_by_buffer(leaves, given.gathered):
-        chosen = [leaves[i] for i in positions]
-        layout = chosen[0].layout
-        flat = join_differentiably(chosen, runtime.coordinates)
-        shard = chosen[0].packed
+    casts, leaves = call.frame.casts, arguments.leaves
+    for positions in group_by_buffer(leaves, arguments.gathered):
+        members = [leaves[i] for i in positions]
+        layout = members[0].layout
+        flat = join_differentiably(members, runtime.coordinates)
+        shard = members[0].packed
         if shard is not None:
             flat = flat.to(shard.space.on_device(shard.flat).device)
         if casts is not None:
-            each = casts.each(call.name, given.treedef)
-            flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
+            wanted = casts.each(call.name, arguments.treedef)
+            flat = flat.to(_gathered_dtype(flat.dtype, [wanted[i] for i in positions]))
         name = f"{call.name}({layout.name})"
-        flat = spread(runtime, flat, layout, name)
-        for i, x in zip(positions, chosen, strict=True):
-            start, shape = x.layout.flat.offset, x.layout.unit_shape
-            whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
+        flat = gather_buffer(runtime, flat, layout, name)
+        for i, x in zip(positions, members, strict=True):
+            offset, shape = x.layout.flat.offset, x.layout.unit_shape
+            whole = Dense.apply(flat[offset : offset + math.prod(shape)].view(shape))
             split = x.layout.in_units
             leaves[i] = whole if split is None else Sharded(whole, split)
 
 
-def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.dtype:
-    """The dtype in which to gather a buffer whose leaves are wanted in these dtypes.
+def _gathered_dtype(
+    stored: torch.dtype, wanted: Sequence[torch.dtype | None]
+) -> torch.dtype:
+    """Returns the dtype in which to gather a buffer.
 
-    If they differ, it is the buffer's own, and the unit casts each leaf.
+    Args:
+        stored: the buffer's own; it is gathered in that if ``wanted`` differ, and the
+            unit casts each leaf.
+        wanted: the dtype in which the unit takes each leaf.
     """
     first = wanted[0]
-    if first is None or not own.is_floating_point or wanted.count(first) < len(wanted):
-        return own
-    return first
+    if first is None or not stored.is_floating_point:
+        return stored
+    return stored if wanted.count(first) < len(wanted) else first
 
 
-_MADE = (
+_MADE_IN_LOSS = (
     "unit {!r} of a pipelined loss has a parameter that was made in the loss: there it "
     "is unknown if it is one value on all ranks, with a mean as its gradient, or this "
     "rank's own. Make it inside the unit, from the parameter itself"
@@ -287,10 +327,11 @@ class UnitBoundary(NamedTuple):
     def enter(
         self, flats: Sequence[Tensor], token: Tensor | None, *, apart: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """The unit token and the parameters, through ``_Enter`` if grad is on.
+        """Returns the unit token and the parameters, through ``_Enter`` if grad is on.
 
         Args:
             flats: the buffers' ranges, with their history.
+            token: orders the unit calls of a gradient call; None outside one.
             apart: whether each parameter gets a node of its own, as pipelines ask for
                 their gradients one by one.
         """
@@ -300,10 +341,10 @@ class UnitBoundary(NamedTuple):
         if not (tracked and torch.is_grad_enabled()):
             views: list[Tensor] = []
             for call in self.calls:
-                views += call.parameters()
+                views += call.parameter_views()
             return token, views
-        tied = token is not None and not apart
-        entered: Any = _Enter.apply((self, tied), token, *flats)
+        expects_token = token is not None and not apart
+        entered: Any = _Enter.apply((self, expects_token), token, *flats)
         if apart:
             # Through a node of its own: for the gradient of one output of a node the
             # engine runs what leads to any of them.
@@ -313,30 +354,31 @@ class UnitBoundary(NamedTuple):
 
     def leave(
         self,
-        outs: list[Any],
+        outs: list[Leaf],
         token: Tensor | None,
-        arguments: tuple[Sequence[Tensor], Sequence[Any]],
-        savers: Sequence[Any],
-        now: Running,
+        arguments: tuple[Sequence[Tensor], Sequence[Leaf]],
+        savers: Sequence[Tensor],
+        state: Running,
     ) -> Tensor | None:
         """Passes ``outs`` through ``_Exit``, frees saved views; returns the token.
 
         Args:
+            outs: the leaves of what the unit returned, replaced in place.
             arguments: the parameters of the call, and the leaves of its others.
             savers: tensors beside the graph whose nodes save the unit's arguments.
-            now: what the call runs in, such as a recompute.
+            state: the pass that runs, such as a recompute.
         """
         runtime, calls, (views, others) = self.runtime, self.calls, arguments
         # What a recompute saves is read by the backward that it runs in: nothing is
         # freed between. Nor is what stays to the backward, or belongs to the state.
-        keys, forgotten, first = [], [], 0
+        keys, forgotten, first_view = [], [], 0
         for call, shard in zip(calls, self.shards, strict=True):
-            keys.append(_torch.storage_key(views[first]))
-            if not now.recompute and call.lifetime is Lifetime.CALL:
+            keys.append(_torch.storage_key(views[first_view]))
+            if not state.recompute and call.lifetime is Lifetime.CALL:
                 # By the view: an inner unit's call may have dropped the buffer since.
-                start = int(views[first].storage_offset()) - call.views[0][2]
-                forgotten.append((call, shard, keys[-1], start))
-            first += len(call.views)
+                offset = int(views[first_view].storage_offset()) - call.views[0][2]
+                forgotten.append((call, shard, keys[-1], offset))
+            first_view += len(call.views)
         tracked, roots = [], []
         for i, y in enumerate(outs):
             if isinstance(y, Tensor):
@@ -348,92 +390,116 @@ class UnitBoundary(NamedTuple):
                     roots.append(y.grad_fn)
         if not tracked and token is None or not torch.is_grad_enabled():
             return token  # one made without grad would break the order of units
-        if forgotten and now.saves_nothing:
-            calls[0].gathers_again = True  # with the whole of its graph
+        if forgotten and state.saves_nothing:
+            # A recompute makes the whole graph anew: nothing is saved that a hook could
+            # replace.
+            calls[0].gathers_again = True
         elif forgotten:
+            # The walk ends at the arguments, behind which other units' graphs begin.
             stop = set()
             for x in (*views, *others):
                 x = x._part if isinstance(x, Sharded) else x
                 if isinstance(x, Tensor):
                     stop.add(x.grad_fn)
-            nodes, count = _torch.graph_nodes(roots, stop), 0
+            nodes, hook_count = _torch.graph_nodes(roots, stop), 0
             if savers:
                 nodes += [x.grad_fn for x in savers]
-            for call, shard, key, start in forgotten:
-                pack, unpack = _forgetting(runtime, call, shard, start)
-                count += _torch.hook_saved(nodes, key, pack, unpack)
-            if count:
+            for call, shard, key, offset in forgotten:
+                pack, unpack = _forgetting_hooks(runtime, call, shard, offset)
+                hook_count += _torch.hook_saved(nodes, key, pack, unpack)
+            # A backward that reads no parameter (of a sum, say) needs no gather.
+            if hook_count:
                 calls[0].gathers_again = True
-        if not now.recompute:
+        if not state.recompute:
             runtime.after_forward(calls)
-        going = map(outs.__getitem__, tracked)
-        token, *exits = _Exit.apply(self, token, *going)
+        token, *exits = _Exit.apply(self, token, *map(outs.__getitem__, tracked))
         for i, y in zip(tracked, exits, strict=True):
             outs[i] = y
         return token
 
 
 class _Enter(torch.autograd.Function):
+    """Ranges of buffers to views of the gathered ones; gradients to their sums.
+
+    A unit call's forward begins with it, and its backward ends. What it outputs lies in
+    buffers that were gathered before: nothing is sent in its forward.
+    """
+
     @staticmethod
-    def forward(ctx, given, token, *flats):  # type: ignore[override]
-        ctx.boundary, ctx.tied = given
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        boundary_and_expects: tuple[UnitBoundary, bool],
+        token: Tensor | None,
+        *flats: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.boundary, ctx.expects_token = boundary_and_expects
+        # A missing gradient stays None: zeros would be made, packed and added.
         ctx.set_materialize_grads(False)
         entered = [None if token is None else token.clone()]
         frozen: list[Tensor] = []  # no derivative by these is computed, as without us
         needed = ctx.needs_input_grad[2:]
         for call, tracked in zip(ctx.boundary.calls, needed, strict=True):
-            entered += (views := call.parameters())
-            frozen += () if tracked or call.summed_here else views
+            entered += (views := call.parameter_views())
+            frozen += () if tracked or call.summed_by_runtime else views
         ctx.mark_non_differentiable(*frozen)
         return tuple(entered)
 
     @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, token: Tensor | None, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         boundary: UnitBoundary = ctx.boundary
         runtime, calls = boundary.runtime, boundary.calls
         with label(calls[0].name, "backward"):
             before, gradients, i = runtime.after_backward(calls), [], 0
             # The backward of the gradient call has a gradient of the token (a pipeline
             # asks for each parameter). Without one, the loss differentiates a value
-            # between units.
-            own = token is not None or not ctx.tied
+            # between units: such a gradient is no part of the sums.
+            of_gradient_call = token is not None or not ctx.expects_token
             pairs = zip(calls, boundary.shards, strict=True)
             for k, (call, shard) in enumerate(pairs):
-                of_views = grads[i : i + len(call.views)]
+                view_grads = grads[i : i + len(call.views)]
                 i += len(call.views)
                 tracked, g = ctx.needs_input_grad[2 + k], None
                 if torch.is_grad_enabled():
-                    kind = shard.flat.dtype
-                    parts = by_offset(call.views, of_views, kind)
-                    g = as_buffer(parts, shard, kind) if tracked else None
-                elif own and call.summed_here or tracked:
-                    shared_by = before if own else []
-                    g = runtime.gradient_of(call, shard, of_views, shared_by)
-                if g is not None:
-                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
+                    # With create_graph: by operations that have derivatives.
+                    dtype = shard.flat.dtype
+                    parts = by_offset(call.views, view_grads, dtype)
+                    g = as_buffer(parts, shard, dtype) if tracked else None
+                elif of_gradient_call and call.summed_by_runtime or tracked:
+                    shared_by = before if of_gradient_call else []
+                    g = runtime.add_gradient(call, shard, view_grads, shared_by)
+                if g is not None:  # autograd sums it
+                    g = _reduce_buffer(runtime, g, shard).to(shard.flat.dtype)
                 gradients.append(g)
         return (None, token, *gradients)
 
 
 class _Exit(torch.autograd.Function):
+    """The outputs of a unit call; its backward is the first of the unit to run."""
+
     @staticmethod
-    def forward(ctx, boundary, token, *outs):  # type: ignore[override]
-        ctx.boundary, ctx.freed = boundary, False
+    def forward(  # type: ignore[override]
+        ctx: Any, boundary: UnitBoundary, token: Tensor | None, *outs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.boundary, ctx.is_freed = boundary, False
         ctx.set_materialize_grads(False)
         # Detached, not returned as they are: a later in-place change of an output is
         # allowed, and is seen by the version check where the unit saved it.
-        left = [None if token is None else token.clone()]
+        exits = [None if token is None else token.clone()]
         for y in outs:
-            left.append(y.detach())
-        return tuple(left)
+            exits.append(y.detach())
+        return tuple(exits)
 
     @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, token: Tensor | None, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         boundary: UnitBoundary = ctx.boundary
         name = boundary.calls[0].name
-        if ctx.freed:
+        if ctx.is_freed:
             raise RuntimeError(_FREED.format(name))
-        ctx.freed = not _torch.keeps_graph()
+        ctx.is_freed = not _torch.keeps_graph()
         with label(name, "backward"):
             boundary.runtime.before_backward(boundary.calls, boundary.shards)
         return (None, token, *grads)
@@ -449,24 +515,29 @@ _FREED = (
 
 
 _NOTHING = torch.empty(0)
+# Shape, stride and offset of a saved tensor in the buffer; or, of a view as another
+# dtype, the one value of `_torch.place_of`.
+SavedPlace = tuple[Any, ...]
 
 
-def _forgetting(
-    runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, start: int
-) -> tuple[Any, Any]:
-    """Hooks that replace a saved tensor by its place in the buffer.
+def _forgetting_hooks(
+    runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, buffer_offset: int
+) -> tuple[Callable[[Tensor], SavedPlace], Callable[[SavedPlace], Tensor]]:
+    """Returns hooks that replace a saved tensor by its place in the buffer.
 
     Args:
-        start: the element of its storage at which the buffer began.
+        buffer_offset: the element of its storage at which the buffer began.
     """
-    kind = call.dtype
+    dtype = call.dtype
 
-    def pack(x: Tensor) -> tuple[Any, ...]:
-        if x.dtype is kind and not (x.is_conj() or x.is_neg()):
-            return x.shape, x.stride(), x.storage_offset() - start
-        return (_torch.place_of(x, start * kind.itemsize),)
+    def pack(x: Tensor) -> SavedPlace:
+        if x.dtype is dtype and not (x.is_conj() or x.is_neg()):
+            return x.shape, x.stride(), x.storage_offset() - buffer_offset
+        # A view as other numbers, such as `view_as_real`: its place is in bytes.
+        return (_torch.place_of(x, buffer_offset * dtype.itemsize),)
 
-    def unpack(packed: tuple[Any, ...]) -> Tensor:
+    def unpack(packed: SavedPlace) -> Tensor:
+        # Read only to see if autograd accepts the saved tensor: it causes no gather.
         if _torch.LOOKING.on:
             return _NOTHING
         full = call.full
@@ -484,11 +555,14 @@ def _forgetting(
 # As differentiable collectives
 
 
-def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Tensor:
-    """The whole buffer, gathered differentiably from this rank's range.
+def gather_buffer(
+    runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str
+) -> Tensor:
+    """Returns the whole buffer, gathered differentiably from this rank's range.
 
     Args:
-        layout: that of one of its leaves.
+        flat: the range; ``layout``: that of one of its leaves.
+        name: the buffer's, for the ledger.
     """
     _check_exact(runtime)
     enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
@@ -496,20 +570,21 @@ def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Te
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
     if where is not None:
-        cut = layout.flat is not None and layout.flat.size > 1
-        flat = apply_map(flat, gather if cut else enter, where)
+        is_split = layout.flat is not None and layout.flat.size > 1
+        flat = apply_map(flat, gather if is_split else enter, where)
     return apply_map(flat, OWN, blocks) if blocks is not None else flat
 
 
-def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
-    """The transpose of :func:`spread`."""
+def _reduce_buffer(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
+    """Applies the transpose of :func:`gather_buffer` to a gradient of the buffer."""
     _check_exact(runtime)
-    how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
+    # In the reverse order of the gather's maps.
+    reduce, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
     where, replicas, blocks = runtime.groups[shard.split_axes]
     if blocks is not None:
         buffer = apply_map(buffer, OWN.transpose(), blocks)
     if where is not None:
-        buffer = apply_map(buffer, how if shard.place.size > 1 else mean, where)
+        buffer = apply_map(buffer, reduce if shard.place.size > 1 else mean, where)
     if replicas is not None:
         buffer = apply_map(buffer, mean, replicas)
     return buffer
@@ -521,11 +596,11 @@ def _check_exact(runtime: ShardRuntime) -> None:
     Raises:
         LawError: a gather or a reduction changes values on the way.
     """
-    for how in (runtime.options.gather, runtime.options.reduction):
-        if not how.exact:
+    for message in (runtime.options.gather, runtime.options.reduction):
+        if not message.exact:
             raise LawError(
-                f"{type(how).__name__} changes what it sends, and a derivative taken "
-                "by torch.func, by create_graph=True or by leaves that require grad "
-                "would be that of the encoding: take it by ff.value_and_grad, of "
+                f"{type(message).__name__} changes what it sends, and a derivative "
+                "taken by torch.func, by create_graph=True or by leaves that require "
+                "grad would be that of the encoding: take it by ff.value_and_grad, of "
                 "leaves that require none, or shard this step without it"
             )

@@ -113,8 +113,8 @@ def test_a_gather_is_no_change(tmp_path, gate, monkeypatch, zero):
         slowly.saving[mesh_rank()].thread.join()
         return arrived(self, shard, full, dtype)
 
-    slowly.saving, arrived = {}, Gathers.arrived
-    monkeypatch.setattr(Gathers, "arrived", slowly)
+    slowly.saving, arrived = {}, Gathers.decode
+    monkeypatch.setattr(Gathers, "decode", slowly)
     mesh = ff.make_mesh(PAIR, "simulated")
     ff.spmd(lambda: main(mesh), mesh)()
 

@@ -138,7 +138,7 @@ def test_a_compiled_unit_is_the_plain_one(stack):
 
 def watching_gathers(monkeypatch):
     """(counts, look): each ``look()`` appends how many gathered buffers are alive."""
-    gathered, alive, start = [], [], Gathers.start
+    gathered, alive, start = [], [], Gathers.start_gather
 
     def watched(runtime, *given):
         full, work = start(runtime, *given)
@@ -148,7 +148,7 @@ def watching_gathers(monkeypatch):
     def look():
         alive.append(sum(full() is not None for full in gathered))
 
-    monkeypatch.setattr(Gathers, "start", watched)
+    monkeypatch.setattr(Gathers, "start_gather", watched)
     return alive, look
 
 

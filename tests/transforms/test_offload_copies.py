@@ -415,12 +415,12 @@ def test_what_was_sent_ahead_and_is_not_read(late):
     """Its memory is free when the copy is over, for the stream that it was made in."""
     home, room = Offloaded(HostMemory(), torch.device("cpu")), torch.empty(4)
     there = home.zeros(torch.arange(4.0), (4,))  # not copied by a stream
-    coming = gathers._Coming(room, host_copies.send_ahead(room, there))
+    coming = gathers._FetchAhead(room, host_copies.send_ahead(room, there))
     with late.inside(late.other):
         assert late.said == ["side waits for main"]
         del coming
     assert late.said[1:] == ["main waits for a copy in side"]
-    coming = gathers._Coming(room, host_copies.send_ahead(room, there))
+    coming = gathers._FetchAhead(room, host_copies.send_ahead(room, there))
     coming.wait()
     seen = len(late.said)
     del coming

@@ -37,7 +37,7 @@ def deep(depth, unit=flat):
 
 @pytest.mark.parametrize(("unit", "depth"), [(flat, 9), (nested, 3)])
 def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit):
-    start, fulls, found = Gathers.start, [], []
+    start, fulls, found = Gathers.start_gather, [], []
 
     def watched(runtime, *given):
         full, work = start(runtime, *given)
@@ -54,7 +54,7 @@ def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit)
             found.append(alive())
         return value
 
-    monkeypatch.setattr(Gathers, "start", watched)
+    monkeypatch.setattr(Gathers, "start_gather", watched)
     loss, params = deep(depth, unit)
     params = ff.tree.map(torch.clone, params)
     step = ff.shard(ff.value_and_grad(at_the_end), MESH, "data")
@@ -70,7 +70,7 @@ def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit)
 def test_buffers_in_the_backward_are_bounded(monkeypatch):
     """At most this unit, the next gather, its gradient and the one being reduced."""
     loss, params = deep(10)
-    peak, collect = [], GradientSums.collect
+    peak, collect = [], GradientSums.pack
 
     def watched(sums, *args):
         buffer = collect(sums, *args)
@@ -78,7 +78,7 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
             peak.append(sum(size for size, *_ in sums.pool.storages))
         return buffer
 
-    monkeypatch.setattr(GradientSums, "collect", watched)
+    monkeypatch.setattr(GradientSums, "pack", watched)
     step = ff.shard(ff.value_and_grad(loss), MESH, "data")
     params = ff.tree.map(torch.clone, params)
     on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
