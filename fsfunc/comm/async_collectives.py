@@ -23,7 +23,9 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 
 
-def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
+def start(
+    collective: Callable[..., Any], x: Any, axis: Axis, *args, **linear_map
+) -> Pending:
     """Starts a collective: ``start(f, x, axis).wait()`` equals ``f(x, axis)``.
 
     Transpose: in the backward pass the transposed collective starts where the forward
@@ -52,7 +54,7 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     """
 
     with run_by(launch):
-        waits, treedef = tree.flatten(collective(x, axis, *args, **how))
+        waits, treedef = tree.flatten(collective(x, axis, *args, **linear_map))
     if not all(callable(wait) for wait in waits):
         raise TypeError(
             f"start takes a collective, such as ff.all_gather; got {collective!r}"
@@ -60,14 +62,14 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     return Pending(waits, treedef)
 
 
-def launch(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
+def launch(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Callable[[], Tensor]:
     """Starts a linear map; returns the function that waits for its result, once.
 
     For callers that have a group, as backward passes do; others use ``start``.
     """
     flight = _Flight()
-    token = _start(x, how, where, flight)
-    return lambda: _wait(token, how, where, flight)
+    token = _start(x, linear_map, group, flight)
+    return lambda: _wait(token, linear_map, group, flight)
 
 
 class Pending:
@@ -101,88 +103,92 @@ class _Flight:
     def __init__(self) -> None:
         self.tangents: dict[int, _Flight] = {}  # by functorch level
 
-    def leave(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def leave(self, x: Tensor, linear_map: LinearMap, group: RankGroup) -> None:
         with internal():
-            self.sent, self.work = x, how.start(x, where, any_order=True)
+            self.sent, self.work = x, linear_map.start(x, group, any_order=True)
         self.version = None if x.is_inference() else x._version
 
-    def land(self, how: LinearMap, where: RankGroup) -> Tensor:
+    def land(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
-                f"{how.op} of shape {tuple(self.sent.shape)} over {where.name}: its "
+                f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: its "
                 "input was written in place while in flight; wait first, or start it "
                 "on a copy"
             )
         with internal():
-            y = how.finish(self.work, self.sent, where)
-        y = watched(self.sent, how, where, y)
+            y = linear_map.finish(self.work, self.sent, group)
+        y = watched(self.sent, linear_map, group, y)
         del self.work, self.sent
         return y
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(x, how, where, flight):  # type: ignore[override]
-        flight.leave(x, how, where)
+    def forward(x, linear_map, group, flight):  # type: ignore[override]
+        flight.leave(x, linear_map, group)
         return x.new_zeros(())
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.how, ctx.where, ctx.flight = inputs
+        _, ctx.linear_map, ctx.group, ctx.flight = inputs
 
     @staticmethod
     def backward(ctx, token):  # type: ignore[override]
-        g = _wait(token, ctx.how.transpose(), ctx.where, ctx.flight.dual)
+        g = _wait(token, ctx.linear_map.transpose(), ctx.group, ctx.flight.dual)
         return g, None, None, None
 
     @staticmethod
     def jvp(ctx, t, *_):  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()] = _Flight()
-        return _start(t, ctx.how, ctx.where, flight)
+        return _start(t, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, x, how, where, flight):  # type: ignore[override]
+    def vmap(info, in_dims, x, linear_map, group, flight):  # type: ignore[override]
         d = in_dims[0]
-        if where.link.level == _torch.current_level() + 1:
-            flight.work = Done(where.link.exchange(how, x.movedim(d, 0), where))
+        if group.link.vmap_level == _torch.current_level() + 1:
+            flight.work = Done(group.link.exchange(linear_map, x.movedim(d, 0), group))
             return x.new_zeros(info.batch_size), 0
-        token = _start(x.movedim(d, -1), how, where, flight)
+        token = _start(x.movedim(d, -1), linear_map, group, flight)
         return token.expand(info.batch_size), 0
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(token, how, where, flight):  # type: ignore[override]
-        return flight.land(how, where)
+    def forward(token, linear_map, group, flight):  # type: ignore[override]
+        return flight.land(linear_map, group)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.how, ctx.where, ctx.flight = inputs
+        _, ctx.linear_map, ctx.group, ctx.flight = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         flight = ctx.flight.dual = _Flight()
         with label(ctx.unit, "backward"):
-            token = _start(g, ctx.how.transpose(), ctx.where, flight)
+            token = _start(g, ctx.linear_map.transpose(), ctx.group, flight)
         return token, None, None, None
 
     @staticmethod
     def jvp(ctx, token, *_):  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()]
-        return _wait(token, ctx.how, ctx.where, flight)
+        return _wait(token, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, token, how, where, flight):  # type: ignore[override]
-        if where.link.level == _torch.current_level() + 1:
+    def vmap(info, in_dims, token, linear_map, group, flight):  # type: ignore[override]
+        if group.link.vmap_level == _torch.current_level() + 1:
             return flight.work.wait(), 0
-        y = _wait(token.sum(), how, where, flight)
+        y = _wait(token.sum(), linear_map, group, flight)
         return y, y.ndim - 1
 
 
-def _start(x: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
-    return where.link.apply(_Start.apply, x, how, where, flight)
+def _start(
+    x: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+) -> Tensor:
+    return group.link.apply(_Start.apply, x, linear_map, group, flight)
 
 
-def _wait(token: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
-    return where.link.apply(_Wait.apply, token, how, where, flight)
+def _wait(
+    token: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+) -> Tensor:
+    return group.link.apply(_Wait.apply, token, linear_map, group, flight)

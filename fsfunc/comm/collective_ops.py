@@ -19,40 +19,44 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.groups import RankGroup, get_group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.scopes import Scoped
 
 
 class _Apply(torch.autograd.Function):
-    """The linear map ``how`` of ``x`` over the ranks ``where``."""
+    """The linear map ``linear_map`` of ``x`` over the ranks ``group``."""
 
     @staticmethod
-    def forward(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:  # type: ignore[override]
-        return watched(x, how, where, how.run(x, where))
+    def forward(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Tensor:  # type: ignore[override]
+        return watched(x, linear_map, group, linear_map.run(x, group))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.how, ctx.where = inputs
+        _, ctx.linear_map, ctx.group = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         with label(ctx.unit, "backward"):
-            return apply_map(strided(g), ctx.how.transpose(), ctx.where), None, None
+            return (
+                apply_map(strided(g), ctx.linear_map.transpose(), ctx.group),
+                None,
+                None,
+            )
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
-        ctx.how.transpose()  # raises if there is no derivative
-        return apply_map(t, ctx.how, ctx.where)
+        ctx.linear_map.transpose()  # raises if there is no derivative
+        return apply_map(t, ctx.linear_map, ctx.group)
 
     @staticmethod
-    def vmap(info, in_dims, x, how, where):  # type: ignore[override]
+    def vmap(info, in_dims, x, linear_map, group):  # type: ignore[override]
         d = in_dims[0]
-        if where.link.level == _torch.current_level() + 1:
-            return where.link.exchange(how, x.movedim(d, 0), where), 0
-        y = apply_map(x.movedim(d, -1), how, where)
+        if group.link.vmap_level == _torch.current_level() + 1:
+            return group.link.exchange(linear_map, x.movedim(d, 0), group), 0
+        y = apply_map(x.movedim(d, -1), linear_map, group)
         return y, y.ndim - 1
 
 
@@ -63,28 +67,30 @@ class _ApplyPlainly(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, how, where):  # type: ignore[override]
-        _Apply.setup_context(ctx, (x, how, where), None)
-        return _Apply.forward(x, how, where)
+    def forward(ctx, x, linear_map, group):  # type: ignore[override]
+        _Apply.setup_context(ctx, (x, linear_map, group), None)
+        return _Apply.forward(x, linear_map, group)
 
     backward = _Apply.backward  # type: ignore[assignment]
 
 
-def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
-    """``how`` applied to one tensor over ``where``, differentiably."""
+def apply_map(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Tensor:
+    """``linear_map`` applied to one tensor over ``group``, differentiably."""
     plainly = _ApplyPlainly.apply if x.requires_grad else _Apply.forward
     function = _Apply.apply if _torch.transforms_active() else plainly
-    return where.link.apply(function, x, how, where)
+    return group.link.apply(function, x, linear_map, group)
 
 
 class Watcher:
     """Hooks called for linear maps while a step is recorded or type checked."""
 
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def collective(self, x: Tensor, linear_map: LinearMap, group: RankGroup) -> None:
         """Called when the user's code calls a collective on ``x``."""
 
-    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
-        """Called when ``how`` has made ``y`` of ``x``."""
+    def moved(
+        self, x: Tensor, linear_map: LinearMap, group: RankGroup, y: Tensor
+    ) -> None:
+        """Called when ``linear_map`` has made ``y`` of ``x``."""
 
     def assumed(self, y: Tensor, kind: str) -> None:
         """Called when ``y`` is declared to be of a type."""
@@ -102,7 +108,7 @@ class Watcher:
     def summed(self, x: Tensor, what: str) -> None:
         """Called when ``what`` sums over a plain tensor ``x``."""
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def owned(self, x: Tensor, group: RankGroup, what: str) -> None:
         """Called when ``what`` requires ``x`` to be each rank's own along an axis."""
 
 
@@ -121,7 +127,7 @@ def claim(x: Any, what: str) -> None:
 def claim_own(x: Tensor, axis: Axis | None, what: str) -> None:
     """Tells the watcher that ``x`` must be each rank's own along ``axis``."""
     if axis is not None and (watcher := _WATCHER.get()) is not None:
-        watcher.owned(x, group(axis), what)
+        watcher.owned(x, get_group(axis), what)
 
 
 def claiming(f: Callable[..., Any], what: str, x: Any) -> Any:
@@ -162,14 +168,14 @@ def laid(leaf: Any) -> Any:
     return leaf
 
 
-def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
+def watched(x: Tensor, linear_map: LinearMap, group: RankGroup, y: Tensor) -> Tensor:
     """Shows ``y = how(x)`` to the watcher, as a copy if it shares memory with ``x``."""
     watcher = _WATCHER.get()
     if watcher is None:
         return y
     if _torch.storage_key(y) == _torch.storage_key(x):
         y = y.clone()
-    watcher.moved(x, how, where, y)
+    watcher.moved(x, linear_map, group, y)
     return y
 
 
@@ -204,30 +210,34 @@ def ignoring_axes() -> Scoped:
     return Scoped(_AXES, None)
 
 
-def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
+def issue(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Any:
     """Runs a linear map of the user's program, by `run_by` if that is in force."""
-    return (_RUN.get() or apply_map)(x, how, where)
+    return (_RUN.get() or apply_map)(x, linear_map, group)
 
 
-def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
-    """Applies to each tensor of ``x`` the linear map that ``how`` returns for it."""
-    where = group(axis)
+def over(
+    x: Any, axis: Axis, linear_map: Callable[[Tensor, RankGroup], LinearMap]
+) -> Any:
+    """Applies to each tensor of ``x`` the linear map that ``linear_map`` returns for it."""
+    group = get_group(axis)
     if (found := _AXES.get()) is not None:
-        found.update(where.axis)
+        found.update(group.axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"a collective over {where.name} needs tensors, got "
+                f"a collective over {group.name} needs tensors, got "
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
-    maps = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
+    maps = [
+        linear_map(leaf, group) for leaf in leaves
+    ]  # all checked before one is issued
     for leaf, m in zip(leaves, maps, strict=True):
-        m.check(leaf, where)
+        m.check(leaf, group)
     if (watcher := _WATCHER.get()) is not None:
         for leaf, m in zip(leaves, maps, strict=True):
-            watcher.collective(leaf, m, where)
-    out = [issue(leaf, m, where) for leaf, m in zip(leaves, maps, strict=True)]
+            watcher.collective(leaf, m, group)
+    out = [issue(leaf, m, group) for leaf, m in zip(leaves, maps, strict=True)]
     return tree.unflatten(treedef, out)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.collective_ops import over
-from fsfunc.comm.groups import RankGroup, axis_size, group
+from fsfunc.comm.groups import RankGroup, axis_size, get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis, asks, here
 from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
@@ -116,7 +116,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     >>> ff.spmd(main, mesh)()
     [1, 1]
     """
-    return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
+    return over(x, axis, lambda leaf, group: LinearMap("pmax", to="I"))
 
 
 def pmin(x: Any, axis: Axis) -> Any:
@@ -128,7 +128,7 @@ def pmin(x: Any, axis: Axis) -> Any:
     >>> ff.spmd(main, mesh)()
     [0, 0]
     """
-    return over(x, axis, lambda leaf, where: LinearMap("pmin", to="I"))
+    return over(x, axis, lambda leaf, group: LinearMap("pmin", to="I"))
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
@@ -153,10 +153,10 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
     [torch.Size([1, 4]), torch.Size([1, 4])]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "all_gather", "V", to, dim=checked_dim(leaf, dim))
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed(group, "all_gather", "V", to, dim=checked_dim(leaf, dim))
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)
 
 
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
@@ -182,11 +182,11 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
     [[0], [2]]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = check_cut(leaf, dim, where, "psum_scatter")
-        return typed(where, "psum_scatter", of, "V", dim=cut)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        cut = check_cut(leaf, dim, group, "psum_scatter")
+        return typed(group, "psum_scatter", of, "V", dim=cut)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)
 
 
 def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
@@ -211,12 +211,12 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     [[[0], [1]], [[0], [1]]]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = check_cut(leaf, split_dim, where, "all_to_all")
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        cut = check_cut(leaf, split_dim, group, "all_to_all")
         join = checked_dim(leaf, concat_dim, "concat_dim")
-        return typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
+        return typed(group, "all_to_all", "V", "V", dim=cut, to_dim=join)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)
 
 
 def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -247,12 +247,12 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
                 f"each in 0..{n - 1}; got {list(pairs)}"
             )
     if len({s for s, d in pairs if s != d}) not in (0, n):
-        asks(group(axis).axis)  # some ranks send, and some do not
+        asks(get_group(axis).axis)  # some ranks send, and some do not
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "ppermute", "V", "V", pairs=pairs)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed(group, "ppermute", "V", "V", pairs=pairs)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)
 
 
 def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
@@ -281,17 +281,17 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
     if not 0 <= source < n:
         raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "pbroadcast", "V", to, source=source)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed(group, "pbroadcast", "V", to, source=source)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)
 
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
-    where = group(axis)
-    if not where.mean and (means := set(here().mean).intersection(where.axis)):
-        mine = tuple(name for name in where.axis if name in means)
-        others = tuple(name for name in where.axis if name not in means)
+    group = get_group(axis)
+    if not group.mean and (means := set(here().mean).intersection(group.axis)):
+        mine = tuple(name for name in group.axis if name in means)
+        others = tuple(name for name in group.axis if name not in means)
         # The loss is a mean over some, and one value over the others.
         if (of, to) != ("V", None):
             raise ValueError(
@@ -300,8 +300,8 @@ def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
             )
         return _sum(_sum(x, mine, of, to, power), others, of, to, power)
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        default = "V" if where.mean else "I"
-        return typed(where, "psum", of, default if to is None else to, power=power)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        default = "V" if group.mean else "I"
+        return typed(group, "psum", of, default if to is None else to, power=power)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)

@@ -57,7 +57,7 @@ def digest_of(lines: Sequence[tuple[str, object]]) -> bytes:
 
 
 def agree(
-    where: RankGroup, *compared: Compared, waits: bool = False
+    group: RankGroup, *compared: Compared, waits: bool = False
 ) -> Sequence[Sequence[bytes]]:
     """Raises unless all ranks of a group have the same lines in every section.
 
@@ -76,25 +76,25 @@ def agree(
     Cost: one gather of 16 bytes a section, which is in no ledger; where they differ,
     two more, of the texts. Simulated ranks that do not wait send nothing.
     """
-    if where.size == 1:
+    if group.size == 1:
         return [[_digest(x)] for x in compared]
-    if where.link.notes is not None and not waits:
-        came = _came(compared, where)
+    if group.link.notes is not None and not waits:
+        came = _came(compared, group)
         first, theirs = next(iter(came.items()))
         for mine, other in zip(compared, theirs, strict=True):
             if isinstance(mine, Section) and isinstance(other, Section):
                 if list(mine.lines) != list(other.lines):
-                    by_rank = {first: other.lines, where.rank: mine.lines}
+                    by_rank = {first: other.lines, group.rank: mine.lines}
                     raise _difference(mine, by_rank)
-        each = [came[rank] for rank in where.ranks] if len(came) == where.size else []
+        each = [came[rank] for rank in group.ranks] if len(came) == group.size else []
         return [[_digest(x) for x in column] for column in zip(*each, strict=True)]
     with _aside():
-        rows = _gathered(b"".join(map(_digest, compared)), where)
+        rows = _gathered(b"".join(map(_digest, compared)), group)
         starts = range(0, len(rows[0]), 16)
         columns = [[row[i : i + 16] for row in rows] for i in starts]
         for section, digests in zip(compared, columns, strict=True):
             if isinstance(section, Section) and len(set(digests)) > 1:
-                raise _difference(section, _lines(section.lines, where))
+                raise _difference(section, _lines(section.lines, group))
     return columns
 
 
@@ -102,21 +102,21 @@ def _digest(x: Compared) -> bytes:
     return digest_of(x.lines) if isinstance(x, Section) else x
 
 
-def unlike(lines: Lines, where: RankGroup) -> Mapping[int, Lines]:
+def unlike(lines: Lines, group: RankGroup) -> Mapping[int, Lines]:
     """Every rank's lines, by rank, if they differ; else nothing.
 
     Cost: that of :func:`agree`.
     """
-    (digests,) = agree(where, digest_of(lines), waits=True)
+    (digests,) = agree(group, digest_of(lines), waits=True)
     if len(set(digests)) == 1:
         return {}
     with _aside():
-        return _lines(lines, where)
+        return _lines(lines, group)
 
 
 def everywhere(
     action: Callable[[], _T],
-    where: RankGroup | None,
+    group: RankGroup | None,
     otherwise: type[Exception] = RuntimeError,
 ) -> _T:
     """``action()``, or on every rank the error of any; also waits for all ranks.
@@ -130,13 +130,13 @@ def everywhere(
         result = action()
     except Exception as failure:
         error = failure
-    raise_everywhere(error, where, otherwise)
+    raise_everywhere(error, group, otherwise)
     return cast("_T", result)
 
 
 def raise_everywhere(
     error: BaseException | None,
-    where: RankGroup | None,
+    group: RankGroup | None,
     otherwise: type[Exception] = RuntimeError,
 ) -> None:
     """Raises on every rank if any rank has an ``error``; also waits for all ranks.
@@ -146,15 +146,15 @@ def raise_everywhere(
 
     Cost: one gather of eight bytes; where there is an error, one of its text.
     """
-    if where is not None and where.size > 1:
+    if group is not None and group.size > 1:
         text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
         with torch.no_grad():
-            texts = _texts(text, where)
+            texts = _texts(text, group)
         if error is None and any(texts):
             index = next(i for i, text in enumerate(texts) if text)
             name, _, text = texts[index].partition(": ")
             kind = _PLAIN.get(name, otherwise)
-            raise kind(f"rank {where.ranks[index]} could not go on: {text}")
+            raise kind(f"rank {group.ranks[index]} could not go on: {text}")
     if error is not None:
         raise error
 
@@ -176,43 +176,43 @@ def _aside() -> Iterator[None]:
 
 
 def _came(
-    compared: Sequence[Compared], where: RankGroup
+    compared: Sequence[Compared], group: RankGroup
 ) -> Mapping[int, Sequence[Compared]]:
     """What simulated ranks compare that have come to it, in the order of coming."""
-    notes: dict[Any, Any] = where.link.notes
-    of = where.ranks, tuple(map(type, compared))
-    number = notes["comparisons", *of, where.rank] = (
-        notes.get(("comparisons", *of, where.rank), 0) + 1
+    notes: dict[Any, Any] = group.link.notes
+    of = group.ranks, tuple(map(type, compared))
+    number = notes["comparisons", *of, group.rank] = (
+        notes.get(("comparisons", *of, group.rank), 0) + 1
     )
     came = notes.setdefault(key := ("compared", *of, number), {})
-    came[where.rank] = compared
-    if len(came) == where.size:
+    came[group.rank] = compared
+    if len(came) == group.size:
         del notes[key]
     return came
 
 
-def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
+def _gathered(mine: bytes, group: RankGroup) -> list[bytes]:
     """The bytes of each rank of the group, all of one length."""
     x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    return [bytes(row.tolist()) for row in gathered(x, where)]
+    return [bytes(row.tolist()) for row in gathered(x, group)]
 
 
-def _texts(mine: str, where: RankGroup) -> list[str]:
+def _texts(mine: str, group: RankGroup) -> list[str]:
     """The text of each rank; where all are empty one gather of eight bytes tells."""
     data = mine.encode(errors="replace")
-    rows = _gathered(len(data).to_bytes(8, "little"), where)
+    rows = _gathered(len(data).to_bytes(8, "little"), group)
     sizes = [int.from_bytes(row, "little") for row in rows]
     if not any(sizes):
-        return [""] * where.size
-    rows = _gathered(data.ljust(max(sizes), b"\0"), where)
+        return [""] * group.size
+    rows = _gathered(data.ljust(max(sizes), b"\0"), group)
     return [row[:n].decode() for row, n in zip(rows, sizes, strict=True)]
 
 
-def _lines(mine: Lines, where: RankGroup) -> Mapping[int, Lines]:
+def _lines(mine: Lines, group: RankGroup) -> Mapping[int, Lines]:
     """Every rank's lines, by rank."""
-    texts = _texts("\0".join(part for line in mine for part in line), where)
+    texts = _texts("\0".join(part for line in mine for part in line), group)
     found: dict[int, Lines] = {}
-    for rank, text in zip(where.ranks, texts, strict=True):
+    for rank, text in zip(group.ranks, texts, strict=True):
         parts = text.split("\0") if text else []  # of no lines there is no text
         found[rank] = list(zip(parts[::2], parts[1::2], strict=True))
     return found

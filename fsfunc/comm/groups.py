@@ -63,7 +63,7 @@ class RankGroup:
         *,
         out: Tensor | None = None,
         what: str = "",
-        **how: Any,
+        **kwargs: Any,
     ) -> Handle:
         """Starts a collective on ``x``, along dim 0; returns its handle.
 
@@ -83,10 +83,10 @@ class RankGroup:
                 "their own: its loss is that of one rank. Call the collective on what "
                 "the step returns, outside of it"
             )
-        note(op, x, self, how, what)
+        note(op, x, self, kwargs, what)
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             x = dense(x)
-        return self.link.start(op, x, self, out=out, what=what, **how)
+        return self.link.start(op, x, self, out=out, what=what, **kwargs)
 
     def send(self, x: Tensor, to: int, what: str = "") -> Handle:
         """Sends ``x`` to the rank at index ``to``; returns the handle at once.
@@ -132,23 +132,23 @@ class RankGroup:
             )
 
 
-def gathered(x: Tensor, where: RankGroup) -> Tensor:
+def gathered(x: Tensor, group: RankGroup) -> Tensor:
     """Each rank's ``x``, all of one shape, in rank order, on the CPU.
 
     Cost: one all-gather.
     """
-    if where.size > 1:
-        every = where.start("all_gather", x.to(where.link.device)).wait()
+    if group.size > 1:
+        every = group.start("all_gather", x.to(group.link.device)).wait()
     else:
         every = x
-    return every.view(where.size, *x.shape).cpu()
+    return every.view(group.size, *x.shape).cpu()
 
 
 NOT_IN_GRAPHS = "collectives of fsfunc are no operators of a graph"
 
 
 @_torch.outside_graphs(NOT_IN_GRAPHS)
-def group(axis: Axis, at: Here | None = None) -> RankGroup:
+def get_group(axis: Axis, at: Here | None = None) -> RankGroup:
     """The group along ``axis`` of the rank that runs.
 
     Raises:
@@ -161,7 +161,7 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         names = at.mesh.check(axis)
         ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
         index = ranks.index(at.rank)
-        levels = tuple(group(name, at) for name in names) if len(names) > 1 else ()
+        levels = tuple(get_group(name, at) for name in names) if len(names) > 1 else ()
         at.groups[axis] = RankGroup(
             names, ranks, index, at.rank, at.link, mean, at.compared,
             not set(names).isdisjoint(at.apart), levels,
@@ -179,9 +179,9 @@ def axis_index(axis: Axis) -> Any:
     >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
     [0, 2, 1, 3]
     """
-    where = group(axis)
-    asks(where.axis)
-    return where.position
+    group = get_group(axis)
+    asks(group.axis)
+    return group.position
 
 
 def axis_size(axis: Axis) -> int:
@@ -191,7 +191,7 @@ def axis_size(axis: Axis) -> int:
     >>> ff.spmd(lambda: ff.axis_size("data"), ff.make_mesh({"data": 2}, "simulated"))()
     [2, 2]
     """
-    return group(axis).size
+    return get_group(axis).size
 
 
 _MOVED = {
@@ -201,7 +201,7 @@ _MOVED = {
 }  # fmt: skip
 
 
-def check_kind(op: str, x: Tensor, where: Any) -> None:
+def check_kind(op: str, x: Tensor, group: Any) -> None:
     """Raises if no backend can send a tensor of this dtype or layout.
 
     Raises:
@@ -209,18 +209,18 @@ def check_kind(op: str, x: Tensor, where: Any) -> None:
     """
     if x.dtype not in _MOVED:
         raise TypeError(
-            f"{op} over {where.name} of {x.dtype}: no backend sends or sums it. Send "
+            f"{op} over {group.name} of {x.dtype}: no backend sends or sums it. Send "
             "its bytes, x.view(torch.uint8), or sum it in a wider dtype"
         )
-    if x.is_meta and where.link.moves:
-        raise TypeError(f"{op} over {where.name} of a meta tensor: it has no values")
+    if x.is_meta and group.link.moves_data:
+        raise TypeError(f"{op} over {group.name} of a meta tensor: it has no values")
     if type(x).__name__ == "DTensor":
         raise TypeError(
-            f"{op} over {where.name} of a DTensor: send x.to_local() or x.full_tensor()"
+            f"{op} over {group.name} of a DTensor: send x.to_local() or x.full_tensor()"
         )
     if x.layout != torch.strided:
         raise TypeError(
-            f"{op} over {where.name} of a tensor with layout {x.layout}: ranks "
+            f"{op} over {group.name} of a tensor with layout {x.layout}: ranks "
             "exchange dense tensors; x.to_dense() is one"
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import run_abstract, run_vmapped
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.ledgers import note_ranks
 from fsfunc.comm.mesh import (
     Axis,
@@ -319,7 +319,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
     if any(n % size for n in sizes.values()):
         asks(mesh.check(axis))
-    index = group(axis, here(mesh)).position
+    index = get_group(axis, here(mesh)).position
 
     def part(x: Tensor) -> Tensor:
         if mesh.backend == "vmap":  # the index is a batched tensor, one for all ranks

@@ -57,20 +57,20 @@ class Record:
 
 
 def note(
-    op: str, x: torch.Tensor, where: Any, how: Mapping[str, Any], what: str = ""
+    op: str, x: torch.Tensor, group: Any, kwargs: Mapping[str, Any], what: str = ""
 ) -> None:
-    """Records one collective of the rank of ``where`` in every open ledger.
+    """Records one collective of the rank of ``group`` in every open ledger.
 
-    ``how``: its arguments.
+    ``kwargs``: its arguments.
     """
     logs = LEDGERS.get()
     if not logs:
         return
-    share = OPERATIONS[op].sends(where.size, where.index, **how)
+    share = OPERATIONS[op].sent_ratio(group.size, group.index, **kwargs)
     sent = Fraction(x.numel() * x.element_size() * share)
     unit, phase = current_label()
     record = Record(
-        op, where.axis, sent, x.dtype, unit, phase, where.rank, source_line(), what
+        op, group.axis, sent, x.dtype, unit, phase, group.rank, source_line(), what
     )
     for log in logs:
         log.records.append(record)

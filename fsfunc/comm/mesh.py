@@ -134,7 +134,7 @@ class Here:
         apart: the axes along which ranks train copies of their own (``local_sgd``):
             collectives over them are refused.
 
-    ``groups`` caches the results of `groups.group`, by axis.
+    ``groups`` caches the results of `groups.get_group`, by axis.
     """
 
     mesh: Mesh
@@ -212,7 +212,7 @@ def here(mesh: Mesh | None = None) -> Here:
             f"{mesh} has {mesh.size} ranks, but {found.mesh.size} are running "
             f"({found.mesh}): pass spmd the mesh that the transforms name"
         )
-    return replace(found, mesh=mesh, link=found.link.on(mesh))
+    return replace(found, mesh=mesh, link=found.link.for_mesh(mesh))
 
 
 def maybe_here() -> Here | None:

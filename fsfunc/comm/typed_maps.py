@@ -32,7 +32,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.linear_maps import LinearMap, legal_types
 from fsfunc.comm.mesh import Axis
 
 GATHER = LinearMap("all_gather", "V", "M")
@@ -86,47 +86,47 @@ def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
     return dim % x.ndim
 
 
-def check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
+def check_cut(x: Tensor, dim: int, group: RankGroup, op: str) -> int:
     """A dim that is split evenly over the ranks, not negative.
 
     Raises:
         ValueError: its size is no multiple of their number.
     """
     dim = checked_dim(x, dim)
-    if x.shape[dim] % where.size:
+    if x.shape[dim] % group.size:
         raise ValueError(
             f"cannot {op} a tensor of shape {tuple(x.shape)} over axis "
-            f"{where.name} of size {where.size} along dim {dim}: {x.shape[dim]} is "
-            f"not a multiple of {where.size}; pad it"
+            f"{group.name} of size {group.size} along dim {dim}: {x.shape[dim]} is "
+            f"not a multiple of {group.size}; pad it"
         )
     return dim
 
 
-def typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The linear map of ``op`` between two types over the axis of ``where``.
+def typed(group: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
+    """The linear map of ``op`` between two types over the axis of ``group``.
 
     Raises:
         ValueError: there is none.
     """
-    legal = meanings(op)
-    if where.mean:  # a value is the rank's own, or was asked for as one value
+    legal = legal_types(op)
+    if group.mean:  # a value is the rank's own, or was asked for as one value
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    _check_types(where, op, f"{of}->{to}", legal)
-    if where.mean:
+    _check_types(group, op, f"{of}->{to}", legal)
+    if group.mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
     return LinearMap(op, of, to, **fields)
 
 
-def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
+def _check_types(group: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
     """Raises if an op has no map between two types.
 
     Raises:
         ValueError: names those that it has.
     """
     if row not in legal:
-        what = ", under shard a mean of losses," if where.mean else ""
+        what = ", under shard a mean of losses," if group.mean else ""
         raise ValueError(
-            f"{op} {row} over {where.name}{what} has no meaning; it has: "
+            f"{op} {row} over {group.name}{what} has no meaning; it has: "
             f"{', '.join(legal)}"
         )
 
@@ -164,9 +164,9 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     [1.0, 1.0]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
-        _check_types(where, "pcast", row, sorted(known))
-        return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if group.mean else _CASTS
+        _check_types(group, "pcast", row, sorted(known))
+        return _CASTS_UNDER_SHARD[row] if group.mean else LinearMap("cast", of, to)
 
-    return over(x, axis, how)
+    return over(x, axis, make_map)

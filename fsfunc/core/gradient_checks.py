@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import RankGroup, gathered, group, strided
+from fsfunc.comm.groups import RankGroup, gathered, get_group, strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
@@ -54,7 +54,7 @@ def check_gathered(path: tuple[str, ...], chosen: Any) -> None:
 def collective_axes() -> set[str] | None:
     """A set to collect the axes of a loss's collectives in; None without real data."""
     at = maybe_here()
-    if at is None or not at.link.moves or at.mesh.backend == "vmap":
+    if at is None or not at.link.moves_data or at.mesh.backend == "vmap":
         return None
     return None if _torch.transforms_active() else set()
 
@@ -85,7 +85,7 @@ def check_agreement(
         key = at.rank, _code(fn), axis
         left = uncompared.get(key)
         if left is None or left:
-            where = group(axis, at)
+            where = get_group(axis, at)
             found = _numbers(chosen, grads, where, left)
             uncompared[key] = _compare(found, where) if found else set()
 

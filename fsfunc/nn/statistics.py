@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import claim_own
-from fsfunc.comm.groups import axis_size, group
+from fsfunc.comm.groups import axis_size, get_group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import recording
@@ -270,7 +270,7 @@ def sync_batch_norm(
     check_norm(params, x, running)
     claim_own(x, axis, "sync_batch_norm")
     names = here().mesh.check(axis)
-    means = tuple(name for name in names if group(name).mean)
+    means = tuple(name for name in names if get_group(name).mean)
     others = tuple(name for name in names if name not in means)
     # In fp64, as the channels' statistics are.
     given = {name: value.double() for name, value in (params or {}).items()}

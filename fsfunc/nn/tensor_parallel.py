@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import all_gather, psum, psum_scatter
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.token_losses import own_rows, refuse_mean
 from fsfunc.sharded.leaf import Sharded
@@ -176,7 +176,7 @@ def vocab_embedding(
     if axis is None:
         return F.embedding(own.at, part, padding_idx)
     if padding_idx is not None:
-        padding_idx -= group(axis).position * rows
+        padding_idx -= get_group(axis).position * rows
     known = isinstance(padding_idx, int) and 0 <= padding_idx < rows
     y = F.embedding(own.at, part, padding_idx if known else None)
     if isinstance(padding_idx, Tensor):  # on a vmap mesh, that of every rank

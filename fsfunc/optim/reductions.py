@@ -27,7 +27,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import apply_map, assumed, claim, issue, summed
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
@@ -116,13 +116,13 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     if axes is None:
         return x  # each leaf entered by itself
     if not differentiated([x]):
-        return issue(x, SUM, group(axes)) if axes else x
+        return issue(x, SUM, get_group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
     if copies:
-        x = issue(x, ENTER, group(copies))
+        x = issue(x, ENTER, get_group(copies))
     if over:
-        x = issue(x, SUM, group(over))
+        x = issue(x, SUM, get_group(over))
     if others:
         with internal():  # of parts by their layouts: no word of the user's is asked
             x = psum(x, others)
@@ -131,7 +131,7 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 
 def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The largest of what the ranks found in their parts, which has no derivative."""
-    return issue(x, MAX, group(axes)) if axes else x
+    return issue(x, MAX, get_group(axes)) if axes else x
 
 
 def over_axes(
@@ -164,14 +164,14 @@ def entered(x: Tensor) -> Tensor:
         for handler, runtime in frame().runtimes:
             if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
-                x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
+                x = apply_map(x, ENTER, get_group(handler.axes))  # type: ignore[attr-defined]
     return x
 
 
 def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """A number that all ranks share, as a factor of parts over ``axes``."""
     over = _parted(axes).over
-    return apply_map(x, SPREAD, group(over)) if over else x
+    return apply_map(x, SPREAD, get_group(over)) if over else x
 
 
 class _MeanAxes(NamedTuple):
@@ -310,7 +310,7 @@ def all_finite(values: Tree) -> Tensor:
     if axes:
         mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
-        where = replace(group(tuple(sorted(axes))), apart=False)
+        where = replace(get_group(tuple(sorted(axes))), apart=False)
         bad = issue(mine, _MAX, where) > 0
     return ~bad
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, asks, here
 from fsfunc.core.autodiff import differentiate, tracked
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
@@ -255,7 +255,7 @@ class Pipelining(Interpretation):
         return batches
 
     def _where(self) -> RankGroup:
-        return group(self.axis, here(self.mesh))
+        return get_group(self.axis, here(self.mesh))
 
     def _run(
         self,

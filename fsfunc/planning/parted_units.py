@@ -109,7 +109,7 @@ def _alone() -> AbstractContextManager[Any]:
 
 
 class _NoLink:
-    def on(self, mesh: Any) -> Any:
+    def for_mesh(self, mesh: Any) -> Any:
         return self
 
     def __getattr__(self, name: str) -> Any:

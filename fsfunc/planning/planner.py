@@ -302,11 +302,11 @@ class PlannedLink(AbstractLink):
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
         return self._noted(super().start(op, x, where, **how), "issued", where.ranks, x)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
         way = (self.rank, where.ranks[to])
         return self._noted(super().send(x, where, to), "sent", way, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
         work, way = (
             super().receive(like, where, source),
             (where.ranks[source], self.rank),

@@ -14,7 +14,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
 from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, unlike
 from fsfunc.comm.descriptions import stated, whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -120,10 +120,10 @@ class Agreement:
             where.link.after_others()
         shardings = [h for h in handlers if isinstance(h, Sharding)]
         if shardings:
-            self.among = group(shardings[0].axes, at)
+            self.among = get_group(shardings[0].axes, at)
         together = program.together()
         for axes, because in together:
-            compare_batches(rest, group(axes, at), because)
+            compare_batches(rest, get_group(axes, at), because)
         for h in shardings:
             h.first_calls.laid_out(at.rank, recorder.updates, together)
         for h in handlers:
@@ -175,9 +175,9 @@ def together(
 
 def compared(at: Here, axes: set[str]) -> RankGroup | None:
     """The ranks along some axes, if they are there to be compared."""
-    if not at.link.moves or at.link.level is not None:
+    if not at.link.moves_data or at.link.vmap_level is not None:
         return None  # what is planned has no others, and a vmap mesh one program
-    return group(tuple(a for a in at.mesh.axes if a in axes), at)
+    return get_group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
 def unlike_steps(lines: Lines) -> Section:

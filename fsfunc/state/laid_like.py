@@ -17,7 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
 from fsfunc.comm.collectives import pbroadcast
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
@@ -146,7 +146,7 @@ def _cut(x: Tensor, layout: Layout) -> Tensor:
     """This rank's block of a whole tensor, which is one value over the other axes."""
     for split in layout.splits:
         how = LinearMap("slice", "I", "V", dim=split.dim)
-        x = apply_map(x, how, group(split.axis))
+        x = apply_map(x, how, get_group(split.axis))
     return x
 
 
@@ -184,18 +184,18 @@ def _laid(
         ]
         if whole is not None and copies:
             flat = torch.cat([x.reshape(-1) for x in values])
-            flat = apply_map(flat, whole, group(copies))
+            flat = apply_map(flat, whole, get_group(copies))
             values = flat.split([x.numel() for x in values])
         return [
             x.reshape(shape) if at is None else x.reshape(shape).clone()
             for x, shape, at in zip(values, shapes, like, strict=True)
         ]
-    where = group(axes)
+    where = get_group(axes)
     mine = [
         elements_by_rank(at, where) for at in like if at is not None
     ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.sends is None and not differentiated(values):
+    if parts.collective is None and not differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []
@@ -204,7 +204,7 @@ def _laid(
         rows.append(values[0].new_zeros(max(sums) - total))
     flat = apply_map(torch.cat(rows), parts, where)
     if whole is not None and copies:
-        flat = apply_map(flat, whole, group(copies))
+        flat = apply_map(flat, whole, get_group(copies))
     held = [counts[where.index] for counts in mine]
     return list(flat[: sum(held)].split(held))
 

@@ -337,7 +337,7 @@ def _check_types(
 
     Errors of the step itself are left to its first call, as the state may still change.
     """
-    if recording() or not at.link.moves or at.mesh.backend == "vmap":
+    if recording() or not at.link.moves_data or at.mesh.backend == "vmap":
         return
     try:
         seen = check(fn, args, {}, at, sharding.axes, exchange=agreement.exchange)
@@ -380,7 +380,7 @@ def _recorded(
     told_of = tuple(splits.items()), frozenset(own)
     key = "record", count, how, treedef, shapes, kinds, *told_of
     last = rank == at.mesh.size - 1  # it looks for itself
-    if key not in notes or last and at.link.moves:
+    if key not in notes or last and at.link.moves_data:
         found, applied = record()
         if key in notes:
             first, _, its = notes[key]

@@ -162,8 +162,8 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def on(self, mesh: Any) -> Any:
-        link = self._link.on(mesh)
+    def for_mesh(self, mesh: Any) -> Any:
+        link = self._link.for_mesh(mesh)
         return self if link is self._link else _Counted(link, self._observer)
 
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
@@ -177,9 +177,9 @@ class _Counted:
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
         with self._paused():
-            work = self._link.receive(like, where, source, what)
+            work = self._link.receive(like, where, source, name)
         return _Awaited(work, self, like, like)
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.comparison import unlike
 from fsfunc.comm.descriptions import checksums
-from fsfunc.comm.groups import RankGroup, gathered, group
+from fsfunc.comm.groups import RankGroup, gathered, get_group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
@@ -62,7 +62,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
       rank 0 'y': 1 of 3 elements infinite
     on simulated rank 1 of Mesh({'data': 2}, 'simulated')
     """
-    where = group(axis)
+    where = get_group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)
     tensors = {
         # As it is: torch.as_tensor moves a tensor to the default device.
@@ -136,7 +136,7 @@ def check_replicated(value: Any, axis: Axis) -> None:
       at (1,) rank 1 has 1.0
     ...
     """
-    where = group(axis)
+    where = get_group(axis)
     names, leaves = _claimed(value, where)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     kinds = [

@@ -78,7 +78,7 @@ class Checker(Tracer, Watcher, Operators):
         self._moved(x, how, where, y)
         if _torch.current_node() is None:
             made_of, line = self.known.made_of(x), f"{how.op} at {source_line()}"
-            made_of = made_of.changed(line) if how.ordered else made_of
+            made_of = made_of.changed(line) if how.is_comparison else made_of
             value = hash((how.op, how.to, self.known.value(x)))
             self.known.change(y, made_of=made_of, value=value)
 

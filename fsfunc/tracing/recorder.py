@@ -79,7 +79,7 @@ def record(
     # raises, its error may come of the backward pass that is missing. It left nothing
     # behind, so that the whole run below meets what is wrong all the same.
     at = maybe_here()
-    planned = at is not None and not at.link.moves
+    planned = at is not None and not at.link.moves_data
     for remembers in (True, False):  # of forward mode fakes may raise for that
         with suppress(Exception):
             found = run(True, remembers)

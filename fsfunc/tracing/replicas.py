@@ -20,7 +20,7 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.collective_ops import COMPARING, Watcher
 from fsfunc.comm.comparison import RanksDiffer, Section, agree, digest_of
 from fsfunc.comm.descriptions import has_values, told, whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame
@@ -169,15 +169,19 @@ class Replicas:
 
     def begin(self, batch: Any, at: Here) -> int:
         """Compares the batch of a call if that is due: returns its number, else 0."""
-        if not at.link.moves or at.link.level is not None or _torch.fake_active():
+        if (
+            not at.link.moves_data
+            or at.link.vmap_level is not None
+            or _torch.fake_active()
+        ):
             return 0
         n = self.calls[at.rank] = self.calls.get(at.rank, 0) + 1
         if n & (n - 1) or _torch.functorch_active():
             return 0
         for axes, because in self.together:
-            compare_batches(batch, group(axes, at), because)
+            compare_batches(batch, get_group(axes, at), because)
             if self.draws and because:
-                _compare_generators(group(axes, at), because)
+                _compare_generators(get_group(axes, at), because)
         return n
 
     def end(
@@ -213,10 +217,10 @@ class Replicas:
             apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
         for over in (apart, means):
             for axes, values in _one_value(leaves, given, over, at):
-                _compare_state(values, group(axes, at), over is apart)
+                _compare_state(values, get_group(axes, at), over is apart)
         split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
         for axes, values in _one_value(leaves, given, split - means, at):
-            _compare_near(values, group(axes, at))
+            _compare_near(values, get_group(axes, at))
         if given.is_leaf() and not is_sharded(leaves[0]):
             return False  # but a loss, where a tensor is all that was given
         if call.number == 1 and (apart := _in_order(means - {*equal}, at)):
@@ -255,7 +259,7 @@ def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
             lines[key] = text
     names = _names(axes)
     title = f"the ranks along {names} update one state by unlike optimizers or numbers"
-    agree(group(axes, at), Section(title, [*lines.items()], _ALIKE))
+    agree(get_group(axes, at), Section(title, [*lines.items()], _ALIKE))
 
 
 _ALIKE = (
@@ -371,7 +375,7 @@ def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
     Cost: the batch is read once; over processes a gather of 16 bytes, in no ledger.
     """
     paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
-    where = group(axes, at)
+    where = get_group(axes, at)
     values = whole_values(paths, leaves, where.link.notes)
     rows = [x for x in leaves if has_values(x) and x.ndim and x.numel()]
     # Of simulated ranks the last one that comes is told the digests.

@@ -49,7 +49,7 @@ from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines, unlike
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Frame, frame, inside
@@ -350,7 +350,7 @@ class TypeCheck(FirstCalls):
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         later, first = at.rank in self._later, (False, not self.knows(at.rank))
         together, again = self._later.pop(at.rank, first)
-        exchange = _Exchange(group(axes, at) if together else None)
+        exchange = _Exchange(get_group(axes, at) if together else None)
         try:
             seen = check(call, args, keywords, at, axes, again=again, exchange=exchange)
         except Exception as error:

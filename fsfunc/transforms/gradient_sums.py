@@ -251,7 +251,7 @@ class GradientSums:
             self._keep(one)
             return
         grad = space_of(one.grad).fetch(one.grad, waits=False)
-        one.work, one.grad = replicas.start("psum", grad, what=one.shard.name), None
+        one.work, one.grad = replicas.start("psum", grad, name=one.shard.name), None
         del grad
         self.summing.append(one)
         if len(self.summing) > 1:

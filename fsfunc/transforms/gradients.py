@@ -20,7 +20,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.groups import RankGroup, get_group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
@@ -176,7 +176,7 @@ def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
     runtime = found.runtime
     if runtime.groups.mean_size == 1:
         return outcome
-    where = group(runtime.options.axes, at)
+    where = get_group(runtime.options.axes, at)
     aux, spec = tree.flatten(outcome.aux, is_leaf=is_reduced)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight

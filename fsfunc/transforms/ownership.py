@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import apply_map, assumed
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import ENTER
 from fsfunc.core.frames import frame
@@ -121,7 +121,7 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
     """
     if type not in ("I", "V"):
         raise ValueError(f"assume(x, {axis!r}, {type!r}): the type is 'I' or 'V'")
-    where = group(axis)
+    where = get_group(axis)
 
     def said(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not where.mean:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh
 from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
@@ -165,8 +165,8 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
     """
 
     def __init__(self, options: ShardOptions, at: Here):
-        self.where, copies = group(options.axis, at), options.replicate
-        self.replicas = group(copies, at) if copies else None
+        self.where, copies = get_group(options.axis, at), options.replicate
+        self.replicas = get_group(copies, at) if copies else None
         self.mean_size = self.where.size
         if self.replicas is not None:
             self.mean_size *= self.replicas.size
@@ -178,7 +178,7 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
         found = self[split_axes] = BufferGroups(
             _without(self.where, split_axes),
             _without(self.replicas, split_axes),
-            group(tuple(blocks)) if blocks else None,
+            get_group(tuple(blocks)) if blocks else None,
         )
         return found
 
@@ -188,4 +188,4 @@ def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
     if where is None or not set(where.axis) & set(axes):
         return where
     rest = tuple(axis for axis in where.axis if axis not in axes)
-    return group(rest) if rest else None
+    return get_group(rest) if rest else None

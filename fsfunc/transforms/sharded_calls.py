@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -89,7 +89,7 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._runtime(leaves, at.rank, ownership)
-            where = partial(group, self.axes, at)
+            where = partial(get_group, self.axes, at)
             if tracer is not None:
                 args, keywords = tracer.heard((args, keywords))
             elif enter_tracked(leaves, ownership, where):
@@ -176,7 +176,7 @@ class Sharding(Interpretation):
                 raise
             if tracer is None and self.first_calls.knows(at.rank, key):
                 return
-        if at.link.moves:
+        if at.link.moves_data:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
         if apart:
@@ -302,8 +302,8 @@ class Sharding(Interpretation):
             parts=parts,
         )
         key = at.rank, plain, call.argnums
-        if plain and at.link.moves and key not in self.compared_whole:
-            where = group(self.axes, at)
+        if plain and at.link.moves_data and key not in self.compared_whole:
+            where = get_group(self.axes, at)
             self.first_calls.compare_whole(chosen, runtime.averages, where)
             self.compared_whole |= {key}
         return runtime

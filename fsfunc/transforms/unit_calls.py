@@ -30,7 +30,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.core.casts import differentiable
@@ -170,7 +170,7 @@ def _enter_whole(
     """Applies ENTER to replicated parameters, so that their gradients are averaged."""
     if call.frame.staged:
         raise LawError(_MADE.format(call.name))
-    where = group(cut.axes, here(cut.mesh))
+    where = get_group(cut.axes, here(cut.mesh))
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -487,7 +487,7 @@ def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Te
         layout: that of one of its leaves.
     """
     _check_exact(runtime)
-    enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
+    enter, gather = replace(ENTER, name=name), replace(GATHER, name=name)
     where, replicas, blocks = runtime.groups[layout.split_axes]
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
@@ -500,7 +500,7 @@ def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Te
 def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     """The transpose of :func:`spread`."""
     _check_exact(runtime)
-    how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
+    how, mean = replace(REDUCE, name=shard.name), replace(MEAN, name=shard.name)
     where, replicas, blocks = runtime.groups[shard.split_axes]
     if blocks is not None:
         buffer = apply_map(buffer, OWN.transpose(), blocks)

@@ -25,7 +25,7 @@ from fsfunc.comm.comparison import (
     raise_everywhere,
 )
 from fsfunc.comm.descriptions import checksums
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 
 OPTIMIZER = ff.sgd(0.1)
 
@@ -312,7 +312,7 @@ def test_one_ranks_error_is_raised_on_all_ranks_of_its_group(error):
     def main():
         with ff.ledger() as log:
             try:
-                found = everywhere(act, group("data"), LookupError)
+                found = everywhere(act, get_group("data"), LookupError)
             except Exception as raised:
                 found = raised
         return found, log.table(mesh.rank)
@@ -340,7 +340,9 @@ def test_ranks_that_agree_are_told_what_each_has(waits):
         mine = Section("numbers differ", [("n", str(odd and mesh.rank))], "Set n.")
         with ff.ledger() as log:
             try:
-                found = agree(group("data"), bytes([mesh.rank] * 16), mine, waits=waits)
+                found = agree(
+                    get_group("data"), bytes([mesh.rank] * 16), mine, waits=waits
+                )
             except RanksDiffer as error:
                 found = str(error)
         assert not log.records

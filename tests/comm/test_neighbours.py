@@ -87,7 +87,7 @@ def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():
     x = pool.get(LARGE, torch.float32, torch.empty(0))
     at = x.data_ptr()
     x.fill_(3)
-    here.send(x, 1, 0, spent=True)
+    here.send(x, 1, 0, read_only=True)
     del x
     loan = there.borrow(torch.empty(2, LARGE // 2), 0, 0, BufferPool())
     loan.work[1].wait()

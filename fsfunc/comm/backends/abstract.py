@@ -34,16 +34,16 @@ _MOST = 512  # distinct programs: more are a mistake, and would take for ever
 
 
 def shape_of_result(
-    op: str, x: Tensor, where: Any, how: Mapping[str, Any]
+    op: str, x: Tensor, group: Any, kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """The shape of this rank's result of a collective of ``x``."""
-    return OPERATIONS[op].result_shape(x.shape, where.size, where.index, **how)
+    return OPERATIONS[op].result_shape(x.shape, group.size, group.index, **kwargs)
 
 
 class AbstractLink(Link):
     """Every result has the right shape and dtype, and meaningless values."""
 
-    moves = False
+    moves_data = False
 
     def __init__(self, rank: int = 0, notes: dict[Any, Any] | None = None):
         self.rank, self.notes = rank, notes
@@ -52,22 +52,22 @@ class AbstractLink(Link):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         *,
         out: Tensor | None = None,
         what: str = "",
-        **how: Any,
+        **kwargs: Any,
     ) -> Handle:
         if out is not None:
             return Done(out)
-        shape = shape_of_result(op, x, where, how)
-        alike = shape == x.shape and not how.get("sizes")
+        shape = shape_of_result(op, x, group, kwargs)
+        alike = shape == x.shape and not kwargs.get("sizes")
         return Done(x.clone() if alike else x.new_empty(shape))
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, group: Any, to: int, what: str = "") -> Handle:
         return Done(x.new_empty(0))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, group: Any, source: int, what: str = "") -> Handle:
         return Done(like)
 
 
@@ -78,13 +78,13 @@ class EchoLink(AbstractLink):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         *,
         out: Tensor | None = None,
         what: str = "",
-        **how: Any,
+        **kwargs: Any,
     ) -> Handle:
-        found = OPERATIONS[op].echo(x, where.size, where.index, **how)
+        found = OPERATIONS[op].result_if_equal(x, group.size, group.index, **kwargs)
         return Done(found if out is None else out.copy_(found))
 
 
@@ -158,21 +158,21 @@ class VmapLink(Link):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         *,
         out: Tensor | None = None,
         what: str = "",
-        **how: Any,
+        **kwargs: Any,
     ) -> Handle:
         raise RuntimeError(
-            f"{op} over {where.axis} on a vmap mesh was not called on every rank at "
+            f"{op} over {group.axis} on a vmap mesh was not called on every rank at "
             "once: this transform needs ranks of their own; use a simulated mesh"
         )
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, group: Any, to: int, what: str = "") -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("send"))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, group: Any, source: int, what: str = "") -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 
     def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
@@ -185,20 +185,20 @@ class VmapLink(Link):
             zeros = (self.ranks * 0).to(x.dtype)
             return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 
-    def exchange(self, how: LinearMap, x: Tensor, where: Any) -> Tensor:
+    def exchange(self, kwargs: LinearMap, x: Tensor, group: Any) -> Tensor:
         inputs = x.unbind(0)
         results = list(inputs)
-        for ranks in {self.mesh.members(where.axis, r) for r in range(self.mesh.size)}:
-            made = how.across([inputs[r] for r in ranks])
+        for ranks in {self.mesh.members(group.axis, r) for r in range(self.mesh.size)}:
+            made = kwargs.apply_to_all([inputs[r] for r in ranks])
             for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
                 results[r] = y
-                if how.sends and len(ranks) > 1:
-                    its = replace(where, ranks=ranks, index=i, rank=r)
-                    note(how.sends, inputs[r], its, how.how)
+                if kwargs.collective and len(ranks) > 1:
+                    its = replace(group, ranks=ranks, index=i, rank=r)
+                    note(kwargs.collective, inputs[r], its, kwargs.kwargs)
         return torch.stack(results)
 
-    def axis_index(self, where: Any) -> Any:
-        table = [self.mesh.coordinate(where.axis, r) for r in range(self.mesh.size)]
+    def axis_index(self, group: Any) -> Any:
+        table = [self.mesh.coordinate(group.axis, r) for r in range(self.mesh.size)]
         return torch.tensor(table)[self.ranks]
 
 

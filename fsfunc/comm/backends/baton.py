@@ -37,7 +37,7 @@ class Meeting:
     """One collective of one group: complete when every member has come."""
 
     ranks: tuple[int, ...]
-    how: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
     calls: dict[int, CollectiveCall] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     results: Sequence[Tensor] = ()
@@ -61,7 +61,7 @@ class Meeting:
             self._join_streams()
         op = self.calls[self.ranks[0]].said[0]
         inputs = list(map(self.inputs.__getitem__, self.ranks))
-        self.results = OPERATIONS[op].combine(inputs, **self.how)
+        self.results = OPERATIONS[op].combine(inputs, **self.kwargs)
         self.inputs.clear()
         self.over = True
 

@@ -22,7 +22,7 @@ Work = tuple[int | None, Any]  # the other rank, if it is one, and what to wait 
 
 
 def by_gloo(
-    issue: Callable[..., Any], x: Tensor, rank: int, group: Any, under: int
+    issue: Callable[..., Any], x: Tensor, rank: int, process_group: Any, under: int
 ) -> Any:
     """``dist.isend`` or ``dist.irecv``, whose error names the rank.
 
@@ -30,7 +30,7 @@ def by_gloo(
         Disconnected: the connection to it is closed.
     """
     try:
-        return issue(x, rank, group, under)
+        return issue(x, rank, process_group, under)
     except RuntimeError as error:
         if is_torn(error):
             raise Disconnected(rank, str(error)) from error
@@ -46,8 +46,10 @@ class Channel:
         near: the processes of this host, if they are connected.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], near: Neighbours | None):
-        self.group, self.ranks, self.near = group, ranks, near
+    def __init__(
+        self, process_group: Any, ranks: Sequence[int], near: Neighbours | None
+    ):
+        self.process_group, self.ranks, self.near = process_group, ranks, near
         self.by_rank = {} if near is None else near.by_rank
         self.number = hash(tuple(ranks))  # of integers: the same one in every process
 
@@ -67,7 +69,7 @@ class Channel:
                 that it may be earlier, and ``x`` may be written then.
         """
         if (other := self.by_rank.get(rank)) is None:
-            return rank, by_gloo(dist.isend, x, rank, self.group, under)
+            return rank, by_gloo(dist.isend, x, rank, self.process_group, under)
         with other.host.lock:
             number = other.send((self.number, under), x, spent, answered)
             return rank, Sent(other, self.ranks, number)
@@ -90,7 +92,7 @@ class Channel:
     def receive(self, into: Tensor, rank: int, under: int) -> Work:
         """Has what a rank sends ``under`` a tag written into ``into``."""
         if (other := self.by_rank.get(rank)) is None:
-            return rank, by_gloo(dist.irecv, into, rank, self.group, under)
+            return rank, by_gloo(dist.irecv, into, rank, self.process_group, under)
         work = Received(other, self.ranks, into)
         with other.host.lock:
             other.expect((self.number, under), work)
@@ -100,7 +102,7 @@ class Channel:
         """Receives a tensor of the shape and dtype of ``like``, to read it once."""
         if (other := self.by_rank.get(rank)) is None:
             room = pool.get(like.numel(), like.dtype, like).view(like.shape)
-            work = by_gloo(dist.irecv, room, rank, self.group, under)
+            work = by_gloo(dist.irecv, room, rank, self.process_group, under)
             return Loan(rank, work, room)
         work = Borrowed(other, self.ranks, like)
         with other.host.lock:

@@ -77,11 +77,11 @@ def _compare(rows: Mapping[int, Tensor], title: str) -> None:
 
 
 def compare_gathered(
-    mine: Tensor, group: Any, ranks: Sequence[int], title: str = _TITLE
+    mine: Tensor, process_group: Any, ranks: Sequence[int], title: str = _TITLE
 ) -> dict[int, str]:
     """Compares headers by a gather, where there are no tags; returns the texts."""
     every = mine.new_empty(len(ranks) * _SIZE)
-    all_gather_single(every, mine, group=group)
+    all_gather_single(every, mine, group=process_group)
     rows = every.cpu().view(-1, _SIZE).unbind()
     by_rank = dict(zip(ranks, rows, strict=True))
     _compare(by_rank, title)
@@ -92,14 +92,14 @@ class Headers:
     """The headers of one collective, or one transfer, on their way.
 
     Args:
-        others: by index along ``where``, those who are in it beside this rank.
+        others: by index along ``group``, those who are in it beside this rank.
         ways: the tags' last part, of what is sent and of what is received.
     """
 
     def __init__(
         self,
         record: FlightRecord,
-        where: Any,
+        group: Any,
         digest: bytes,
         others: list[int],
         channel: Channel,
@@ -108,14 +108,14 @@ class Headers:
         self.record = record
         record.line = source_line()
         mine = _header(record.said, record.label, record.line, digest)
-        self.rows = {where.rank: mine}
+        self.rows = {group.rank: mine}
         out, back = (tag(HEADER, record.number, bytes([way, 0])) for way in ways)
         self.works: list[Work] = []
         for r in others:
-            row = self.rows[where.ranks[r]] = torch.zeros_like(mine)
-            self.works.append(channel.receive(row, where.ranks[r], back))
+            row = self.rows[group.ranks[r]] = torch.zeros_like(mine)
+            self.works.append(channel.receive(row, group.ranks[r], back))
         for r in others:
-            self.works.append(channel.send(mine, where.ranks[r], out))
+            self.works.append(channel.send(mine, group.ranks[r], out))
 
     def seen(self) -> dict[int, str]:
         """The texts of the headers that have come, even where others' do not."""
@@ -155,10 +155,10 @@ class Exchange(Handle):
         finish: Callable[[], Tensor],
         held: Any,
         record: FlightRecord,
-        where: Any,
+        group: Any,
         headers: Headers | None = None,
     ):
-        self.link = where.link
+        self.link = group.link
         self.works, self.finish, self.held = works, finish, held
         self.record, self.headers = record, headers
 

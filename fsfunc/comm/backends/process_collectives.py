@@ -40,7 +40,12 @@ _KNOWN = {
 
 
 def issue(
-    op: str, x: Tensor, where: Any, out: Tensor | None, group: Any, **how: Any
+    op: str,
+    x: Tensor,
+    group: Any,
+    out: Tensor | None,
+    process_group: Any,
+    **kwargs: Any,
 ) -> tuple[list[Any], Callable[[], Tensor]]:
     """The works of ``op`` on ``x``, and what then gives its result.
 
@@ -48,24 +53,24 @@ def issue(
     numbers as two real ones, short integers as longer ones.
     """
     dtype, operation = x.dtype, OPERATIONS[op]
-    shape = operation.result_shape(x.shape, where.size, where.index, **how)
+    shape = operation.result_shape(x.shape, group.size, group.index, **kwargs)
     # Of unequal parts one rank's may be empty alone, unless all rows are.
-    if not x.numel() and not (how.get("sizes") and math.prod(x.shape[1:])):
+    if not x.numel() and not (kwargs.get("sizes") and math.prod(x.shape[1:])):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
     if dtype in _KNOWN:
-        works, y = _issue(operation, x, where, out, group, **how)
+        works, y = _issue(operation, x, group, out, process_group, **kwargs)
         return works, lambda: y
     if dtype.is_complex and operation.fold not in (None, SUM):
         raise TypeError(
-            f"{op} over {where.name} of {dtype}: torch's own take real numbers, "
+            f"{op} over {group.name} of {dtype}: torch's own take real numbers, "
             "and only of a sum are both parts those of the parts"
         )
     if operation.fold is None:  # of as many rows
         x = x.view(*x.shape[:1], math.prod(x.shape[1:])).view(torch.uint8)
     else:
         x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
-    works, found = _issue(operation, x, where, None, group, **how)
+    works, found = _issue(operation, x, group, None, process_group, **kwargs)
 
     def finish() -> Tensor:
         if operation.fold is None:
@@ -78,24 +83,31 @@ def issue(
 
 
 def _issue(
-    operation: Operation, x: Tensor, where: Any, out: Tensor | None, group: Any, **how
+    operation: Operation,
+    x: Tensor,
+    group: Any,
+    out: Tensor | None,
+    process_group: Any,
+    **kwargs,
 ) -> tuple[list[Any], Tensor]:
     """The works of a collective of ``x``, and where its result will be."""
     if (fold := operation.fold) is not None and operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)
         kind = getattr(dist.ReduceOp, fold.name)
-        return [dist.all_reduce(y, kind, group=group, async_op=True)], y
-    n, i = where.size, where.index
-    shape = operation.result_shape(x.shape, n, i, **how)
+        return [dist.all_reduce(y, kind, group=process_group, async_op=True)], y
+    n, i = group.size, group.index
+    shape = operation.result_shape(x.shape, n, i, **kwargs)
     y = x.new_empty(shape) if out is None else out
     if operation.fold is not None:
         kind = getattr(dist.ReduceOp, operation.fold.name)
-        return [reduce_scatter_single(y, x, op=kind, group=group, async_op=True)], y
+        return [
+            reduce_scatter_single(y, x, op=kind, group=process_group, async_op=True)
+        ], y
     if operation.native is not None:
-        return [operation.native(y, x, where, group, **how)], y
-    route = operation.route(x, y, n, i, **how)
+        return [operation.native(y, x, group, process_group, **kwargs)], y
+    route = operation.route(x, y, n, i, **kwargs)
     calls = [
-        dist.P2POp(start, t, where.ranks[r], group)
+        dist.P2POp(start, t, group.ranks[r], process_group)
         for start, by_index in ((dist.isend, route.sent), (dist.irecv, route.received))
         for r, t in by_index.items()
         if r != i and t.numel()
@@ -116,25 +128,25 @@ class Pairs:
     def __init__(
         self,
         record: FlightRecord,
-        where: Any,
+        group: Any,
         channel: Channel,
         pool: BufferPool,
         compared: bool,
         spent: bool,
     ):
-        self.where = where
-        self.n, self.me, self.ranks = where.size, where.index, where.ranks
+        self.group = group
+        self.n, self.me, self.ranks = group.size, group.index, group.ranks
         self.record, self.channel, self.pool = record, channel, pool
         self.digest, self.spent = digest(record.said), spent
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            self.headers = Headers(record, where, self.digest, self.others, channel)
+            self.headers = Headers(record, group, self.digest, self.others, channel)
 
     def _exchange(
         self, works: Sequence[Work], finish: Callable[[], Tensor], held: Any
     ) -> Exchange:
-        return Exchange(works, finish, held, self.record, self.where, self.headers)
+        return Exchange(works, finish, held, self.record, self.group, self.headers)
 
     def _each(self, *parts: Tensor) -> dict[int, Tensor]:
         """By index, the others' parts (or the same one for each)."""
@@ -201,24 +213,24 @@ class Pairs:
             loan.end()
         return total
 
-    def start(self, op: str, x: Tensor, out: Tensor | None, **how: Any) -> Handle:
+    def start(self, op: str, x: Tensor, out: Tensor | None, **kwargs: Any) -> Handle:
         """Begins a collective of a rank's ``x``; of "end", nothing but its headers."""
         if op == "end":
             return self._exchange([], lambda: x, x)
         operation = OPERATIONS[op]
         if operation.fold is None:
-            return self.move(operation, x, out, **how)
-        if operation.rows is not None:
+            return self.move(operation, x, out, **kwargs)
+        if operation.out_rows is not None:
             return self.reduce_scatter(operation.fold, x, out)
-        return self.all_reduce(operation.fold, x, out, **how)
+        return self.all_reduce(operation.fold, x, out, **kwargs)
 
     def move(
-        self, operation: Operation, x: Tensor, out: Tensor | None, **how: Any
+        self, operation: Operation, x: Tensor, out: Tensor | None, **kwargs: Any
     ) -> Handle:
         """What is sent along the route of a collective that reduces nothing."""
-        shape = operation.result_shape(x.shape, self.n, self.me, **how)
+        shape = operation.result_shape(x.shape, self.n, self.me, **kwargs)
         y = self._room(x, shape) if out is None else out
-        route = operation.route(x, y, self.n, self.me, **how)
+        route = operation.route(x, y, self.n, self.me, **kwargs)
         works = self._swap(route.sent, route.received, answered=operation.one_way)
         return self._exchange(works, lambda: y, x)
 

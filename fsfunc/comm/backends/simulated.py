@@ -26,7 +26,13 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
 from fsfunc.comm.backends.interrupts import Interrupts
-from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    Handle,
+    Link,
+    call_signature,
+    checks_every_call,
+)
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
 
@@ -50,32 +56,32 @@ class SimulatedLink(Link):
 
     def __init__(self, baton: Baton, rank: int):
         self.baton, self.rank, self.notes = baton, rank, baton.notes
-        self.board, self.checks = baton.board, checks()
+        self.board, self.checks = baton.board, checks_every_call()
 
     def start(
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         *,
         out: Tensor | None = None,
         what: str = "",
         any_order: bool = True,
         spent: bool = False,
-        **how: Any,
+        **kwargs: Any,
     ) -> Handle:
         if self.checks:  # as over processes
             what = what or current_label()[0]
-        new = Meeting(where.ranks, how)
-        return self._come(new, op, x.detach(), where, what, out)
+        new = Meeting(group.ranks, kwargs)
+        return self._come(new, op, x.detach(), group, what, out)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        new = SendMeeting((where.rank, where.ranks[to]))
-        return self._come(new, "send", x, where, what)
+    def send(self, x: Tensor, group: Any, to: int, what: str = "") -> Handle:
+        new = SendMeeting((group.rank, group.ranks[to]))
+        return self._come(new, "send", x, group, what)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        new = SendMeeting((where.ranks[source], where.rank))
-        return self._come(new, "receive", like, where, what, like)
+    def receive(self, like: Tensor, group: Any, source: int, what: str = "") -> Handle:
+        new = SendMeeting((group.ranks[source], group.rank))
+        return self._come(new, "receive", like, group, what, like)
 
     def after_others(self) -> None:
         """Lets the others run first, each until it has to wait, or calls this too."""
@@ -93,12 +99,12 @@ class SimulatedLink(Link):
         new: Meeting,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         what: str,
         out: Tensor | None = None,
     ) -> Handle:
-        call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
-        meeting = self.baton.come(self.rank, new, where.ranks, call, x)
+        call = CollectiveCall.now(call_signature(op, new.kwargs, group.axis, x, what))
+        meeting = self.baton.come(self.rank, new, group.ranks, call, x)
         return _Pending(self, meeting, out)
 
 

@@ -62,9 +62,9 @@ class FlightRecord:
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
-    def __init__(self, said: Signature, where: Any, number: int):
-        self.said, self.number, self.ranks = said, number, where.ranks
-        link = where.link
+    def __init__(self, said: Signature, group: Any, number: int):
+        self.said, self.number, self.ranks = said, number, group.ranks
+        link = group.link
         self.link: Callable[[], Any] = _nothing if link is None else weakref.ref(link)
         self.label = current_label()
         self.line = ""
@@ -108,8 +108,8 @@ class FlightRecorder:
         self.said = ""  # the error that stopped it, if any
         self.kept = ""  # where a recording of this process goes, if one is made
 
-    def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
-        record = FlightRecord(said, where, number)
+    def begin(self, said: Signature, group: Any, number: int) -> FlightRecord:
+        record = FlightRecord(said, group, number)
         self.records.append(record)
         if self.said:
             self.said = ""

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import claim, issue
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import asks, averaged_axes, here
 from fsfunc.optim.element_rules import Codec, ElementRule
@@ -297,8 +297,8 @@ class MatrixExchange:
                 each = [index_of(leaves[i], given[i], axes, what) for i in positions]
                 chosen = tuple(each)
             owners = owners_of(layouts, axes, copies, fixed, cost, chosen)
-            where = group(tuple(a for a, _ in axes)) if axes else None
-            if where is not None and where.link.level is not None:
+            where = get_group(tuple(a for a, _ in axes)) if axes else None
+            if where is not None and where.link.vmap_level is not None:
                 raise ValueError(
                     f"{what} on a vmap mesh: its ranks own other matrices each, and "
                     "there they all run as one program; use a simulated mesh"
@@ -409,7 +409,7 @@ class MatrixExchange:
             return [x[:0]] * len(sizes)
         parted = len(bucket.owners.copies) < len(bucket.owners.axes)
         to = "V" if parted else "I"  # of what every rank holds, one value again
-        how = LinearMap("all_to_all", "V", to, what=self.what, sizes=sizes)
+        how = LinearMap("all_to_all", "V", to, name=self.what, sizes=sizes)
         y = issue(x, how, bucket.where)
         return list(y.split([row[bucket.index] for row in sizes]))
 

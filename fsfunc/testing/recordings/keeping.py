@@ -299,7 +299,7 @@ def _has_values(at: Here | None) -> bool:
     """True where a call computes with numbers of this rank alone."""
     if _torch.transforms_active() or _torch.fake_active():
         return False
-    return at is None or at.link.moves and at.link.level is None
+    return at is None or at.link.moves_data and at.link.vmap_level is None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fsfunc import tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import agree
 from fsfunc.comm.descriptions import whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.coded_moments import decoded, encoded, is_coded
@@ -196,7 +196,7 @@ def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
     for positions in buckets(out):
         flat = in_one([out[i] for i in positions])
         if where.size > 1:
-            flights.append((positions, where.start("psum", flat, what="averages")))
+            flights.append((positions, where.start("psum", flat, name="averages")))
     for positions, work in flights:
         parts = work.wait().split([out[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
@@ -263,7 +263,7 @@ def consensus(state: LocalState) -> Any:
             "step under local_sgd, slowmo or gossip returns"
         )
     at = here()
-    where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
+    where, relabeled = get_group(state.axis, at), Relabeled(at.mesh, state.axis)
     copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
     given, spec = tree.flatten(copies, is_leaf=_is_whole)
     mine = tree.unflatten(spec, [decoded(x) if is_coded(x) else x for x in given])
@@ -272,7 +272,7 @@ def consensus(state: LocalState) -> Any:
     with internal(), torch.no_grad(), label("", "consensus"):
         found = averages(mine, where, weight)
         means: list[Any] = treedef.flatten_up_to(found)
-        if at.link.moves:
+        if at.link.moves_data:
             pairs = zip(leaves, means, strict=True)
             rest = [None if mean is not None else local(x) for x, mean in pairs]
             advice = "such values have no mean: the ranks' steps must make them equal"

@@ -142,7 +142,7 @@ def _mixed(
     out = list(tensors)
     for positions in buckets(out):
         mine = in_one([tensors[i] for i in positions]) * share
-        works = [where.start("ppermute", mine, pairs=m, what="gossip") for m in moves]
+        works = [where.start("ppermute", mine, pairs=m, name="gossip") for m in moves]
         arrived = [work.wait() for work in works]
         total = mine
         for part in arrived:
