@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.groups import RankGroup, get_group, strided
+from fsfunc.comm.groups import RankGroup, get_group, to_strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.scopes import Scoped
@@ -41,7 +41,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx, g):  # type: ignore[override]
         with label(ctx.unit, "backward"):
             return (
-                apply_map(strided(g), ctx.linear_map.transpose(), ctx.group),
+                apply_map(to_strided(g), ctx.linear_map.transpose(), ctx.group),
                 None,
                 None,
             )
@@ -256,7 +256,7 @@ class Dense(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
-        return strided(g)
+        return to_strided(g)
 
     @staticmethod
     def jvp(ctx, t):  # type: ignore[override]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.mesh import Here, here, place_here
+from fsfunc.comm.mesh import Here, here, set_here
 from fsfunc.sharded.inputs import check_function
 
 Map = Callable[[Tensor], Tensor]
@@ -107,7 +107,7 @@ class _Map(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, pair: _Pair, at: Here) -> Tensor:  # type: ignore[override]
         mine = x.detach()
-        with place_here(at), torch.enable_grad():  # a backward pass may run anywhere
+        with set_here(at), torch.enable_grad():  # a backward pass may run anywhere
             version = 0 if x.is_inference() else mine._version
             y = pair.forward(mine)
         if y.requires_grad:

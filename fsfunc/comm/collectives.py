@@ -29,7 +29,7 @@ from torch import Tensor
 from fsfunc.comm.collective_ops import over
 from fsfunc.comm.groups import RankGroup, axis_size, get_group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Axis, asks, here
+from fsfunc.comm.mesh import Axis, here, note_axes_read
 from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
 
 
@@ -247,7 +247,7 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
                 f"each in 0..{n - 1}; got {list(pairs)}"
             )
     if len({s for s, d in pairs if s != d}) not in (0, n):
-        asks(get_group(axis).axis)  # some ranks send, and some do not
+        note_axes_read(get_group(axis).axis)  # some ranks send, and some do not
 
     def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
         return typed(group, "ppermute", "V", "V", pairs=pairs)
@@ -289,7 +289,9 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
     group = get_group(axis)
-    if not group.mean and (means := set(here().mean).intersection(group.axis)):
+    if not group.loss_is_mean and (
+        means := set(here().mean_axes).intersection(group.axis)
+    ):
         mine = tuple(name for name in group.axis if name in means)
         others = tuple(name for name in group.axis if name not in means)
         # The loss is a mean over some, and one value over the others.
@@ -301,7 +303,7 @@ def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
         return _sum(_sum(x, mine, of, to, power), others, of, to, power)
 
     def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
-        default = "V" if group.mean else "I"
+        default = "V" if group.loss_is_mean else "I"
         return typed(group, "psum", of, default if to is None else to, power=power)
 
     return over(x, axis, make_map)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import RankGroup, gathered
+from fsfunc.comm.groups import RankGroup, gather_stacked
 from fsfunc.comm.ledgers import silence
 
 Lines = Sequence[tuple[str, str]]
@@ -194,7 +194,7 @@ def _came(
 def _gathered(mine: bytes, group: RankGroup) -> list[bytes]:
     """The bytes of each rank of the group, all of one length."""
     x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    return [bytes(row.tolist()) for row in gathered(x, group)]
+    return [bytes(row.tolist()) for row in gather_stacked(x, group)]
 
 
 def _texts(mine: str, group: RankGroup) -> list[str]:

@@ -25,11 +25,11 @@ from fsfunc.comm.mesh import (
     Axis,
     Here,
     Mesh,
-    asks,
     check_mesh,
     here,
-    place_here,
-    remember,
+    note_axes_read,
+    set_here,
+    set_process_mesh,
 )
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import Report
@@ -170,7 +170,7 @@ def make_mesh(
         for chosen in itertools.permutations(names, count):
             every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
             link.connect(sorted(every))
-    return remember(mesh)
+    return set_process_mesh(mesh)
 
 
 def _limit(timeout: Any) -> timedelta | None:
@@ -238,7 +238,7 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
         [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
     ]
     if alone:
-        with place_here(Here(mesh, mesh.link.rank, mesh.link)):
+        with set_here(Here(mesh, mesh.link.rank, mesh.link)):
             try:
                 found = PerRank([fn(*by_rank[0])])
                 mesh.link.end()
@@ -318,7 +318,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
     if any(n % size for n in sizes.values()):
-        asks(mesh.check(axis))
+        note_axes_read(mesh.check(axis))
     index = get_group(axis, here(mesh)).position
 
     def part(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.backends.link import Done, Handle
-from fsfunc.comm.groups import RankGroup, check_kind, dense
+from fsfunc.comm.groups import RankGroup, check_sendable, to_contiguous
 from fsfunc.comm.operations import OPERATIONS, SUM, Sizes, Types
 
 # The transposes of maps that send nothing, by op and types before and after: the op and
@@ -182,7 +182,7 @@ class LinearMap:
             TypeError: a dtype or a layout that cannot be sent; complex numbers for
                 pmax and pmin.
         """
-        check_kind(self.op, x, group)
+        check_sendable(self.op, x, group)
         if self.is_comparison and x.is_complex():
             raise TypeError(
                 f"{self.op} over {group.name} of {x.dtype}: complex numbers have no "
@@ -191,7 +191,7 @@ class LinearMap:
 
     def prepare_input(self, x: Tensor) -> Tensor:
         """Returns the tensor that this rank sends: contiguous, with ``dim`` first."""
-        return dense(self._move_dim_first(x))
+        return to_contiguous(self._move_dim_first(x))
 
     def _move_dim_first(self, x: Tensor) -> Tensor:
         """Moves the dim that is cut or joined to the front, where backends work."""

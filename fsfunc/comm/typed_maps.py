@@ -109,10 +109,10 @@ def typed(group: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearM
         ValueError: there is none.
     """
     legal = legal_types(op)
-    if group.mean:  # a value is the rank's own, or was asked for as one value
+    if group.loss_is_mean:  # a value is the rank's own, or was asked for as one value
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
     _check_types(group, op, f"{of}->{to}", legal)
-    if group.mean:
+    if group.loss_is_mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
     return LinearMap(op, of, to, **fields)
 
@@ -124,7 +124,7 @@ def _check_types(group: RankGroup, op: str, row: str, legal: Iterable[str]) -> N
         ValueError: names those that it has.
     """
     if row not in legal:
-        what = ", under shard a mean of losses," if group.mean else ""
+        what = ", under shard a mean of losses," if group.loss_is_mean else ""
         raise ValueError(
             f"{op} {row} over {group.name}{what} has no meaning; it has: "
             f"{', '.join(legal)}"
@@ -165,8 +165,10 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     """
 
     def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
-        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if group.mean else _CASTS
+        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if group.loss_is_mean else _CASTS
         _check_types(group, "pcast", row, sorted(known))
-        return _CASTS_UNDER_SHARD[row] if group.mean else LinearMap("cast", of, to)
+        return (
+            _CASTS_UNDER_SHARD[row] if group.loss_is_mean else LinearMap("cast", of, to)
+        )
 
     return over(x, axis, make_map)

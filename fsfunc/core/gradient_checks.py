@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import RankGroup, gathered, get_group, strided
+from fsfunc.comm.groups import RankGroup, gather_stacked, get_group, to_strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
@@ -122,7 +122,7 @@ def _numbers(
 def norm_and_sum(x: Tensor) -> Tensor:
     """Two numbers by which tensors of several ranks are compared."""
     with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
-        wide = strided(x).detach().resolve_conj()
+        wide = to_strided(x).detach().resolve_conj()
         wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
         return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
 
@@ -152,7 +152,7 @@ def nearly_agree(numbers: dict[str, Tensor], where: RankGroup, share: float) -> 
     sent = torch.stack(list(numbers.values()))
     with silence(), label("", "values that should be equal"):
         with _torch.beneath_modes(sent):
-            every = gathered(sent, where)
+            every = gather_stacked(sent, where)
             most = share * every[..., :1].amax(0)
             differ = ((every - every[:1]).abs() > most).any(-1).any(0)
     if not bool(differ.any()):

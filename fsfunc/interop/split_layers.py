@@ -138,7 +138,7 @@ class SplitExperts(nn.Module):
             return expert_layer(x, routing, ours, leaves, grouped=True)
 
         where = get_group(leaf.layout.splits[0].axis)
-        if where.mean:  # each rank has tokens of its own
+        if where.loss_is_mean:  # each rank has tokens of its own
             return layer(x, index, weights, None)
         # All have the same: each sends its share, and gets what was made of all.
         axis, count = where.axis, len(x)
@@ -244,7 +244,7 @@ def _weight(m: Any) -> Any:
     """
     weight = m.weight
     for split in weight.layout.splits if is_sharded(weight) else ():
-        if get_group(split.axis).mean:
+        if get_group(split.axis).loss_is_mean:
             raise ValueError(
                 f'{weight.layout} is split over "{split.axis}", over which shard '
                 "averages: rows of different ranks would be combined; split layers "

@@ -270,7 +270,7 @@ def sync_batch_norm(
     check_norm(params, x, running)
     claim_own(x, axis, "sync_batch_norm")
     names = here().mesh.check(axis)
-    means = tuple(name for name in names if get_group(name).mean)
+    means = tuple(name for name in names if get_group(name).loss_is_mean)
     others = tuple(name for name in names if name not in means)
     # In fp64, as the channels' statistics are.
     given = {name: value.double() for name, value in (params or {}).items()}

@@ -183,7 +183,7 @@ def own_rows(
 
 def refuse_mean(what: str, axis: str | None) -> None:
     """Raises where what the ranks of the axis must have in common is each one's own."""
-    if axis is not None and get_group(axis).mean:
+    if axis is not None and get_group(axis).loss_is_mean:
         raise ValueError(
             f'{what}: over axis "{axis}" shard averages the ranks\' losses, each of '
             "its own tokens: split over another axis of the mesh"

@@ -310,7 +310,7 @@ def all_finite(values: Tree) -> Tensor:
     if axes:
         mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
-        where = replace(get_group(tuple(sorted(axes))), apart=False)
+        where = replace(get_group(tuple(sorted(axes))), independent=False)
         bad = issue(mine, _MAX, where) > 0
     return ~bad
 

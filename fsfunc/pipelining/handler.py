@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup, get_group
-from fsfunc.comm.mesh import Mesh, asks, here
+from fsfunc.comm.mesh import Mesh, here, note_axes_read
 from fsfunc.core.autodiff import differentiate, tracked
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
@@ -108,7 +108,7 @@ class Pipelining(Interpretation):
                     "of its own"
                 )
         at = self.here(self.mesh)
-        asks((self.axis,))
+        note_axes_read((self.axis,))
         # The counter numbers the gradient calls.
         handlers = (*before.handlers, self)
         found = before.replace(handlers=handlers, at=at, counter=Counter())

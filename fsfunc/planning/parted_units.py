@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
-from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import Kernels
@@ -105,7 +105,7 @@ def _is_parted(call: Call) -> bool:
 def _alone() -> AbstractContextManager[Any]:
     """Inside, nothing is sent: no compiler takes a collective."""
     at = maybe_here()
-    return nullcontext() if at is None else place_here(replace(at, link=_NoLink()))
+    return nullcontext() if at is None else set_here(replace(at, link=_NoLink()))
 
 
 class _NoLink:

@@ -15,7 +15,7 @@ from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, told_where
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
-from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
+from fsfunc.comm.mesh import Here, Mesh, check_mesh, here, maybe_here, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
@@ -155,7 +155,7 @@ def _made(
 def _here(step: Any, args: Sequence[Any], at: Here, observer: Observer) -> Plan:
     """The plan of this rank."""
     found, asked = _planned(step, args, at, observer)
-    asks(asked)
+    note_axes_read(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
     count = math.prod(at.mesh.axes[a] for a in axes)
     return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)

@@ -15,7 +15,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import Record
-from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
@@ -238,7 +238,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
             stack.enter_context(fresh_buffers())
             if (at := maybe_here()) is not None:  # on one device nothing is sent
                 link = _Counted(at.link, observer)
-                stack.enter_context(place_here(replace(at, link=link)))
+                stack.enter_context(set_here(replace(at, link=link)))
             stack.enter_context(observer)
             stack.enter_context(counting(observer))
             yield Living(observer)

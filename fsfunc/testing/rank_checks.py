@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.comparison import unlike
 from fsfunc.comm.descriptions import checksums
-from fsfunc.comm.groups import RankGroup, gathered, get_group
+from fsfunc.comm.groups import RankGroup, gather_stacked, get_group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
@@ -75,7 +75,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     }  # no leaf at all is empty too
     mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
     with silence():
-        every = gathered(mine, where).tolist()
+        every = gather_stacked(mine, where).tolist()
     rows = []
     for rank, counts in zip(where.ranks, every, strict=True):
         for path, (nans, infinite, size) in zip(tensors, counts, strict=True):
@@ -190,7 +190,7 @@ def _message(name: str, x: Any, where: RankGroup) -> str:
         return f"{opening}; this rank has {x!r}"
     flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # As bytes: no backend sends numbers of 8 bits.
-    bits = gathered(flat.view(torch.uint8), where)
+    bits = gather_stacked(flat.view(torch.uint8), where)
     every = bits.view(flat.dtype)
     bits = bits.view(where.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)

@@ -86,11 +86,11 @@ class Checker(Tracer, Watcher, Operators):
         if where.size == 1:
             self.known.give(y, Kind.A, f"what {how.op} gives")
             return
-        if not where.mean:  # of other axes: it stays whose it was
+        if not where.loss_is_mean:  # of other axes: it stays whose it was
             seen = self.known.of(x)
             # A row of terms is typed as parts are: the library made it (`_typed`).
             summed = how.of == "P" and seen.kind in (Kind.P, Kind.S)
-            if summed and set(where.axis) & set(here().mean):
+            if summed and set(where.axis) & set(here().mean_axes):
                 seen = Seen(Kind.A, f"what {how.op} gives", source_line())
             self.known.put(y, seen)
             return
@@ -119,7 +119,7 @@ class Checker(Tracer, Watcher, Operators):
         self.known.give(y, kind, f"what {how.op} gives")
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        if not where.mean or frame().path:
+        if not where.loss_is_mean or frame().path:
             return
         seen = self.known.of(x)
         if seen.kind in PARTS and how != OWN:

@@ -28,7 +28,7 @@ from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import asks, maybe_here
+from fsfunc.comm.mesh import maybe_here, note_axes_read
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
@@ -151,7 +151,7 @@ class _Recording:
                         recorder.explain(error, rest)
                         raise
                 recorder.carries(given[:1], out)
-        asks(asked)
+        note_axes_read(asked)
         recorder.end(asked)
         return recorder
 
@@ -280,7 +280,7 @@ class Recorder(Findings, Tracer, Watcher):
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         if x.ndim or x.requires_grad or frame().in_loss or _torch.is_wrapped(x):
             self.axes.update(where.axis)  # a metric's mean makes no ranks agree
-        if frame().path and not where.mean:
+        if frame().path and not where.loss_is_mean:
             return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self.is_leaf(x):
@@ -312,7 +312,7 @@ class Recorder(Findings, Tracer, Watcher):
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
     def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
-        self.plain = self.plain and where.mean
+        self.plain = self.plain and where.loss_is_mean
 
     def heard(self, values: Any) -> Any:
         return asked_numbers(values, self.answered)

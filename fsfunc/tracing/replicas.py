@@ -211,7 +211,7 @@ class Replicas:
             return False
         leaves = leaves[: given.num_leaves]
         _compare_claims(call.said, _over(f, found, leaves, at), at)
-        means = {a for a in at.mean if at.mesh.axes[a] > 1}
+        means = {a for a in at.mean_axes if at.mesh.axes[a] > 1}
         apart = {a for a, size in at.mesh.axes.items() if size > 1} - means
         if apart:
             apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
@@ -243,7 +243,7 @@ def _over(f: Any, found: Frame, leaves: Any, at: Here) -> tuple[str, ...]:
     handlers = [*found.handlers, *getattr(f, "interpretations", ())]
     over = {a for h in handlers if h.lays_out for a in getattr(h, "axes", ())}
     over |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
-    return _in_order(over.union(at.mean), at)
+    return _in_order(over.union(at.mean_axes), at)
 
 
 def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:

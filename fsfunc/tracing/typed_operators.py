@@ -17,7 +17,7 @@ from fsfunc import _torch
 from fsfunc._torch.fake_modes import result_below
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.mesh import asks
+from fsfunc.comm.mesh import note_axes_read
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
@@ -158,7 +158,7 @@ class Operators(OperatorMode):
         kinds = {x.kind for x in seen}
         kind = Kind.R if kinds & PARTS else joint(kinds)
         if kind is Kind.V:
-            asks(self.axes)
+            note_axes_read(self.axes)
         return kind
 
     def of_a_part(
@@ -184,7 +184,7 @@ class Operators(OperatorMode):
             return value  # of a constant there are no others
         own = kind is Kind.V
         if frame().path and differentiable(x):
-            asks(self.axes)
+            note_axes_read(self.axes)
             own = True
         return self.stand_ins.of(x, own)
 

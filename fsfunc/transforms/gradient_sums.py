@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import strided
+from fsfunc.comm.groups import to_strided
 from fsfunc.core.frames import frame
 from fsfunc.core.reduction_hooks import (
     GradientObserver,
@@ -120,7 +120,7 @@ class GradientSums:
         for (shape, steps, offset), g in zip(call.views, grads, strict=True):
             if g is None or not g.numel():
                 continue
-            g = g if g.layout == torch.strided else strided(g)
+            g = g if g.layout == torch.strided else to_strided(g)
             if offset < at:  # a leaf that the unit was given twice
                 again.append((targets[-1], g))
                 continue

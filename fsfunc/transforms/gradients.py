@@ -20,7 +20,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import RankGroup, get_group, strided
+from fsfunc.comm.groups import RankGroup, get_group, to_strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
 from fsfunc.core.casts import differentiable
@@ -210,7 +210,7 @@ def _packed(
     tensors: list[Tensor], how: LinearMap, where: RankGroup, name: str
 ) -> list[Tensor]:
     """``how`` applied to tensors, one collective for each dtype."""
-    tensors = [strided(x) for x in tensors]
+    tensors = [to_strided(x) for x in tensors]
     out = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):

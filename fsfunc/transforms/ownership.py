@@ -124,7 +124,7 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
     where = get_group(axis)
 
     def said(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not where.mean:
+        if not isinstance(leaf, Tensor) or not where.loss_is_mean:
             return leaf
         leaf = leaf.clone()
         for handler, runtime in frame().runtimes:

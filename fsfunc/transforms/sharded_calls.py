@@ -145,7 +145,7 @@ class Sharding(Interpretation):
                 )
         at = self.here(self.mesh)
         self._check(f, args, keywords, at, flat, state)
-        at = replace(at, mean=(*at.mean, *self.axes))
+        at = replace(at, mean_axes=(*at.mean_axes, *self.axes))
         mine = at.mesh.coordinates(at.rank)
         places = tuple((mine[a], self.mesh.axes[a]) for a in self.axes)
         return before.replace(
@@ -183,7 +183,7 @@ class Sharding(Interpretation):
             return
         # Within a run without data its tracer hears of the call, and checks it there.
         if tracer is not None:
-            tracer.called(key, args, keywords, (*at.mean, *self.axes))
+            tracer.called(key, args, keywords, (*at.mean_axes, *self.axes))
             return
         if _torch.fake_active():
             return
@@ -198,7 +198,7 @@ class Sharding(Interpretation):
         else:
             refuse("array meta sparse", "a sharded function", args[:1], *arguments(1))
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
-            axes = (*at.mean, *self.axes)
+            axes = (*at.mean_axes, *self.axes)
             self.first_calls.check(call, args, keywords, at, axes)
         self.first_calls.learn(at.rank, [key])
 

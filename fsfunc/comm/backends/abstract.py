@@ -22,7 +22,7 @@ from fsfunc.comm.attribution import traceback_line
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Here, Mesh, asking, place_here
+from fsfunc.comm.mesh import Here, Mesh, noting_axes_read, set_here
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import plainly
 
@@ -117,7 +117,7 @@ def run_abstract(
         for rank in todo:
             link = AbstractLink(rank, notes)
             told = told_where("a function run on an abstract mesh", _INSTEAD)
-            with told, mode, asking(asked), place_here(Here(mesh, rank, link)):
+            with told, mode, noting_axes_read(asked), set_here(Here(mesh, rank, link)):
                 found[rank] = fn(*tree.map(fake, list(args(rank))))
             if len(found) == 1:
                 break  # now it is known what it asks for
@@ -227,7 +227,7 @@ def run_vmapped(
         for i, x in zip(batched, tensors, strict=True):
             leaves[i] = x
         link = VmapLink(mesh, _torch.current_level(), ranks)
-        with place_here(Here(mesh, 0, link)):
+        with set_here(Here(mesh, 0, link)):
             out, spec = tree.flatten(fn(*tree.unflatten(treedef, leaves)))
         for i, x in enumerate(out):
             if not isinstance(x, Tensor):

@@ -33,7 +33,7 @@ from fsfunc.comm.backends.link import (
     call_signature,
     checks_every_call,
 )
-from fsfunc.comm.mesh import Here, Mesh, place_here
+from fsfunc.comm.mesh import Here, Mesh, set_here
 
 
 class _Pending(Handle):
@@ -233,7 +233,7 @@ def _on_rank(
         restore(baton.states[rank])
         if baton.error is None:
             link = SimulatedLink(baton, rank)
-            with enter(), place_here(Here(mesh, rank, link)):
+            with enter(), set_here(Here(mesh, rank, link)):
                 baton.results[rank] = call()
     except Aborted:
         pass  # the error that stopped this rank is kept with the baton

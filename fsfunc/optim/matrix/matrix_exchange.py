@@ -21,7 +21,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import claim, issue
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
-from fsfunc.comm.mesh import asks, averaged_axes, here
+from fsfunc.comm.mesh import averaged_axes, here, note_axes_read
 from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.leaves import Mask, Tree, check_real, local, paths_of, said, trainable
 from fsfunc.optim.matching import Matched, decays
@@ -314,7 +314,7 @@ class MatrixExchange:
             return False
         bucket, k = self._found[i]
         if bucket.where is not None:
-            asks(bucket.where.axis)
+            note_axes_read(bucket.where.axis)
         return bucket.is_here and bucket.owners.owner[k] == bucket.index
 
     def owner(self, i: int) -> tuple[Owned, ...]:
@@ -348,7 +348,7 @@ class MatrixExchange:
             if not bucket.is_here:
                 continue
             if bucket.where is not None:
-                asks(bucket.where.axis)
+                note_axes_read(bucket.where.axis)
             with label("", self.what):
                 wholes = self._gathered(bucket, parts)
                 made = fn({bucket.positions[k]: x for k, x in wholes.items()})

@@ -17,7 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.baton import Aborted
 from fsfunc.comm.descriptions import checksums, has_values
-from fsfunc.comm.mesh import Here, Mesh, maybe_here, place_here
+from fsfunc.comm.mesh import Here, Mesh, maybe_here, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, recording, title
 from fsfunc.runtime.generators import generator_states, other_states
@@ -136,7 +136,7 @@ class CallRecorder:
                 stack.enter_context(ledger())  # so that what is silent is known
                 if at is not None:
                     link = RecordingLink(at.link, tape)
-                    stack.enter_context(place_here(replace(at, link=link)))
+                    stack.enter_context(set_here(replace(at, link=link)))
                     stack.enter_context(self._named(at))
                 out = run(*args, **keywords)
         except BaseException as error:

@@ -18,7 +18,7 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import EchoLink
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import is_silent
-from fsfunc.comm.mesh import Here, Mesh, place_here
+from fsfunc.comm.mesh import Here, Mesh, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.runtime.generators import (
@@ -114,7 +114,7 @@ def replay(
         stack.enter_context(inside(frame().replace(around=None)))
         if kept.axes is not None:
             mesh = _mesh(tuple(map(tuple, kept.axes)))
-            stack.enter_context(place_here(Here(mesh, rank, kept.link)))
+            stack.enter_context(set_here(Here(mesh, rank, kept.link)))
         try:
             out = step(*args, **keywords)
         except Exception as error:

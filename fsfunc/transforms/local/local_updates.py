@@ -214,7 +214,7 @@ class LocalUpdates(Interpretation):
             (at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes
         )
         varies, handlers = (*before.varies, *mine), (*before.handlers, self)
-        at = replace(at, apart=(*at.apart, *self.axes))
+        at = replace(at, independent_axes=(*at.independent_axes, *self.axes))
         return replace(before, handlers=handlers, varies=varies, at=at)
 
     def _own(self, args: Any, keywords: Any) -> LocalState:

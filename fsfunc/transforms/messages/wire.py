@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.comm.groups import RankGroup, to_strided
 from fsfunc.sharded.layout import View
 from fsfunc.sharded.leaf import FlatShard
 
@@ -212,7 +212,7 @@ def by_offset(
     for (_, _, offset), g in zip(views, grads, strict=True):
         if g is None or not g.numel():
             continue
-        g = strided(g).reshape(-1)
+        g = to_strided(g).reshape(-1)
         g = found[offset] + g if offset in found else g  # a leaf that was given twice
         found[offset] = g.to(dtype)
     for offset, g in (later or {}).items():
