@@ -4,12 +4,15 @@ Computation in between overlaps with the exchange. Start and wait are two Functi
 share a :class:`_Flight`. The backward of the wait starts the transposed collective, and
 that of the start waits for it: so a forward pass that starts collectives k calls ahead
 has a backward pass that waits for them k calls late.
+
+    forward    _Start(x) ......... _Wait -> y
+    backward   g <- wait ......... start(transposed) <- cotangent of y
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,14 +20,17 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, internal, label
 from fsfunc.comm.backends.link import Done, Handle
-from fsfunc.comm.collective_ops import run_by, watched
+from fsfunc.comm.collective_ops import maps_run_by, show_to_watcher
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 
+if TYPE_CHECKING:
+    from fsfunc.tree.types import PyTree
+
 
 def start(
-    collective: Callable[..., Any], x: Any, axis: Axis, *args, **linear_map
+    collective: Callable[..., Any], x: Any, axis: Axis, *args, **kwargs
 ) -> Pending:
     """Starts a collective: ``start(f, x, axis).wait()`` equals ``f(x, axis)``.
 
@@ -34,7 +40,7 @@ def start(
     Args:
         collective: one of fsfunc's collectives, such as ``ff.all_gather``.
         x: its input; it must not be written in place before the wait.
-        axis, *args, **how: as for ``collective``.
+        axis, *args, **kwargs: as for ``collective``.
 
     Returns:
         a `Pending`; every rank waits for each of them once, in any order.
@@ -53,8 +59,8 @@ def start(
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    with run_by(launch):
-        waits, treedef = tree.flatten(collective(x, axis, *args, **linear_map))
+    with maps_run_by(launch):
+        waits, treedef = tree.flatten(collective(x, axis, *args, **kwargs))
     if not all(callable(wait) for wait in waits):
         raise TypeError(
             f"start takes a collective, such as ff.all_gather; got {collective!r}"
@@ -76,75 +82,89 @@ class Pending:
     """A collective in flight, as ``start`` returns it."""
 
     def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
-        self._waits, self._treedef = waits, treedef
-        self._result: Any = None
+        self._waits, self._treedef = waits, treedef  # of the tensors in the input
+        self._output: PyTree = None
 
     def wait(self) -> Any:
         """Waits for the collective; returns its result, the same one every time."""
         if self._waits:
-            results = [wait() for wait in self._waits]
-            self._result = tree.unflatten(self._treedef, results)
+            tensors = [wait() for wait in self._waits]
+            self._output = tree.unflatten(self._treedef, tensors)
             self._waits = []
-        return self._result
+        return self._output
 
 
 class _Flight:
     """A collective between its start and its wait, and those of its derivatives.
 
     The two Functions are connected in the graph by a token, a scalar zero; the tensors
-    are kept here.
+    are stored here. By the token autograd orders the wait behind the start.
+
+    ``transposed`` is the flight of the backward, ``tangents`` those of jvps.
     """
 
     work: Handle
     sent: Tensor
     version: int | None
-    dual: _Flight
+    transposed: _Flight
 
     def __init__(self) -> None:
         self.tangents: dict[int, _Flight] = {}  # by functorch level
 
-    def leave(self, x: Tensor, linear_map: LinearMap, group: RankGroup) -> None:
+    def start(self, x: Tensor, linear_map: LinearMap, group: RankGroup) -> None:
         with internal():
             self.sent, self.work = x, linear_map.start(x, group, any_order=True)
         self.version = None if x.is_inference() else x._version
 
-    def land(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
+    def finish(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
-                f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: its "
-                "input was written in place while in flight; wait first, or start it "
-                "on a copy"
+                f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: "
+                "its input was written in place while in flight; wait first, or start "
+                "it on a copy"
             )
         with internal():
             y = linear_map.finish(self.work, self.sent, group)
-        y = watched(self.sent, linear_map, group, y)
-        del self.work, self.sent
+        y = show_to_watcher(self.sent, linear_map, group, y)
+        del self.work, self.sent  # the graph keeps the flight, and not their memory
         return y
 
 
 class _Start(torch.autograd.Function):
+    """Starts a collective: from its input to the token."""
+
     @staticmethod
-    def forward(x, linear_map, group, flight):  # type: ignore[override]
-        flight.leave(x, linear_map, group)
+    def forward(  # type: ignore[override]
+        x: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+    ) -> Tensor:
+        flight.start(x, linear_map, group)
         return x.new_zeros(())
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.linear_map, ctx.group, ctx.flight = inputs
 
     @staticmethod
-    def backward(ctx, token):  # type: ignore[override]
-        g = _wait(token, ctx.linear_map.transpose(), ctx.group, ctx.flight.dual)
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        g = _wait(token, ctx.linear_map.transpose(), ctx.group, ctx.flight.transposed)
         return g, None, None, None
 
     @staticmethod
-    def jvp(ctx, t, *_):  # type: ignore[override]
+    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()] = _Flight()
         return _start(t, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, x, linear_map, group, flight):  # type: ignore[override]
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        linear_map: LinearMap,
+        group: RankGroup,
+        flight: _Flight,
+    ) -> tuple[Tensor, int]:
         d = in_dims[0]
+        # On a vmap mesh the batch dim of this level is the ranks themselves.
         if group.link.vmap_level == _torch.current_level() + 1:
             flight.work = Done(group.link.exchange(linear_map, x.movedim(d, 0), group))
             return x.new_zeros(info.batch_size), 0
@@ -153,29 +173,40 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(token, linear_map, group, flight):  # type: ignore[override]
-        return flight.land(linear_map, group)
+    """Waits for a collective: from the token to its result."""
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def forward(  # type: ignore[override]
+        token: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+    ) -> Tensor:
+        return flight.finish(linear_map, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.linear_map, ctx.group, ctx.flight = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        flight = ctx.flight.dual = _Flight()
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        flight = ctx.flight.transposed = _Flight()
         with label(ctx.unit, "backward"):
             token = _start(g, ctx.linear_map.transpose(), ctx.group, flight)
         return token, None, None, None
 
     @staticmethod
-    def jvp(ctx, token, *_):  # type: ignore[override]
+    def jvp(ctx: Any, token: Tensor, *_: None) -> Tensor:  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()]
         return _wait(token, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, token, linear_map, group, flight):  # type: ignore[override]
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: Any,
+        token: Tensor,
+        linear_map: LinearMap,
+        group: RankGroup,
+        flight: _Flight,
+    ) -> tuple[Tensor, int]:
         if group.link.vmap_level == _torch.current_level() + 1:
             return flight.work.wait(), 0
         y = _wait(token.sum(), linear_map, group, flight)

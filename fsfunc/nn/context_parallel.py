@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import RankGroup, axis_index, get_group
 from fsfunc.comm.mesh import Axis
@@ -312,7 +312,7 @@ class _Arguments:
         square = reach != (None, None) or self.masks.documents is not None
         _check_shapes(name, self.x, square)
         for y in self.x:
-            claim_own(y, axis, name)
+            claim_rank_local(y, axis, name)
         where = None if axis is None else get_group(axis)
         size = 1 if where is None else where.size
         documents = _documents(name, self.masks.documents, q)

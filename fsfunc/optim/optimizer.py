@@ -67,7 +67,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import claim, claiming
+from fsfunc.comm.collective_ops import claim_equal, claiming_equal
 from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
@@ -160,7 +160,7 @@ class Optimizer(_Functions):
         apply = added(update) if apply is None else apply
         phases = apply if inspect.isgeneratorfunction(apply) else _written(apply)
         how, whole = SimpleNamespace(), _relaying(phases)
-        claimed = [claiming(f, _APPLIES, how) for f in (update, whole)]
+        claimed = [claiming_equal(f, _APPLIES, how) for f in (update, whole)]
         self = super().__new__(cls, _laying(init), *claimed)
         self._how, self._update, self._phases = how, update, phases
         self.interprets, self.elementwise = interprets, elementwise
@@ -230,7 +230,7 @@ class Optimizer(_Functions):
         check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
-            claim(self, "the optimizer that makes the step")
+            claim_equal(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
             handlers, optimizer = self.reading(
                 getattr(state, "opt_state", None), state.params

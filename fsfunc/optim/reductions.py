@@ -25,7 +25,7 @@ from torch.linalg import vector_norm
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import apply_map, assumed, claim, issue, summed
+from fsfunc.comm.collective_ops import apply_map, declare_type, claim_equal, run_map, note_summed
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
@@ -97,7 +97,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
-    claim(factor, "tree_scale")
+    claim_equal(factor, "tree_scale")
     if not isinstance(factor, Tensor) or not differentiated([factor]):
         return map_flat(lambda ts: scaled(ts, factor), values)
 
@@ -116,13 +116,13 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     if axes is None:
         return x  # each leaf entered by itself
     if not differentiated([x]):
-        return issue(x, SUM, get_group(axes)) if axes else x
+        return run_map(x, SUM, get_group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
     if copies:
-        x = issue(x, ENTER, get_group(copies))
+        x = run_map(x, ENTER, get_group(copies))
     if over:
-        x = issue(x, SUM, get_group(over))
+        x = run_map(x, SUM, get_group(over))
     if others:
         with internal():  # of parts by their layouts: no word of the user's is asked
             x = psum(x, others)
@@ -131,7 +131,7 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 
 def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The largest of what the ranks found in their parts, which has no derivative."""
-    return issue(x, MAX, get_group(axes)) if axes else x
+    return run_map(x, MAX, get_group(axes)) if axes else x
 
 
 def over_axes(
@@ -198,7 +198,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
     issues the same collectives.
     """
     leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
-    summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
+    note_summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
     (buffers,) = split([leaves])
     held: dict[Spread, list[Tensor]] = {}
     dtype = torch.float32
@@ -308,10 +308,10 @@ def all_finite(values: Tree) -> Tensor:
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:
-        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
+        mine = declare_type(bad.float(), "V")  # no part of a sum, but each rank's word
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
         where = replace(get_group(tuple(sorted(axes))), independent=False)
-        bad = issue(mine, _MAX, where) > 0
+        bad = run_map(mine, _MAX, where) > 0
     return ~bad
 
 

@@ -53,7 +53,7 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
         )
     if (call := COMPARING.get()) is not None:
         said = rate.item() if isinstance(rate, Tensor) else rate
-        call.claimed(said, "the learning rate of a schedule")
+        call.claimed_equal(said, "the learning rate of a schedule")
     return rate
 
 

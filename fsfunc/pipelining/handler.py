@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import assumed
+from fsfunc.comm.collective_ops import declare_type
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, here, note_axes_read
 from fsfunc.core.autodiff import differentiate, tracked
@@ -359,7 +359,7 @@ class RecordedPipelining(Noted, Pipelining):
 
 def _own(out: Any) -> Any:
     """A pipeline's results, typed as this rank's own."""
-    return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
+    return tree.map(lambda x: declare_type(x, "V") if isinstance(x, Tensor) else x, out)
 
 
 def _draws(program: Program) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
+from fsfunc.comm.collective_ops import apply_map, declare_type, claim_equal, note_laid_out
 from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
+from fsfunc.comm.typed_maps import TAKE_PART, MEAN, REDUCE
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
@@ -102,7 +102,7 @@ def lay_like(t: Any, like: Any) -> Any:
     >>> ff.spmd(main, mesh)()
     [[0.5, 0.0], [0.0, 0.25]]
     """
-    return _back(t, like, "lay_like", LAY, None)
+    return _back(t, like, "lay_like", TAKE_PART, None)
 
 
 def _back(
@@ -125,7 +125,7 @@ def _back(
         if real and x is not None and not alike:  # others have the layout already
             _check_like(x, old, what)
             if whole is None:
-                claim(x, what)
+                claim_equal(x, what)
             axes = ()
             if isinstance(old, Sharded):
                 blocks[i] = block_layout(old, what)
@@ -135,7 +135,7 @@ def _back(
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
         some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
-            out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+            out[i] = note_laid_out(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
     for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
             lay_leaf(x, laid_as(old) or WHOLE if whole is None else WHOLE)
@@ -196,7 +196,7 @@ def _laid(
     ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
     if parts.collective is None and not differentiated(values):
-        return [assumed(part[where.index].clone(), "S") for part in pieces]
+        return [declare_type(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []
     for k, total in enumerate(sums):
@@ -245,15 +245,15 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
             full = made.new_empty(x.shape)
             draw(standard_normal(), stream, full.view(-1), 0, full.numel())
             made.copy_(take(full, x.layout, here().mesh.coordinates()))
-            return laid(x.with_local(made))
+            return note_laid_out(x.with_local(made))
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
-        return laid(x.with_local(made)) if isinstance(x, Sharded) else made
+        return note_laid_out(x.with_local(made)) if isinstance(x, Sharded) else made
 
     refuse_in_graph("randn_like draws random numbers")
     if generator is not None:
-        claim(generator.get_state(), "the generator of randn_like")
+        claim_equal(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
         number = one_number(generator)
         if generator is None and not frame().path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import told_where
-from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.comparison import Section
 from fsfunc.comm.descriptions import ALIKE, whole_values
 from fsfunc.sharded.layout import Layout
@@ -158,7 +158,7 @@ def defer(
     tape = InitTape(fake, draws)
     with (
         torch.inference_mode(False),
-        run_by(_refuse),
+        maps_run_by(_refuse),
         told_where("the init function", _INSTEAD),
     ):
         with fake, tape:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, assumed
+from fsfunc.comm.collective_ops import apply_map, declare_type
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
@@ -114,11 +114,11 @@ def _gathered(layout: Layout, local: Tensor) -> Tensor:
     rows = zip(regions, every.view(len(regions), size).unbind(), strict=True)
     if layout.parts == (layout.flat,):  # one range after another
         parts = [row[: stop - start] for (_, start, stop), row in rows]
-        return assumed(torch.cat(parts).view(layout.shape), "A")
+        return declare_type(torch.cat(parts).view(layout.shape), "A")
     full = local.new_empty(layout.shape)
     for region, row in rows:
         write(full, region, row)
-    return assumed(full, "A")
+    return declare_type(full, "A")
 
 
 @lru_cache(1024)

@@ -20,7 +20,7 @@ from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, SUM
+from fsfunc.comm.typed_maps import ENTER, GATHER, PART_AS_LOCAL, SUM
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import averaged, counts_as_leaf, is_reduced
 from fsfunc.core.tracers import Tracer
@@ -69,7 +69,7 @@ class Checker(Tracer, Watcher, Operators):
 
     # Collectives
 
-    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+    def map_applied(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         if frame().tracer is self:  # not in a loss that `pipeline` records within
             self.split.check_enters(x, how, where)
         self.split.moved(x, how, where, y)
@@ -100,7 +100,7 @@ class Checker(Tracer, Watcher, Operators):
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
-        if how == OWN and seen.kind is Kind.A and (is_internal() or node is not None):
+        if how == PART_AS_LOCAL and seen.kind is Kind.A and (is_internal() or node is not None):
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
         why, op = misused(how, seen.kind), how.op
@@ -118,18 +118,18 @@ class Checker(Tracer, Watcher, Operators):
                 kind = Kind.A  # the user said whose it is
         self.known.give(y, kind, f"what {how.op} gives")
 
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         if not where.loss_is_mean or frame().path:
             return
         seen = self.known.of(x)
-        if seen.kind in PARTS and how != OWN:
+        if seen.kind in PARTS and how != PART_AS_LOCAL:
             raise refusal("parts", how.op, [seen])
         if how == ENTER:
             self._cast.add(memory(x))
         if _torch.function_runs():
             self._functions.append(self.nodes.of_function())
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if frame().path:
             return
         if not isinstance(x, Tensor):
@@ -141,12 +141,12 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind is Kind.V or not alike:
             raise refusal("disagrees", what, [seen])
 
-    def summed(self, x: Tensor, what: str) -> None:
+    def summed_locally(self, x: Tensor, what: str) -> None:
         seen = self.known.of(x)
         if seen.kind in PARTS and not frame().path:
             raise refusal("lost", what, [seen])
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
         if where.size > 1:
             lacking = self.split.over(where.axis) - self.split.of(x)
             if alike := [a for a in where.axis if a in lacking]:
@@ -163,7 +163,7 @@ class Checker(Tracer, Watcher, Operators):
         if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
             raise refusal("shape", what, parts[:1])
 
-    def laid(self, leaf: Sharded) -> None:
+    def leaf_made(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)
         if seen.kind not in PARTS and leaf.ndim > 1:
             self.known.put(leaf._local, seen._replace(flat=True))
@@ -172,7 +172,7 @@ class Checker(Tracer, Watcher, Operators):
         self.known.put(y := y.clone(), self.known.of(x))
         return y
 
-    def assumed(self, y: Tensor, kind: str) -> None:
+    def type_declared(self, y: Tensor, kind: str) -> None:
         seen, alone = self.known.of(y), self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
         self.known.change(y, made_of=seen.made_of, value=seen.value)
@@ -224,7 +224,7 @@ class Checker(Tracer, Watcher, Operators):
         leaves = list(leaves)
         check_tracked(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
-            self.claimed(leaf._local, name)
+            self.claimed_equal(leaf._local, name)
         if not frame().path:
             self._gathered = name, leaves
 

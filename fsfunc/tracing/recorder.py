@@ -277,7 +277,7 @@ class Recorder(Findings, Tracer, Watcher):
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         if x.ndim or x.requires_grad or frame().in_loss or _torch.is_wrapped(x):
             self.axes.update(where.axis)  # a metric's mean makes no ranks agree
         if frame().path and not where.loss_is_mean:
@@ -286,7 +286,7 @@ class Recorder(Findings, Tracer, Watcher):
         if typed or self.is_leaf(x):
             self.plain = False
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
             again = [name for name, _ in self.claims].count(what)
             self.claims += told(what + "'" * again, x, answers(()))
@@ -311,7 +311,7 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
         self.plain = self.plain and where.loss_is_mean
 
     def heard(self, values: Any) -> Any:

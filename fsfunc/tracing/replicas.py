@@ -109,7 +109,7 @@ class Claims(Watcher):
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if not isinstance(x, Tensor):
             self.said.append((what, x))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import apply_map, assumed
+from fsfunc.comm.collective_ops import apply_map, declare_type
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import ENTER
@@ -130,7 +130,7 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
                 runtime.ownership.declare(leaf, type == "I")
-        assumed(leaf, type)
+        declare_type(leaf, type)
         return leaf
 
     return tree.map(said, x)

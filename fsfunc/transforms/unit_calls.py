@@ -29,10 +29,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import Dense, apply_map
+from fsfunc.comm.collective_ops import DenseGradient, apply_map
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
+from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, PART_AS_LOCAL, REDUCE, LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.execution_context import Running, running
 from fsfunc.core.units import Call
@@ -244,7 +244,7 @@ def _compose(given: UnitArguments, call: Call, runtime: ShardRuntime) -> None:
         flat = spread(runtime, flat, layout, name)
         for i, x in zip(positions, chosen, strict=True):
             start, shape = x.layout.flat.offset, x.layout.unit_shape
-            whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
+            whole = DenseGradient.apply(flat[start : start + math.prod(shape)].view(shape))
             split = x.layout.in_units
             leaves[i] = whole if split is None else Sharded(whole, split)
 
@@ -494,7 +494,7 @@ def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Te
     if where is not None:
         cut = layout.flat is not None and layout.flat.size > 1
         flat = apply_map(flat, gather if cut else enter, where)
-    return apply_map(flat, OWN, blocks) if blocks is not None else flat
+    return apply_map(flat, PART_AS_LOCAL, blocks) if blocks is not None else flat
 
 
 def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
@@ -503,7 +503,7 @@ def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     how, mean = replace(REDUCE, name=shard.name), replace(MEAN, name=shard.name)
     where, replicas, blocks = runtime.groups[shard.split_axes]
     if blocks is not None:
-        buffer = apply_map(buffer, OWN.transpose(), blocks)
+        buffer = apply_map(buffer, PART_AS_LOCAL.transpose(), blocks)
     if where is not None:
         buffer = apply_map(buffer, how if shard.place.size > 1 else mean, where)
     if replicas is not None:

@@ -12,14 +12,14 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.backends.abstract import EchoLink
-from fsfunc.comm.collective_ops import apply_map, over
+from fsfunc.comm.collective_ops import apply_map, apply_over
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.operations import OPERATIONS, Fold, MessageRounds, Operation, Route
-from fsfunc.comm.typed_maps import typed
+from fsfunc.comm.typed_maps import typed_map
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.testing import check_collective
 
@@ -54,12 +54,12 @@ ROWS = {
 
 def shift(x, axis):
     """``x`` of the rank before, around a ring."""
-    return over(x, axis, lambda leaf, where: typed(where, "shift_up", "V", "V"))
+    return apply_over(x, axis, lambda leaf, where: typed_map(where, "shift_up", "V", "V"))
 
 
 def pprod(x, axis):
     """The product over the ranks."""
-    return over(x, axis, lambda leaf, where: LinearMap("pprod", to="I"))
+    return apply_over(x, axis, lambda leaf, where: LinearMap("pprod", to="I"))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -122,7 +122,7 @@ def test_its_transpose_by_dot_products():
     with pytest.raises(RuntimeError, match="pprod has no derivative here"):
         ff.spmd(lambda: product(torch.ones(2)), mesh)()
     with pytest.raises(ValueError, match="shift_up V->I .* has no meaning"):
-        typed(get_group("data", Here(mesh, 0, None)), "shift_up", "V", "I")
+        typed_map(get_group("data", Here(mesh, 0, None)), "shift_up", "V", "I")
 
 
 def test_on_a_mapped_and_on_an_abstract_mesh():

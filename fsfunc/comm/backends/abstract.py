@@ -185,16 +185,16 @@ class VmapLink(Link):
             zeros = (self.ranks * 0).to(x.dtype)
             return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 
-    def exchange(self, kwargs: LinearMap, x: Tensor, group: Any) -> Tensor:
+    def exchange(self, linear_map: LinearMap, x: Tensor, group: Any) -> Tensor:
         inputs = x.unbind(0)
         results = list(inputs)
         for ranks in {self.mesh.members(group.axis, r) for r in range(self.mesh.size)}:
-            made = kwargs.apply_to_all([inputs[r] for r in ranks])
+            made = linear_map.apply_to_all([inputs[r] for r in ranks])
             for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
                 results[r] = y
-                if kwargs.collective and len(ranks) > 1:
+                if linear_map.collective and len(ranks) > 1:
                     its = replace(group, ranks=ranks, index=i, rank=r)
-                    note(kwargs.collective, inputs[r], its, kwargs.kwargs)
+                    note(linear_map.collective, inputs[r], its, linear_map.kwargs)
         return torch.stack(results)
 
     def axis_index(self, group: Any) -> Any:

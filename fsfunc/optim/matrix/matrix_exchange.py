@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import claim, issue
+from fsfunc.comm.collective_ops import claim_equal, run_map
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import averaged_axes, here, note_axes_read
@@ -361,7 +361,7 @@ class MatrixExchange:
     def _gathered(self, bucket: _Bucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
-            claim(parts[k], self.what)
+            claim_equal(parts[k], self.what)
         rows = [parts[i].reshape(-1) for i in bucket.positions]
         sent = [
             rows[k]
@@ -410,7 +410,7 @@ class MatrixExchange:
         parted = len(bucket.owners.copies) < len(bucket.owners.axes)
         to = "V" if parted else "I"  # of what every rank holds, one value again
         how = LinearMap("all_to_all", "V", to, name=self.what, sizes=sizes)
-        y = issue(x, how, bucket.where)
+        y = run_map(x, how, bucket.where)
         return list(y.split([row[bucket.index] for row in sizes]))
 
 
