@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     """``action()``, or on every rank the error of any; also waits for all ranks."""
     with label("", "checkpoint"):
-        return comparison.everywhere(action, everyone(at), CheckpointError)
+        return comparison.run_everywhere(action, everyone(at), CheckpointError)
 
 
 def raise_everywhere(at: Here | None, error: BaseException | None) -> None:

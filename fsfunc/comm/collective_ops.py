@@ -273,7 +273,7 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     return tree.unflatten(treedef, results)
 
 
-class DenseGradient(torch.autograd.Function):
+class DenseGrad(torch.autograd.Function):
     """The identity, whose backward makes a sparse gradient dense."""
 
     generate_vmap_rule = True

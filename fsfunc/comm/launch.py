@@ -1,4 +1,9 @@
-"""Running a program on a mesh: ``make_mesh``, ``spmd`` and ``local_batch``."""
+"""Running a program on a mesh: ``make_mesh``, ``spmd`` and ``local_batch``.
+
+A script calls ``make_mesh`` once, and runs its main function by ``spmd(main, mesh)()``:
+on this process's rank, or on all ranks of a mesh that this process hosts. Here one
+chooses the backend; nothing after this knows which it is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -35,6 +40,9 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import Report
 from fsfunc.sharded.inputs import check_function, refuse
 from fsfunc.sharded.leaf_tables import ranks_table
+
+if TYPE_CHECKING:
+    from fsfunc.comm.backends.processes import ProcessLink
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
@@ -83,10 +91,11 @@ class PerRank(list):
         return columns
 
     def of(self, rank: int, mesh: Mesh) -> Any:
-        """The value of one rank of an abstract mesh."""
+        """Returns the value of one rank of an abstract mesh."""
+        # Ranks with equal coordinates along the axes that the program read ran as one.
         place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
-        at = [place(r) for r in self.ranks or (0,)].index(place(rank))
-        return self[at]
+        index = [place(r) for r in self.ranks or (0,)].index(place(rank))
+        return self[index]
 
     def _report(self) -> Report | None:
         if self.ranks is None and len(self) == 1:  # a process does not say which
@@ -113,7 +122,7 @@ def make_mesh(
     timeout: float | timedelta | None = None,
     shared_memory: bool = True,
 ) -> Mesh:
-    """A mesh of named axes over ranks.
+    """Makes a mesh of named axes over ranks.
 
     Over processes every rank makes it, and all raise if their meshes differ.
 
@@ -165,6 +174,8 @@ def make_mesh(
     geometry = Mesh(axes, backend)
     link = connect(axes, geometry.size, limit, shared_memory)
     mesh = Mesh(axes, backend, link)
+    # A group for each set and order of axes, now: all processes must make torch's groups
+    # together, in one order, and later a rank may be alone in needing one.
     names = tuple(mesh.axes)
     for count in range(1, len(names) + 1):
         for chosen in itertools.permutations(names, count):
@@ -173,19 +184,19 @@ def make_mesh(
     return set_process_mesh(mesh)
 
 
-def _limit(timeout: Any) -> timedelta | None:
-    """A timeout as torch.distributed takes it."""
+def _limit(timeout: float | timedelta | None) -> timedelta | None:
+    """Returns a timeout as torch.distributed takes it."""
     if timeout is None:
         return None
-    found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if not found > timedelta(0):
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if not limit > timedelta(0):
         raise ValueError(f"timeout={timeout!r}: seconds, more than none")
-    return found
+    return limit
 
 
 @api_boundary
 def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
-    """``fn`` run on every rank that this process hosts.
+    """Returns a function that runs ``fn`` on every rank that this process hosts.
 
     ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
     the same ``args``, but from a list that ``spmd`` returned each takes its own item,
@@ -224,10 +235,10 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
 
 
 def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
-    """The results of all ranks that this process hosts."""
-    alone = mesh.backend == "processes"
-    hosted = 1 if alone else mesh.size
-    note_ranks([mesh.rank] if alone else range(mesh.size))
+    """Returns the results of all ranks that this process hosts."""
+    is_process = mesh.backend == "processes"
+    hosted = 1 if is_process else mesh.size
+    note_ranks([mesh.rank] if is_process else range(mesh.size))
     for a in args:
         if isinstance(a, PerRank) and len(a) != hosted:
             raise ValueError(
@@ -237,14 +248,15 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
     by_rank = [
         [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
     ]
-    if alone:
-        with set_here(Here(mesh, mesh.link.rank, mesh.link)):
+    if is_process:
+        link = cast("ProcessLink", mesh.link)
+        with set_here(Here(mesh, link.rank, link)):
             try:
-                found = PerRank([fn(*by_rank[0])])
-                mesh.link.end()
-                return found
+                results = PerRank([fn(*by_rank[0])])
+                link.end()
+                return results
             except BaseException as error:
-                mesh.link.raised(error)
+                link.raised(error)  # the others ask this rank what became of it
                 raise
     if mesh.backend == "vmap":
         return PerRank(run_vmapped(mesh, fn, by_rank))
@@ -254,24 +266,24 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
 
 
 def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
-    """One result for each distinct program."""
-    many = [a for a in args if isinstance(a, PerRank)]
-    for a in many:
+    """Returns one result for each distinct program of an abstract mesh."""
+    per_rank = [a for a in args if isinstance(a, PerRank)]
+    for a in per_rank:
         ranks = a.ranks or (0,)
         if len(a) != len(ranks) or ranks[-1] >= mesh.size:
             raise ValueError(
                 f"a list of {len(a)} ranks' values cannot go to {mesh}: it takes what "
                 "spmd returned for this very mesh, whole"
             )
-    asked = {axis for a in many for axis in a.asked}
+    asked = {axis for a in per_rank for axis in a.asked}
 
-    def of(rank: int) -> list[Any]:
+    def args_of(rank: int) -> list[Any]:
         return [a.of(rank, mesh) if isinstance(a, PerRank) else a for a in args]
 
-    found = run_abstract(mesh, fn, of, asked)
-    results = PerRank(found.values())
+    by_rank = run_abstract(mesh, fn, args_of, asked)
+    results = PerRank(by_rank.values())
     results.ranks, results.asked = (
-        tuple(found),
+        tuple(by_rank),
         tuple(a for a in mesh.axes if a in asked),
     )
     return results
@@ -279,7 +291,7 @@ def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRan
 
 @api_boundary
 def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
-    """This rank's part, along dim 0, of a batch that every rank holds whole.
+    """Returns this rank's part, along dim 0, of a batch that every rank has whole.
 
     Args:
         batch: a tree of tensors that agree in dim 0; other leaves pass through.
@@ -317,6 +329,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
+    # Parts of one size are alike on all ranks of a plan; others are not.
     if any(n % size for n in sizes.values()):
         note_axes_read(mesh.check(axis))
     index = get_group(axis, here(mesh)).position

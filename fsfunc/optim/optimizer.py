@@ -68,7 +68,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import claim_equal, claiming_equal
-from fsfunc.comm.descriptions import stated
+from fsfunc.comm.descriptions import describe_value
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, Transformed, frame, inside
@@ -183,7 +183,7 @@ class Optimizer(_Functions):
         return other.known_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:
-        return stated(self)
+        return describe_value(self)
 
     def phases(self, grads: Tree, state: State, params: Tree, adds: bool) -> Phases:
         """Makes the step, for an optimizer around to run it with ``yield from``.

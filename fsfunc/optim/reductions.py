@@ -25,7 +25,13 @@ from torch.linalg import vector_norm
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import apply_map, declare_type, claim_equal, run_map, note_summed
+from fsfunc.comm.collective_ops import (
+    apply_map,
+    claim_equal,
+    declare_type,
+    note_summed,
+    run_map,
+)
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap

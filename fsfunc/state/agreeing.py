@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
-from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, unlike
-from fsfunc.comm.descriptions import stated, whole_values
+from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, differing_lines
+from fsfunc.comm.descriptions import describe_value, section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Interpretation, transformed
@@ -89,7 +89,7 @@ class Agreement:
         if (where := self.where) is None:
             return
         paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-        section = whole_values(paths, leaves, where.link.notes)
+        section = section_of_values(paths, leaves, where.link.notes)
         if self.apart:
             self.made = section.lines
         else:
@@ -110,7 +110,7 @@ class Agreement:
         transforms = enumerate(program.transforms)
         text = [
             ("raised", "nothing"),  # a rank that has raised names its error here
-            *((f"transform {i}", stated(h)) for i, h in transforms),
+            *((f"transform {i}", describe_value(h)) for i, h in transforms),
             *lines(),
             *recorder.lines(),
         ]
@@ -145,7 +145,7 @@ class Agreement:
     def exchange(self, lines: Lines) -> Mapping[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
         among, self.among = self.among, None
-        return unlike(lines, among) if self.apart and among is not None else {}
+        return differing_lines(lines, among) if self.apart and among is not None else {}
 
 
 @contextmanager

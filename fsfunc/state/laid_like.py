@@ -15,12 +15,17 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, declare_type, claim_equal, note_laid_out
+from fsfunc.comm.collective_ops import (
+    apply_map,
+    claim_equal,
+    declare_type,
+    note_laid_out,
+)
 from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.typed_maps import TAKE_PART, MEAN, REDUCE
+from fsfunc.comm.typed_maps import MEAN, REDUCE, TAKE_PART
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
@@ -135,7 +140,9 @@ def _back(
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
         some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
-            out[i] = note_laid_out(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+            out[i] = (
+                note_laid_out(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+            )
     for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
             lay_leaf(x, laid_as(old) or WHOLE if whole is None else WHOLE)

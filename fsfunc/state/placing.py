@@ -12,7 +12,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.comparison import Lines, Section, agree
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.mesh import Here, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
@@ -183,7 +183,8 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
 
     def said() -> Lines:
         return [
-            *asked.beside(), ("record", asked.record), *told("layouts", layouts)
+            *asked.beside(), ("record", asked.record),
+            *describe_lines("layouts", layouts),
         ]  # fmt: skip
 
     def values() -> Section:

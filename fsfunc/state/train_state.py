@@ -75,7 +75,9 @@ class TrainState:
                 "params))"
             )
         if not isinstance(optimizer, Optimizer):  # which claims it itself
-            claim_equal(known_optimizer(optimizer), "the optimizer that applies gradients")
+            claim_equal(
+                known_optimizer(optimizer), "the optimizer that applies gradients"
+            )
         if (applied := _APPLIED.get()) is not None:
             applied.append(Applied(optimizer, self.opt_state, self.params))
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.comparison import unlike
+from fsfunc.comm.comparison import differing_lines
 from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.groups import RankGroup, gather_stacked, get_group
 from fsfunc.comm.launch import local_batch, spmd
@@ -145,7 +145,7 @@ def check_replicated(value: Any, axis: Axis) -> None:
     sums = map(str, checksums(tensors))
     texts = [next(sums) if isinstance(x, Tensor) else repr(x) for x in leaves]
     keys = [f"{name} {kind}" for name, kind in zip(names, kinds, strict=True)]
-    every = unlike([*zip(keys, texts, strict=True)], where).values()
+    every = differing_lines([*zip(keys, texts, strict=True)], where).values()
     if len({tuple(key for key, _ in lines) for lines in every}) > 1:
         mine = ", ".join(map(repr, names[:_SHOWN])) or "no leaves"
         raise AssertionError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
-from fsfunc.comm.descriptions import stated, told
+from fsfunc.comm.descriptions import describe_lines, describe_value
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
@@ -69,7 +69,9 @@ class Checker(Tracer, Watcher, Operators):
 
     # Collectives
 
-    def map_applied(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+    def map_applied(
+        self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor
+    ) -> None:
         if frame().tracer is self:  # not in a loss that `pipeline` records within
             self.split.check_enters(x, how, where)
         self.split.moved(x, how, where, y)
@@ -100,7 +102,11 @@ class Checker(Tracer, Watcher, Operators):
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
-        if how == PART_AS_LOCAL and seen.kind is Kind.A and (is_internal() or node is not None):
+        if (
+            how == PART_AS_LOCAL
+            and seen.kind is Kind.A
+            and (is_internal() or node is not None)
+        ):
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
         why, op = misused(how, seen.kind), how.op
@@ -133,7 +139,7 @@ class Checker(Tracer, Watcher, Operators):
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            self.agreed(what, stated(x), told(what, x, answers(())))
+            self.agreed(what, describe_value(x), describe_lines(what, x, answers(())))
             return
         seen, alike = self.known.of(x), True
         if seen.kind is Kind.K:

@@ -25,7 +25,7 @@ from fsfunc._torch.fake_results import communicates
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import Watcher, watching
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import maybe_here, note_axes_read
@@ -289,7 +289,7 @@ class Recorder(Findings, Tracer, Watcher):
     def claimed_equal(self, x: Any, what: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
             again = [name for name, _ in self.claims].count(what)
-            self.claims += told(what + "'" * again, x, answers(()))
+            self.claims += describe_lines(what + "'" * again, x, answers(()))
 
     def carries(self, args: Sequence[Any], out: Any) -> None:
         """Records the returned state, of which leaves may be each rank's own."""

@@ -19,7 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.collective_ops import COMPARING, Watcher
 from fsfunc.comm.comparison import RanksDiffer, Section, agree, digest_of
-from fsfunc.comm.descriptions import has_values, told, whole_values
+from fsfunc.comm.descriptions import describe_lines, has_values, section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
@@ -48,7 +48,7 @@ def compare_whole(
     paths, leaves, _ = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
     mine = [x if isinstance(x, Tensor) and is_whole(x) else None for x in leaves]
     if any(x is not None for x in mine):
-        agree(where, whole_values(paths, mine, where.link.notes))
+        agree(where, section_of_values(paths, mine, where.link.notes))
 
 
 def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) -> Any:
@@ -77,7 +77,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
             which nothing is summed, whose ranks would train apart.
     """
     paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
-    values = whole_values(paths, leaves, where.link.notes)
+    values = section_of_values(paths, leaves, where.link.notes)
     others = [
         (repr(p), describe(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
@@ -250,7 +250,7 @@ def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
     """Raises where ranks update what is one value by unlike optimizers or numbers."""
     if not axes:
         return
-    distinct = dict.fromkeys(tuple(told(who, x)) for who, x in claims)
+    distinct = dict.fromkeys(tuple(describe_lines(who, x)) for who, x in claims)
     lines: dict[str, str] = {}
     for said in distinct:
         for key, text in said:
@@ -303,7 +303,7 @@ def _compare_generators(where: RankGroup, because: str) -> None:
         f"draw of its own it draws within ff.nn.own_draws({where.axis[0]!r})"
     )
     given = [*states], [*states.values()], where.link.notes
-    agree(where, whole_values(*given, title, advice))
+    agree(where, section_of_values(*given, title, advice))
 
 
 def _one_value(
@@ -360,7 +360,7 @@ def _compare_state(leaves: dict[str, Any], where: RankGroup, apart: bool) -> Non
             f"as each rank's own, by layouts={{path: ff.Own({axis!r})}}"
         )
     given = [*leaves], [*leaves.values()], where.link.notes
-    agree(where, whole_values(*given, title, advice))
+    agree(where, section_of_values(*given, title, advice))
 
 
 # Batches that should differ
@@ -376,7 +376,7 @@ def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
     """
     paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
     where = get_group(axes, at)
-    values = whole_values(paths, leaves, where.link.notes)
+    values = section_of_values(paths, leaves, where.link.notes)
     rows = [x for x in leaves if has_values(x) and x.ndim and x.numel()]
     # Of simulated ranks the last one that comes is told the digests.
     found = agree(where, digest_of(values.lines if rows else []))

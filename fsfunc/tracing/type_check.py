@@ -48,7 +48,7 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import watching
-from fsfunc.comm.comparison import Lines, unlike
+from fsfunc.comm.comparison import Lines, differing_lines
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.typed_maps import LawError
@@ -441,7 +441,7 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        found = unlike(lines, where)
+        found = differing_lines(lines, where)
         self.failed = False
         return found
 

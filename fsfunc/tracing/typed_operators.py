@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch.fake_modes import result_below
-from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.attribution import is_internal, called_by_fsfunc, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import note_axes_read
 from fsfunc.comm.typed_maps import LawError
@@ -403,4 +403,4 @@ def _are_rows(given: Sequence[Operand]) -> bool:
 
 def _trusted() -> bool:
     """True while the library is at work, which knows what it does with parts."""
-    return is_internal() or is_own_call()
+    return is_internal() or called_by_fsfunc()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import DenseGradient, apply_map
+from fsfunc.comm.collective_ops import DenseGrad, apply_map
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, PART_AS_LOCAL, REDUCE, LawError
@@ -244,7 +244,7 @@ def _compose(given: UnitArguments, call: Call, runtime: ShardRuntime) -> None:
         flat = spread(runtime, flat, layout, name)
         for i, x in zip(positions, chosen, strict=True):
             start, shape = x.layout.flat.offset, x.layout.unit_shape
-            whole = DenseGradient.apply(flat[start : start + math.prod(shape)].view(shape))
+            whole = DenseGrad.apply(flat[start : start + math.prod(shape)].view(shape))
             split = x.layout.in_units
             leaves[i] = whole if split is None else Sharded(whole, split)
 

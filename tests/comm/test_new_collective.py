@@ -54,7 +54,9 @@ ROWS = {
 
 def shift(x, axis):
     """``x`` of the rank before, around a ring."""
-    return apply_over(x, axis, lambda leaf, where: typed_map(where, "shift_up", "V", "V"))
+    return apply_over(
+        x, axis, lambda leaf, where: typed_map(where, "shift_up", "V", "V")
+    )
 
 
 def pprod(x, axis):

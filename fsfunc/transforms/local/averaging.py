@@ -18,7 +18,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import agree
-from fsfunc.comm.descriptions import whole_values
+from fsfunc.comm.descriptions import section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -277,7 +277,7 @@ def consensus(state: LocalState) -> Any:
             rest = [None if mean is not None else local(x) for x, mean in pairs]
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
-            agree(where, whole_values(paths, rest, at.link.notes, title, advice))
+            agree(where, section_of_values(paths, rest, at.link.notes, title, advice))
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)

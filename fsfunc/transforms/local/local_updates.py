@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import Section, agree
-from fsfunc.comm.descriptions import told, whole_values
+from fsfunc.comm.descriptions import describe_lines, section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -151,9 +151,9 @@ class LocalUpdates(Interpretation):
             if at.link.moves_data:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
-                said = told(self.called, self, answers(()))
+                said = describe_lines(self.called, self, answers(()))
                 steps = Section("ranks that train by themselves meet unlike", said)
-                agree(where, steps, whole_values(paths, parts, at.link.notes))
+                agree(where, steps, section_of_values(paths, parts, at.link.notes))
             more = self.remembers(state.params, where)
             copies = self.copies.stacked(state, at_mesh)
         return LocalState(copies, 0, axis=self.axes, **more)
