@@ -49,7 +49,7 @@ INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 class _Owners(dict[str, str]):
     """By the path of a source file, whose code it has: "user", "fsfunc", "torch", ...
 
-    A dict that fills itself: each collective asks of some ten frames. "anybody" is code
+    A dict that fills itself, as each collective asks of many frames. "anybody" is code
     of fsfunc that calls the user's functions: who called is told by the frames around.
     """
 
@@ -94,7 +94,8 @@ def is_internal() -> bool:
 def source_line() -> str:
     """Returns ``file:line`` of the innermost caller outside fsfunc and torch."""
     frame: FrameType | None = sys._getframe(1)
-    # The loop of `_innermost_user_frame`, again: each collective asks, and a call costs.
+    # The loop of `_innermost_user_frame`, again: each collective asks, and a call
+    # costs.
     while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -174,8 +174,8 @@ def make_mesh(
     geometry = Mesh(axes, backend)
     link = connect(axes, geometry.size, limit, shared_memory)
     mesh = Mesh(axes, backend, link)
-    # A group for each set and order of axes, now: all processes must make torch's groups
-    # together, in one order, and later a rank may be alone in needing one.
+    # A group for each set and order of axes, now: all processes must make torch's
+    # groups together, in one order, and later a rank may be alone in needing one.
     names = tuple(mesh.axes)
     for count in range(1, len(names) + 1):
         for chosen in itertools.permutations(names, count):

@@ -1,13 +1,13 @@
 """Errors leave the library without its frames: ``api_boundary``, ``full_traceback``.
 
 When an error leaves the outermost public function, its traceback loses the frames of
-fsfunc, torch and optree. The frames of the user's code stay, also those that the library
-called, and a note tells how many were left out. They are taken out of the error itself,
-once, as it leaves: so Python, logging, notebooks, pytest and torchrun all print the
-same, and no hook is set in any of them. The note has the frames left out of the error
-itself, for a debugger, so they live as long as the error, as before; those of the errors
-that it was raised from are dropped. ``FSFUNC_TRACEBACK=full``, read as an error leaves,
-turns this off.
+fsfunc, torch and optree. The frames of the user's code stay, also those that the
+library called, and a note tells how many were left out. They are taken out of the error
+itself, once, as it leaves: so Python, logging, notebooks, pytest and torchrun all print
+the same, and no hook is set in any of them. The note has the frames left out of the
+error itself, for a debugger, so they live as long as the error, as before; those of the
+errors that it was raised from are dropped. ``FSFUNC_TRACEBACK=full``, read as an error
+leaves, turns this off.
 
 Source: ``jax._src.traceback_util``, whose mode "remove_frames" it is.
 """
@@ -73,8 +73,8 @@ def leave_out(error: BaseException) -> None:
     for linked in _chain(error):
         frames = list(entries(linked.__traceback__))
         users = [x for x in frames if OWNERS[x.tb_frame.f_code.co_filename] == "user"]
-        # An error that was being handled around this call is the user's: it did not come
-        # through fsfunc, and keeps torch's frames.
+        # An error that was being handled around this call is the user's: it did not
+        # come through fsfunc, and keeps torch's frames.
         if users and not any(_is_ours(x.tb_frame) for x in frames):
             continue
         if linked is error and frames[-1:] != users[-1:]:
@@ -123,7 +123,8 @@ def full_traceback(error: BaseException | None = None) -> TracebackType | None:
         return None
     if not (notes := notes_left(error)):
         return error.__traceback__
-    # Python adds a frame for each caller that the error passes after it left the library.
+    # Python adds a frame for each caller that the error passes after it left the
+    # library.
     inner = list(entries(notes[0].traceback))
     inner_ids = {id(x.tb_frame) for x in inner}
     outer = [x for x in entries(error.__traceback__) if id(x.tb_frame) not in inner_ids]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, describe_value
@@ -290,7 +290,7 @@ def answers(params: Tree) -> Ask:
     return ask
 
 
-@heard()
+@reraising_interrupts()
 def _said(fn: Callable[..., Any], *args: Any) -> str:
     try:
         return describe_value(fn(*args))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
@@ -70,7 +70,7 @@ class PartedUnits:
             self._made[key] = self._traced(call, share, leaves, treedef)
         return self._made[key] or fn
 
-    @heard()
+    @reraising_interrupts()
     def _traced(
         self, call: Call, share: float | None, leaves: list[Any], treedef: Any
     ) -> _Parted | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import AbstractLink, told_where
+from fsfunc.comm.backends.abstract import AbstractLink, naming_value_reads
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Here, Mesh, check_mesh, here, maybe_here, note_axes_read
@@ -148,7 +148,7 @@ def _made(
     _check_devices(batch)
     if (mode := _torch.fake_mode()) is not None:
         batch = shadows(mode, batch)
-    with told_where(*_TOLD):
+    with naming_value_reads(*_TOLD):
         return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 

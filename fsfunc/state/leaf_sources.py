@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import told_where
+from fsfunc.comm.backends.abstract import naming_value_reads
 from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.comparison import Section
 from fsfunc.comm.descriptions import ALIKE, section_of_values
@@ -159,7 +159,7 @@ def defer(
     with (
         torch.inference_mode(False),
         maps_run_by(_refuse),
-        told_where("the init function", _INSTEAD),
+        naming_value_reads("the init function", _INSTEAD),
     ):
         with fake, tape:
             made = init_fn()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.comparison import Lines, Section, agree
 from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.mesh import Here, here
@@ -325,7 +325,7 @@ def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) ->
     return plain and recorder.axes <= {*sharding.axes}
 
 
-@heard()
+@reraising_interrupts()
 def _check_types(
     fn: Callable[..., Any],
     sharding: Sharding,

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch.fake_results import communicates
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.groups import RankGroup
@@ -44,7 +44,7 @@ from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, asked_numbers
 from fsfunc.tracing.torch_calls import OwnValues, Reads, check_tracked
 
 
-@heard()
+@reraising_interrupts()
 def record(
     fn: Callable[..., Any],
     params: Any,
@@ -97,7 +97,7 @@ def record(
         raise
 
 
-@heard()
+@reraising_interrupts()
 def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:
     """The numbers of another run, and its error where it raises without a backward."""
     with suppress(Exception):
@@ -314,7 +314,7 @@ class Recorder(Findings, Tracer, Watcher):
     def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
         self.plain = self.plain and where.loss_is_mean
 
-    def heard(self, values: Any) -> Any:
+    def reraising_interrupts(self, values: Any) -> Any:
         return asked_numbers(values, self.answered)
 
     def answered(self, found: bool) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import AbstractLink, told_where
+from fsfunc.comm.backends.abstract import AbstractLink, naming_value_reads
 from fsfunc.comm.ledgers import only, silence
 from fsfunc.comm.mesh import Here, maybe_here, noting_axes_read, set_here
 from fsfunc.comm.traffic import Ledger
@@ -92,7 +92,7 @@ def without_data(
         if at is not None:
             stack.enter_context(set_here(at))
         if told is not None:
-            stack.enter_context(told_where(*told))
+            stack.enter_context(naming_value_reads(*told))
         yield mode
 
 

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import (
+    called_by_fsfunc,
     called_by_user,
     is_internal,
-    called_by_fsfunc,
     source_line,
 )
 from fsfunc.core.frames import frame

@@ -46,7 +46,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines, differing_lines
 from fsfunc.comm.groups import RankGroup, get_group
@@ -346,7 +346,7 @@ class TypeCheck(FirstCalls):
         self.numbers: bool | None = None
         self.ran = True  # as a state was laid out
 
-    @heard()
+    @reraising_interrupts()
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         later, first = at.rank in self._later, (False, not self.knows(at.rank))
         together, again = self._later.pop(at.rank, first)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch.fake_modes import result_below
-from fsfunc.comm.attribution import is_internal, called_by_fsfunc, source_line
+from fsfunc.comm.attribution import called_by_fsfunc, is_internal, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import note_axes_read
 from fsfunc.comm.typed_maps import LawError

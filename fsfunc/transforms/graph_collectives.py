@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc._torch.operator_graphs import START, WAIT
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.backends.abstract import AbstractLink, shape_of_result
+from fsfunc.comm.backends.abstract import AbstractLink, result_shape
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here, Mesh, here
@@ -67,7 +67,7 @@ class GraphLink(AbstractLink):
         self.calls.append(GraphCollective(op, *on, name, how, current_label()))
         with torch.no_grad():
             x = x.detach()
-            y = x.new_empty(shape_of_result(op, x, where, how))
+            y = x.new_empty(result_shape(op, x, where, how))
             handle = _Noted(self, x, y, out, number)
             self.note(START, handle)
         return handle
