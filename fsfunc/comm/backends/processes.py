@@ -213,7 +213,7 @@ class ProcessLink(Link):
         out: Tensor | None = None,
         what: str = "",
         any_order: bool = False,
-        spent: bool = False,
+        read_only: bool = False,
         **kwargs: Any,
     ) -> Handle:
         x, process_group = x.detach(), self.groups.get(group.ranks)
@@ -232,7 +232,7 @@ class ProcessLink(Link):
             self.used[group.ranks] = group
         record = self.flight.begin(said, group, number)
         return self._told(
-            self._issue, record, group, x, out, process_group, spent, **kwargs
+            self._issue, record, group, x, out, process_group, read_only, **kwargs
         )
 
     def _issue(
@@ -242,13 +242,13 @@ class ProcessLink(Link):
         x: Tensor,
         out: Tensor | None,
         process_group: Any,
-        spent: bool,
+        read_only: bool,
         **kwargs: Any,
     ) -> Handle:
         op, compared = record.said[0], group.compared and not self.checks
         if x.device.type == "cpu" and self.paired:
             channel = Channel(process_group, group.ranks, self.near)
-            pairs = Pairs(record, group, channel, self.results, compared, spent)
+            pairs = Pairs(record, group, channel, self.results, compared, read_only)
             return pairs.start(op, x, out, **kwargs)
         if not compared and not self.fake:
             record.line = source_line()
