@@ -18,7 +18,7 @@ from fsfunc.checkpoint.stored import CheckpointError, StoredFile
 from fsfunc.comm import comparison
 from fsfunc.comm.attribution import label
 from fsfunc.comm.comparison import Section, agree
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.watch.mailboxes import Message, is_final
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     """``action()``, or on every rank the error of any; also waits for all ranks."""
     with label("", "checkpoint"):
-        return comparison.everywhere(action, everyone(at), CheckpointError)
+        return comparison.run_everywhere(action, everyone(at), CheckpointError)
 
 
 def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
@@ -39,7 +39,7 @@ def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
 
 def everyone(at: Here | None) -> RankGroup | None:
     """All ranks of the mesh, wherever a state lies; None without a mesh."""
-    return None if at is None else group(tuple(at.mesh.axes), at)
+    return None if at is None else get_group(tuple(at.mesh.axes), at)
 
 
 def attempt(action: Callable[[], Any]) -> Exception | None:

@@ -4,6 +4,9 @@ Computation in between overlaps with the exchange. Start and wait are two Functi
 share a :class:`_Flight`. The backward of the wait starts the transposed collective, and
 that of the start waits for it: so a forward pass that starts collectives k calls ahead
 has a backward pass that waits for them k calls late.
+
+    forward    _Start(x) ......... _Wait -> y
+    backward   g <- wait ......... start(transposed) <- cotangent of y
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, internal, label
 from fsfunc.comm.backends.link import Done, Handle
-from fsfunc.comm.collective_ops import run_by, watched
+from fsfunc.comm.collective_ops import maps_run_by, show_to_watcher
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,7 +65,7 @@ def start(
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    with run_by(launch):
+    with maps_run_by(launch):
         waits, treedef = tree.flatten(collective(x, axis, *args, **options))
     if not all(callable(wait) for wait in waits):
         raise TypeError(
@@ -70,129 +74,158 @@ def start(
     return Pending(waits, treedef)
 
 
-def launch(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
+def launch(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Callable[[], Tensor]:
     """Starts a linear map; returns the function that waits for its result, once.
 
     For callers that have a group, as backward passes do; others use ``start``.
     """
     flight = _Flight()
-    token = _start(x, how, where, flight)
-    return lambda: _wait(token, how, where, flight)
+    token = _start(x, linear_map, group, flight)
+    return lambda: _wait(token, linear_map, group, flight)
 
 
 class Pending(Generic[_R]):
     """A collective in flight, as ``start`` returns it."""
 
     def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
-        self._waits, self._treedef = waits, treedef
-        self._result: Any = None
+        self._waits, self._treedef = waits, treedef  # of the tensors in the input
+        self._output: PyTree = None
 
     def wait(self) -> _R:
         """Waits for the collective; returns its result, the same one every time."""
         if self._waits:
-            results = [wait() for wait in self._waits]
-            self._result = tree.unflatten(self._treedef, results)
+            tensors = [wait() for wait in self._waits]
+            self._output = tree.unflatten(self._treedef, tensors)
             self._waits = []
-        return self._result
+        return self._output
 
 
 class _Flight:
     """A collective between its start and its wait, and those of its derivatives.
 
     The two Functions are connected in the graph by a token, a scalar zero; the tensors
-    are kept here.
+    are stored here. By the token autograd orders the wait behind the start.
+
+    ``transposed`` is the flight of the backward, ``tangents`` those of jvps.
     """
 
     work: Handle
     sent: Tensor
     version: int | None
-    dual: _Flight
+    transposed: _Flight
 
     def __init__(self) -> None:
         self.tangents: dict[int, _Flight] = {}  # by functorch level
 
-    def leave(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def start(self, x: Tensor, linear_map: LinearMap, group: RankGroup) -> None:
         with internal():
-            self.sent, self.work = x, how.start(x, where, any_order=True)
+            self.sent, self.work = x, linear_map.start(x, group, any_order=True)
         self.version = None if x.is_inference() else x._version
 
-    def land(self, how: LinearMap, where: RankGroup) -> Tensor:
+    def finish(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
-                f"{how.op} of shape {tuple(self.sent.shape)} over {where.name}: its "
-                "input was written in place while in flight; wait first, or start it "
-                "on a copy"
+                f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: "
+                "its input was written in place while in flight; wait first, or start "
+                "it on a copy"
             )
         with internal():
-            y = how.finish(self.work, self.sent, where)
-        y = watched(self.sent, how, where, y)
-        del self.work, self.sent
+            y = linear_map.finish(self.work, self.sent, group)
+        y = show_to_watcher(self.sent, linear_map, group, y)
+        del self.work, self.sent  # the graph keeps the flight, and not their memory
         return y
 
 
 class _Start(torch.autograd.Function):
+    """Starts a collective: from its input to the token."""
+
     @staticmethod
-    def forward(x, how, where, flight):  # type: ignore[override]
-        flight.leave(x, how, where)
+    def forward(  # type: ignore[override]
+        x: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+    ) -> Tensor:
+        flight.start(x, linear_map, group)
         return x.new_zeros(())
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.how, ctx.where, ctx.flight = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.linear_map, ctx.group, ctx.flight = inputs
 
     @staticmethod
-    def backward(ctx, token):  # type: ignore[override]
-        g = _wait(token, ctx.how.transpose(), ctx.where, ctx.flight.dual)
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        g = _wait(token, ctx.linear_map.transpose(), ctx.group, ctx.flight.transposed)
         return g, None, None, None
 
     @staticmethod
-    def jvp(ctx, t, *_):  # type: ignore[override]
+    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()] = _Flight()
-        return _start(t, ctx.how, ctx.where, flight)
+        return _start(t, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, x, how, where, flight):  # type: ignore[override]
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        linear_map: LinearMap,
+        group: RankGroup,
+        flight: _Flight,
+    ) -> tuple[Tensor, int]:
         d = in_dims[0]
-        if where.link.level == _torch.current_level() + 1:
-            flight.work = Done(where.link.exchange(how, x.movedim(d, 0), where))
+        # On a vmap mesh the batch dim of this level is the ranks themselves.
+        if group.link.vmap_level == _torch.current_level() + 1:
+            flight.work = Done(group.link.exchange(linear_map, x.movedim(d, 0), group))
             return x.new_zeros(info.batch_size), 0
-        token = _start(x.movedim(d, -1), how, where, flight)
+        token = _start(x.movedim(d, -1), linear_map, group, flight)
         return token.expand(info.batch_size), 0
 
 
 class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(token, how, where, flight):  # type: ignore[override]
-        return flight.land(how, where)
+    """Waits for a collective: from the token to its result."""
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.how, ctx.where, ctx.flight = inputs
+    def forward(  # type: ignore[override]
+        token: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+    ) -> Tensor:
+        return flight.finish(linear_map, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.linear_map, ctx.group, ctx.flight = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        flight = ctx.flight.dual = _Flight()
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        flight = ctx.flight.transposed = _Flight()
         with label(ctx.unit, "backward"):
-            token = _start(g, ctx.how.transpose(), ctx.where, flight)
+            token = _start(g, ctx.linear_map.transpose(), ctx.group, flight)
         return token, None, None, None
 
     @staticmethod
-    def jvp(ctx, token, *_):  # type: ignore[override]
+    def jvp(ctx: Any, token: Tensor, *_: None) -> Tensor:  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()]
-        return _wait(token, ctx.how, ctx.where, flight)
+        return _wait(token, ctx.linear_map, ctx.group, flight)
 
     @staticmethod
-    def vmap(info, in_dims, token, how, where, flight):  # type: ignore[override]
-        if where.link.level == _torch.current_level() + 1:
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: Any,
+        token: Tensor,
+        linear_map: LinearMap,
+        group: RankGroup,
+        flight: _Flight,
+    ) -> tuple[Tensor, int]:
+        if group.link.vmap_level == _torch.current_level() + 1:
             return flight.work.wait(), 0
-        y = _wait(token.sum(), how, where, flight)
+        y = _wait(token.sum(), linear_map, group, flight)
         return y, y.ndim - 1
 
 
-def _start(x: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
-    return where.link.apply(_Start.apply, x, how, where, flight)
+def _start(
+    x: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+) -> Tensor:
+    return group.link.apply(_Start.apply, x, linear_map, group, flight)
 
 
-def _wait(token: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
-    return where.link.apply(_Wait.apply, token, how, where, flight)
+def _wait(
+    token: Tensor, linear_map: LinearMap, group: RankGroup, flight: _Flight
+) -> Tensor:
+    return group.link.apply(_Wait.apply, token, linear_map, group, flight)

@@ -1,4 +1,9 @@
-"""The unit, the phase and the user's source line of a collective or an error."""
+"""The unit, the phase and the user's source line of a collective or an error.
+
+Ledgers and error messages name who called a collective: the ``label`` in force (which
+unit, forward or backward), and the innermost line of the stack that is the user's code,
+not fsfunc's or torch's. Whose code a frame runs is told by the path of its file.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,22 @@ import torch
 
 from fsfunc.runtime.scopes import Scoped
 
+# How paths of source files begin: fsfunc's own;
 _OURS = str(Path(__file__).parent.parent) + os.sep
-# With torch's, those of trees, and of functions that torch has generated.
-_TORCHS = (
+# torch's, optree's, and those of functions that torch has generated.
+_TORCHS: tuple[str, ...] = (
     *(str(Path(str(m.__file__)).parent) + os.sep for m in (torch, optree)),
     *("<frozen ", "<eval_with_key>"),
 )
-# Of fsfunc, those that call what a user gives them.
-_ANYBODYS = tuple(
+# Files of fsfunc whose functions call a function of the user's for each leaf.
+_ANYBODYS: tuple[str, ...] = tuple(
     os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
 )
-# Of Python, those that call what they decorate.
-_DECORATORS = contextlib.__file__, functools.__file__
-# Modes pass on a call, and so do operators and attributes of a leaf that is recorded.
-_PASSES_ON = {
+# Files of Python whose wrappers call what they decorate.
+_DECORATORS: tuple[str, ...] = contextlib.__file__, functools.__file__
+# Functions that pass on a call: those of modes, and of a leaf that is recorded, for its
+# operators and attributes. Who called is further out.
+_PASSES_ON: set[str] = {
     *("__torch_function__", "__torch_dispatch__", "dispatch"),
     *("passed_on", "__getattr__"),
 }
@@ -40,9 +47,10 @@ INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
 class _Owners(dict[str, str]):
-    """By the path of a source file: "user", or else whose code it has.
+    """By the path of a source file, whose code it has: "user", "fsfunc", "torch", ...
 
-    What calls for anybody is as torch's: who called is asked of the frames around it.
+    A dict that fills itself, as each collective asks of many frames. "anybody" is code
+    of fsfunc that calls the user's functions: who called is told by the frames around.
     """
 
     def __missing__(self, path: str) -> str:
@@ -67,7 +75,7 @@ class label(Scoped):
 
 
 def current_label() -> tuple[str, str]:
-    """The (unit, phase) in force."""
+    """Returns the (unit, phase) in force."""
     return _LABEL.get()
 
 
@@ -79,21 +87,22 @@ class internal(Scoped):
 
 
 def is_internal() -> bool:
-    """True if the library's code runs, not the user's function."""
+    """Returns whether the library's code runs, not the user's function."""
     return INTERNAL.get()
 
 
 def source_line() -> str:
-    """``file:line`` of the innermost caller outside fsfunc and torch."""
+    """Returns ``file:line`` of the innermost caller outside fsfunc and torch."""
     frame: FrameType | None = sys._getframe(1)
-    # As `_users` has it; but each collective asks, and a call is a call.
+    # The loop of `_innermost_user_frame`, again: each collective asks, and a call
+    # costs.
     while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from this one on that is outside fsfunc and torch."""
+def _innermost_user_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the first frame from this one outwards that is the user's."""
     while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return frame
@@ -101,42 +110,43 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line outside fsfunc and torch, which caused it."""
-    frame = _users(here := sys._getframe(1)) or here
-    where = frame.f_globals
+    frame = _innermost_user_frame(caller := sys._getframe(1)) or caller
+    module_globals = frame.f_globals
     warnings.warn_explicit(
         message,
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        where.get("__name__"),
-        where.setdefault("__warningregistry__", {}),
+        module_globals.get("__name__"),
+        # By it a warning is shown once a line, as Python does.
+        module_globals.setdefault("__warningregistry__", {}),
     )
 
 
 def traceback_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of ``error`` outside fsfunc and torch."""
-    found, trace = "?", error.__traceback__
+    """Returns ``file:line`` of the innermost frame of ``error`` that is the user's."""
+    line, trace = "?", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if OWNERS[name] == "user":
-            found = f"{name}:{trace.tb_lineno}"
+            line = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 def called_by_user(frame: FrameType) -> bool:
-    """True if the code of this frame is the user's."""
+    """Returns whether the code of this frame is the user's."""
     return OWNERS[frame.f_code.co_filename] == "user"
 
 
-def is_own_call() -> bool:
-    """True if torch was called by fsfunc itself, not by a user's function."""
+def called_by_fsfunc() -> bool:
+    """Returns whether torch was called by fsfunc itself, not by a user's function."""
     frame = sys._getframe(1)
-    here = frame.f_code.co_filename  # that of the caller, which is ours
+    caller_file = frame.f_code.co_filename  # of fsfunc: a mode that torch has called
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if name != here and code.co_name not in _PASSES_ON:
+        if name != caller_file and code.co_name not in _PASSES_ON:
             if (owner := OWNERS[name]) != "torch":
                 return owner == "fsfunc"
         frame = frame.f_back

@@ -1,4 +1,10 @@
-"""``collective``: a user's own collective, given with its transpose."""
+"""``collective``: a user's own collective, given with its transpose.
+
+A user gives two functions of public collectives, each the transpose of the other; an
+``autograd.Function`` runs the one forward, and the other as its derivative. Nothing of
+this is needed for a new row of the table (see ``operations``), or for a function whose
+derivative is to be what autograd makes of it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +19,14 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.mesh import Here, here, place_here
+from fsfunc.comm.mesh import Here, here, set_here
 from fsfunc.sharded.inputs import check_function
 
-Map: TypeAlias = Callable[[Tensor], Tensor]
+Map: TypeAlias = Callable[[Tensor], Tensor]  # a linear function of one tensor
 
 
 def collective(forward: Map, transpose: Map) -> Map:
-    """``forward`` as a collective whose derivative is ``transpose``.
+    """Returns ``forward`` as a collective whose derivative is ``transpose``.
 
     A function of public collectives is differentiable without this. It is for another
     backward: one with fewer bytes, other steps, or a straight-through estimate.
@@ -71,10 +77,10 @@ def collective(forward: Map, transpose: Map) -> Map:
 def _check_beside(fn: Map) -> None:
     """Raises if ``torch.func`` differentiates a tensor that ``fn`` closes over.
 
-    Inside the Function's forward its level could not be seen any more.
+    Asked before the Function, inside of which the tensor's level is not to be seen.
     """
     for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty one
+        with contextlib.suppress(ValueError):  # the cell of a name not bound yet
             x = cell.cell_contents
             if isinstance(x, Tensor) and _torch.differentiated_at(x):
                 break
@@ -91,28 +97,32 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class _Pair:
+    """A linear map and its transpose."""
+
     forward: Map
     transpose: Map
 
-    def turned(self) -> _Pair:
+    def transposed(self) -> _Pair:
         return _Pair(self.transpose, self.forward)
 
-    def mapped(self) -> _Pair:
+    def vmapped(self) -> _Pair:
         return _Pair(torch.func.vmap(self.forward), torch.func.vmap(self.transpose))
 
 
 class _Map(torch.autograd.Function):
-    """The first map of a pair, on the rank ``at``."""
+    """The forward map of a pair, on the rank ``rank``."""
 
     @staticmethod
-    def forward(x: Tensor, pair: _Pair, at: Here) -> Tensor:  # type: ignore[override]
-        mine = x.detach()
-        with place_here(at), torch.enable_grad():  # a backward pass may run anywhere
-            version = 0 if x.is_inference() else mine._version
-            y = pair.forward(mine)
+    def forward(x: Tensor, pair: _Pair, rank: Here) -> Tensor:  # type: ignore[override]
+        detached = x.detach()
+        # The rank is set again, as a backward pass may run outside of its context. With
+        # gradients on, a result that requires one tells that the map read a parameter.
+        with set_here(rank), torch.enable_grad():
+            version = 0 if x.is_inference() else detached._version
+            y = pair.forward(detached)
         if y.requires_grad:
             raise ValueError(_BESIDE)
-        if not x.is_inference() and mine._version != version:
+        if not x.is_inference() and detached._version != version:
             raise RuntimeError(
                 "collective: a map changed the tensor that it was given in place, "
                 "which others may still read; work on a copy"
@@ -120,19 +130,21 @@ class _Map(torch.autograd.Function):
         return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.pair, ctx.at = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.pair, ctx.rank = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         with label(ctx.unit, "backward"):
-            return _Map.apply(g, ctx.pair.turned(), ctx.at), None, None
+            return _Map.apply(g, ctx.pair.transposed(), ctx.rank), None, None
 
     @staticmethod
-    def jvp(ctx: Any, t: Tensor, _: Any, __: Any) -> Any:  # type: ignore[override]
-        return _Map.apply(t, ctx.pair, ctx.at)
+    def jvp(ctx: Any, t: Tensor, _: None, __: None) -> Tensor:  # type: ignore[override]
+        return _Map.apply(t, ctx.pair, ctx.rank)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, pair: _Pair, at: Here) -> Any:
-        return _Map.apply(x.movedim(in_dims[0], 0), pair.mapped(), at), 0
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: Any, x: Tensor, pair: _Pair, rank: Here
+    ) -> tuple[Tensor, int]:
+        return _Map.apply(x.movedim(in_dims[0], 0), pair.vmapped(), rank), 0

@@ -1,7 +1,8 @@
 """The collectives: the only functions that move data between ranks.
 
-Each is a linear map, as data (see ``linear_maps``), whose transpose is a row of a
-table; all of them hold under autograd and ``torch.func``, nested in any way.
+A user calls them in a step, under ``shard`` or ``spmd``. Each is a linear map, as data
+(see ``linear_maps``), whose transpose is a row of a table; all of them hold under
+autograd and ``torch.func``, nested in any way.
 
 They take bool, integers (except unsigned ones of 16 bits and more), fp16, bf16, fp32,
 fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
@@ -10,13 +11,13 @@ fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
 rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
 
 Under ``shard`` the loss is the mean over its axes of the ranks' losses, and every value
-is a rank's own, V. There a collective may be called anywhere in a loss: ``psum``,
-``pmean`` and ``pbroadcast`` return V values that happen to be equal; they may be added
-to others, or be the loss, and are differentiated as terms of the sum of the ranks'
-losses. Your own ``autograd.Function`` around a collective must return from its backward
-what the transpose does: the psum of the cotangents for a psum, their pmean for a pmean,
-their psum_scatter for an all_gather. Over other axes, which split the work of one loss,
-a psum is one value, I.
+varies from rank to rank, V. There a collective may be called anywhere in a loss:
+``psum``, ``pmean`` and ``pbroadcast`` return V values that happen to be equal; they may
+be added to others, or be the loss, and are differentiated as terms of the sum of the
+ranks' losses. Your own ``autograd.Function`` around a collective must return from its
+backward what the transpose does: the psum of the cotangents for a psum, their pmean for
+a pmean, their psum_scatter for an all_gather. Over other axes, which split the work of
+one loss, a psum is one value, I.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import over
-from fsfunc.comm.groups import RankGroup, axis_size, group
+from fsfunc.comm.collective_ops import apply_over
+from fsfunc.comm.groups import RankGroup, axis_size, get_group
 from fsfunc.comm.linear_maps import AxisType, LinearMap
-from fsfunc.comm.mesh import Axis, asks, here
-from fsfunc.comm.typed_maps import check_cut, checked_dim, typed
+from fsfunc.comm.mesh import Axis, here, note_axes_read
+from fsfunc.comm.typed_maps import check_cut, checked_dim, typed_map
 
 _Tree = TypeVar("_Tree")
 
@@ -38,7 +39,7 @@ _Tree = TypeVar("_Tree")
 def psum(
     x: _Tree, axis: Axis, *, of: AxisType = "V", to: AxisType | None = None
 ) -> _Tree:
-    """The sum of ``x`` over the ranks along ``axis``, on each of them.
+    """Returns the sum of ``x`` over the ranks along ``axis``, on each of them.
 
     Transpose: V->V a psum; V->I a cast, without communication; P->R a psum (Megatron's
     g after f).
@@ -75,7 +76,7 @@ def psum(
 def pmean(
     x: _Tree, axis: Axis, *, of: AxisType = "V", to: AxisType | None = None
 ) -> _Tree:
-    """The mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
+    """Returns the mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
 
     Integers and truth values are summed in int64, and their mean is of torch's default
     dtype.
@@ -102,7 +103,7 @@ def pmean(
 
 
 def pmax(x: _Tree, axis: Axis) -> _Tree:
-    """The elementwise maximum over the ranks along ``axis``.
+    """Returns the elementwise maximum over the ranks along ``axis``.
 
     It has no derivative: differentiating it raises.
 
@@ -122,11 +123,11 @@ def pmax(x: _Tree, axis: Axis) -> _Tree:
     >>> ff.spmd(main, mesh)()
     [1, 1]
     """
-    return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
+    return apply_over(x, axis, lambda leaf, group: LinearMap("pmax", to="I"))
 
 
 def pmin(x: _Tree, axis: Axis) -> _Tree:
-    """The elementwise minimum over the ranks along ``axis``: see :func:`pmax`.
+    """Returns the elementwise minimum over the ranks along ``axis``: see :func:`pmax`.
 
     >>> import fsfunc as ff, torch
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -134,11 +135,11 @@ def pmin(x: _Tree, axis: Axis) -> _Tree:
     >>> ff.spmd(main, mesh)()
     [0, 0]
     """
-    return over(x, axis, lambda leaf, where: LinearMap("pmin", to="I"))
+    return apply_over(x, axis, lambda leaf, group: LinearMap("pmin", to="I"))
 
 
 def all_gather(x: _Tree, axis: Axis, *, dim: int = 0, to: AxisType = "V") -> _Tree:
-    """The ranks' ``x`` concatenated along ``dim``, in axis order.
+    """Concatenates the ranks' ``x`` along ``dim``, in axis order.
 
     Transpose: psum_scatter (``to="V"`` or ``"R"``); for ``to="I"`` the rank's slice.
 
@@ -159,14 +160,14 @@ def all_gather(x: _Tree, axis: Axis, *, dim: int = 0, to: AxisType = "V") -> _Tr
     [torch.Size([1, 4]), torch.Size([1, 4])]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "all_gather", "V", to, dim=checked_dim(leaf, dim))
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed_map(group, "all_gather", "V", to, dim=checked_dim(leaf, dim))
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)
 
 
 def psum_scatter(x: _Tree, axis: Axis, *, dim: int = 0, of: AxisType = "V") -> _Tree:
-    """This rank's part, along ``dim``, of the sum over the ranks along ``axis``.
+    """Returns this rank's part, along ``dim``, of the sum over the ranks of ``axis``.
 
     Truth values are counted, in int64.
 
@@ -188,15 +189,15 @@ def psum_scatter(x: _Tree, axis: Axis, *, dim: int = 0, of: AxisType = "V") -> _
     [[0], [2]]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = check_cut(leaf, dim, where, "psum_scatter")
-        return typed(where, "psum_scatter", of, "V", dim=cut)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        cut_dim = check_cut(leaf, dim, group, "psum_scatter")
+        return typed_map(group, "psum_scatter", of, "V", dim=cut_dim)
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)
 
 
 def all_to_all(x: _Tree, axis: Axis, *, split_dim: int, concat_dim: int) -> _Tree:
-    """Part i of ``x`` along ``split_dim`` goes to rank i; received ones are joined.
+    """Sends part i of ``x`` along ``split_dim`` to rank i, and joins what it receives.
 
     Transpose: all_to_all with the dims exchanged.
 
@@ -217,16 +218,18 @@ def all_to_all(x: _Tree, axis: Axis, *, split_dim: int, concat_dim: int) -> _Tre
     [[[0], [1]], [[0], [1]]]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = check_cut(leaf, split_dim, where, "all_to_all")
-        join = checked_dim(leaf, concat_dim, "concat_dim")
-        return typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        cut_dim = check_cut(leaf, split_dim, group, "all_to_all")
+        joined_dim = checked_dim(leaf, concat_dim, "concat_dim")
+        return typed_map(group, "all_to_all", "V", "V", dim=cut_dim, to_dim=joined_dim)
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)
 
 
 def ppermute(x: _Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> _Tree:
-    """``x`` of rank ``s`` at rank ``d`` for each (s, d) in ``pairs``; zeros elsewhere.
+    """Sends ``x`` of rank ``s`` to rank ``d`` for each (s, d) in ``pairs``.
+
+    A rank that is no target gets zeros.
 
     Transpose: ppermute with every pair turned round.
 
@@ -246,26 +249,27 @@ def ppermute(x: _Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> _Tree:
     """
     pairs = tuple((int(s), int(d)) for s, d in pairs)
     n = axis_size(axis)
-    for ends in zip(*pairs, strict=True):
-        if len(set(ends)) != len(ends) or not all(0 <= i < n for i in ends):
+    for indices in zip(*pairs, strict=True):  # all sources, then all targets
+        if len(set(indices)) != len(indices) or not all(0 <= i < n for i in indices):
             raise ValueError(
                 f"ppermute over {axis!r} of size {n}: each source and target once, "
                 f"each in 0..{n - 1}; got {list(pairs)}"
             )
+    # Where some ranks send and some do not, a plan of one rank is not that of another.
     if len({s for s, d in pairs if s != d}) not in (0, n):
-        asks(group(axis).axis)  # some ranks send, and some do not
+        note_axes_read(get_group(axis).axis)
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "ppermute", "V", "V", pairs=pairs)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed_map(group, "ppermute", "V", "V", pairs=pairs)
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)
 
 
 def pbroadcast(x: _Tree, axis: Axis, *, source: int, to: AxisType = "V") -> _Tree:
-    """``x`` of the rank at index ``source`` along ``axis``, on each of them.
+    """Returns ``x`` of the rank at index ``source`` along ``axis``, on each of them.
 
-    Transpose: the sum arrives at the source (``to="V"``); what the source holds stays,
-    without communication (``to="I"``).
+    Transpose: the sum of the cotangents, on the source (``to="V"``); the source's own
+    cotangent, without communication (``to="I"``). Other ranks get zeros.
 
     Args:
         x: tensors of one shape and dtype on every rank.
@@ -287,27 +291,30 @@ def pbroadcast(x: _Tree, axis: Axis, *, source: int, to: AxisType = "V") -> _Tre
     if not 0 <= source < n:
         raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return typed(where, "pbroadcast", "V", to, source=source)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        return typed_map(group, "pbroadcast", "V", to, source=source)
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)
 
 
 def _sum(x: _Tree, axis: Axis, of: AxisType, to: AxisType | None, power: int) -> _Tree:
-    where = group(axis)
-    if not where.mean and (means := set(here().mean).intersection(where.axis)):
-        mine = tuple(name for name in where.axis if name in means)
-        others = tuple(name for name in where.axis if name not in means)
-        # The loss is a mean over some, and one value over the others.
+    group = get_group(axis)
+    if not group.loss_is_mean and (
+        means := set(here().mean_axes).intersection(group.axis)
+    ):
+        # Over some of these axes the loss is a mean, over the others one value: two
+        # sums, as their transposes differ.
+        mean_axes = tuple(name for name in group.axis if name in means)
+        others = tuple(name for name in group.axis if name not in means)
         if (of, to) != ("V", None):
             raise ValueError(
-                f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
-                "once: sum over the ones, then over the others"
+                f"a sum {of}->{to} over {mean_axes}, means under shard, and {others} "
+                "at once: sum over the ones, then over the others"
             )
-        return _sum(_sum(x, mine, of, to, power), others, of, to, power)
+        return _sum(_sum(x, mean_axes, of, to, power), others, of, to, power)
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        default = "V" if where.mean else "I"
-        return typed(where, "psum", of, default if to is None else to, power=power)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        default = "V" if group.loss_is_mean else "I"
+        return typed_map(group, "psum", of, default if to is None else to, power=power)
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)

@@ -1,12 +1,13 @@
-"""What ranks have, compared, and the error of one of them raised on all.
+"""Comparisons of what ranks have; and one rank's error, raised on all.
 
 `agree` is for all that must be equal: programs, values, options, batches. Each rank
 describes it in lines, each a key and a text. Processes gather a digest of 16 bytes of
-each section of lines, and the texts only if digests differ. Simulated ranks compare
-with the first of them that came, through the notes of their link, and wait for nobody.
+each section of lines, and the texts only if digests differ. A simulated rank compares
+with the first rank that called, through the notes that their links share, and waits
+for nobody.
 
-`everywhere` is for what may fail on one rank: the others raise too, before they send
-what that rank would never receive.
+`run_everywhere` is for what may fail on one rank: the others raise too, before they
+send what that rank would never receive.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import RankGroup, gathered
+from fsfunc.comm.groups import RankGroup, gather_stacked
 from fsfunc.comm.ledgers import silence
 
 Lines = Sequence[tuple[str, str]]
 _T = TypeVar("_T")
 
-_SHOWN = 6  # lines of a message
+_MOST_LINES = 6  # of an error
 
 
 class RanksDiffer(ValueError):
@@ -47,24 +48,24 @@ class Section:
     advice: str = ""
 
 
-Compared = Section | bytes  # bytes: 16 of them, which are told and may differ
+Compared = Section | bytes  # bytes: a digest of 16, which is returned and may differ
 
 
 def digest_of(lines: Sequence[tuple[str, object]]) -> bytes:
-    """Sixteen bytes for lines, the same ones in every process."""
+    """Returns sixteen bytes for lines, the same ones in every process."""
     text = "\0".join(f"{key}\0{text}" for key, text in lines)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
 
 def agree(
-    where: RankGroup, *compared: Compared, waits: bool = False
+    group: RankGroup, *compared: Compared, waits: bool = False
 ) -> Sequence[Sequence[bytes]]:
     """Raises unless all ranks of a group have the same lines in every section.
 
     Args:
         compared: sections; and bytes, such as digests of what may differ.
         waits: whether simulated ranks wait for one another, as processes do: then all
-            of them raise, and all are told the digests.
+            of them raise, and all get the digests.
 
     Returns:
         the digests of each of ``compared``, by index along the group. Of simulated
@@ -76,25 +77,26 @@ def agree(
     Cost: one gather of 16 bytes a section, which is in no ledger; where they differ,
     two more, of the texts. Simulated ranks that do not wait send nothing.
     """
-    if where.size == 1:
+    if group.size == 1:
         return [[_digest(x)] for x in compared]
-    if where.link.notes is not None and not waits:
-        came = _came(compared, where)
-        first, theirs = next(iter(came.items()))
-        for mine, other in zip(compared, theirs, strict=True):
-            if isinstance(mine, Section) and isinstance(other, Section):
-                if list(mine.lines) != list(other.lines):
-                    by_rank = {first: other.lines, where.rank: mine.lines}
-                    raise _difference(mine, by_rank)
-        each = [came[rank] for rank in where.ranks] if len(came) == where.size else []
-        return [[_digest(x) for x in column] for column in zip(*each, strict=True)]
-    with _aside():
-        rows = _gathered(b"".join(map(_digest, compared)), where)
+    if group.link.notes is not None and not waits:
+        arrived = _note_arrival(compared, group)
+        first, theirs = next(iter(arrived.items()))
+        for local, other in zip(compared, theirs, strict=True):
+            if isinstance(local, Section) and isinstance(other, Section):
+                if list(local.lines) != list(other.lines):
+                    by_rank = {first: other.lines, group.rank: local.lines}
+                    raise _difference(local, by_rank)
+        everyone = len(arrived) == group.size
+        by_index = [arrived[rank] for rank in group.ranks] if everyone else []
+        return [[_digest(x) for x in column] for column in zip(*by_index, strict=True)]
+    with _unrecorded():
+        rows = _gather_bytes(b"".join(map(_digest, compared)), group)
         starts = range(0, len(rows[0]), 16)
         columns = [[row[i : i + 16] for row in rows] for i in starts]
         for section, digests in zip(compared, columns, strict=True):
             if isinstance(section, Section) and len(set(digests)) > 1:
-                raise _difference(section, _lines(section.lines, where))
+                raise _difference(section, _gather_lines(section.lines, group))
     return columns
 
 
@@ -102,41 +104,44 @@ def _digest(x: Compared) -> bytes:
     return digest_of(x.lines) if isinstance(x, Section) else x
 
 
-def unlike(lines: Lines, where: RankGroup) -> Mapping[int, Lines]:
-    """Every rank's lines, by rank, if they differ; else nothing.
+def differing_lines(lines: Lines, group: RankGroup) -> Mapping[int, Lines]:
+    """Returns every rank's lines, by rank, if they differ; else nothing.
 
     Cost: that of :func:`agree`.
     """
-    (digests,) = agree(where, digest_of(lines), waits=True)
+    (digests,) = agree(group, digest_of(lines), waits=True)
     if len(set(digests)) == 1:
         return {}
-    with _aside():
-        return _lines(lines, where)
+    with _unrecorded():
+        return _gather_lines(lines, group)
 
 
-def everywhere(
+def run_everywhere(
     action: Callable[[], _T],
-    where: RankGroup | None,
+    group: RankGroup | None,
     otherwise: type[Exception] = RuntimeError,
 ) -> _T:
-    """``action()``, or on every rank the error of any; also waits for all ranks.
+    """Runs ``action`` on each rank; an error of any is raised on all of them.
+
+    So it also waits for all ranks.
 
     Args:
-        where: the ranks that do it; None: this one alone.
-        otherwise: what the others raise where the error is none of Python's own.
+        group: the ranks that do it; None: this one alone.
+        otherwise: the class that the other ranks raise if the error's own is not one of
+            Python's (an arbitrary class may not be made of a text).
     """
     result = error = None
     try:
         result = action()
     except Exception as failure:
         error = failure
-    raise_everywhere(error, where, otherwise)
+    raise_everywhere(error, group, otherwise)
     return cast("_T", result)
 
 
 def raise_everywhere(
     error: BaseException | None,
-    where: RankGroup | None,
+    group: RankGroup | None,
     otherwise: type[Exception] = RuntimeError,
 ) -> None:
     """Raises on every rank if any rank has an ``error``; also waits for all ranks.
@@ -146,23 +151,23 @@ def raise_everywhere(
 
     Cost: one gather of eight bytes; where there is an error, one of its text.
     """
-    if where is not None and where.size > 1:
+    if group is not None and group.size > 1:
         text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
         with torch.no_grad():
-            texts = _texts(text, where)
+            texts = _gather_texts(text, group)
         if error is None and any(texts):
             index = next(i for i, text in enumerate(texts) if text)
             name, _, text = texts[index].partition(": ")
-            kind = _PLAIN.get(name, otherwise)
-            raise kind(f"rank {where.ranks[index]} could not go on: {text}")
+            error_class = _PYTHONS.get(name, otherwise)
+            raise error_class(f"rank {group.ranks[index]} could not go on: {text}")
     if error is not None:
         raise error
 
 
-_LONGEST = 2048  # characters of an error that travels
-_PLAIN: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
+_LONGEST = 2048  # characters of an error that is sent
+_PYTHONS: dict[str, type[Exception]] = {
+    error_class.__name__: error_class
+    for error_class in (
         *(FileExistsError, FileNotFoundError, PermissionError, OSError),
         *(KeyError, TypeError, ValueError, RuntimeError),
     )
@@ -170,72 +175,80 @@ _PLAIN: dict[str, type[Exception]] = {
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def _unrecorded() -> Iterator[None]:
+    """Inside, collectives are in no ledger: they are no part of a step's cost."""
     with silence(), label("", "what ranks are about to do"), torch.no_grad():
         yield
 
 
-def _came(
-    compared: Sequence[Compared], where: RankGroup
+def _note_arrival(
+    compared: Sequence[Compared], group: RankGroup
 ) -> Mapping[int, Sequence[Compared]]:
-    """What simulated ranks compare that have come to it, in the order of coming."""
-    notes: dict[Any, Any] = where.link.notes
-    of = where.ranks, tuple(map(type, compared))
-    number = notes["comparisons", *of, where.rank] = (
-        notes.get(("comparisons", *of, where.rank), 0) + 1
+    """Notes this simulated rank's part; returns those that arrived, in their order.
+
+    The n-th comparison of a rank with the same ranks and kinds belongs to the n-th of
+    each other one.
+    """
+    notes = cast("dict[Any, Any]", group.link.notes)
+    kind = group.ranks, tuple(map(type, compared))
+    number = notes["comparisons", *kind, group.rank] = (
+        notes.get(("comparisons", *kind, group.rank), 0) + 1
     )
-    came = notes.setdefault(key := ("compared", *of, number), {})
-    came[where.rank] = compared
-    if len(came) == where.size:
+    arrived = notes.setdefault(key := ("compared", *kind, number), {})
+    arrived[group.rank] = compared
+    if len(arrived) == group.size:
         del notes[key]
-    return came
+    return arrived
 
 
-def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
-    """The bytes of each rank of the group, all of one length."""
-    x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    return [bytes(row.tolist()) for row in gathered(x, where)]
+def _gather_bytes(row: bytes, group: RankGroup) -> list[bytes]:
+    """Gathers the bytes of each rank of the group, all of one length."""
+    x = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    return [bytes(row.tolist()) for row in gather_stacked(x, group)]
 
 
-def _texts(mine: str, where: RankGroup) -> list[str]:
-    """The text of each rank; where all are empty one gather of eight bytes tells."""
-    data = mine.encode(errors="replace")
-    rows = _gathered(len(data).to_bytes(8, "little"), where)
+def _gather_texts(text: str, group: RankGroup) -> list[str]:
+    """Gathers the ranks' texts; their sizes first, which is all if they are empty."""
+    data = text.encode(errors="replace")
+    rows = _gather_bytes(len(data).to_bytes(8, "little"), group)
     sizes = [int.from_bytes(row, "little") for row in rows]
     if not any(sizes):
-        return [""] * where.size
-    rows = _gathered(data.ljust(max(sizes), b"\0"), where)
+        return [""] * group.size
+    rows = _gather_bytes(data.ljust(max(sizes), b"\0"), group)
     return [row[:n].decode() for row, n in zip(rows, sizes, strict=True)]
 
 
-def _lines(mine: Lines, where: RankGroup) -> Mapping[int, Lines]:
-    """Every rank's lines, by rank."""
-    texts = _texts("\0".join(part for line in mine for part in line), where)
-    found: dict[int, Lines] = {}
-    for rank, text in zip(where.ranks, texts, strict=True):
+def _gather_lines(lines: Lines, group: RankGroup) -> Mapping[int, Lines]:
+    """Gathers every rank's lines, by rank."""
+    texts = _gather_texts("\0".join(part for line in lines for part in line), group)
+    by_rank: dict[int, Lines] = {}
+    for rank, text in zip(group.ranks, texts, strict=True):
         parts = text.split("\0") if text else []  # of no lines there is no text
-        found[rank] = list(zip(parts[::2], parts[1::2], strict=True))
-    return found
+        by_rank[rank] = list(zip(parts[::2], parts[1::2], strict=True))
+    return by_rank
 
 
 def _difference(section: Section, by_rank: Mapping[int, Lines]) -> RanksDiffer:
-    """The error that names the lines of a section that differ, by rank."""
-    each = {rank: dict(lines) for rank, lines in sorted(by_rank.items())}
-    keys = list(dict.fromkeys(key for lines in each.values() for key in lines))
+    """Makes the error that names the lines of a section that differ, by rank."""
+    texts_by_rank = {rank: dict(lines) for rank, lines in sorted(by_rank.items())}
+    keys = list(dict.fromkeys(key for lines in texts_by_rank.values() for key in lines))
     rows = []
     for key in keys:
-        texts: dict[str, list[int]] = {}
-        for rank, lines in each.items():
-            texts.setdefault(lines.get(key, "nothing"), []).append(rank)
-        if len(texts) > 1:
-            rows.append(f"  {key}: " + "; ".join(_who(r, t) for t, r in texts.items()))
-    more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, lines in texts_by_rank.items():
+            ranks_by_text.setdefault(lines.get(key, "nothing"), []).append(rank)
+        if len(ranks_by_text) > 1:
+            named = [_name_ranks(r, text) for text, r in ranks_by_text.items()]
+            rows.append(f"  {key}: " + "; ".join(named))
+    left_out = len(rows) - _MOST_LINES
+    more = [f"  and {left_out} more"] if left_out > 0 else []
     if not rows:
         rows = ["  the lines are the same, in another order"]
     advice = [section.advice] if section.advice else []
-    return RanksDiffer("\n".join([f"{section.title}:", *rows[:_SHOWN], *more, *advice]))
+    shown = rows[:_MOST_LINES]
+    return RanksDiffer("\n".join([f"{section.title}:", *shown, *more, *advice]))
 
 
-def _who(ranks: Sequence[int], text: str) -> str:
-    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {some}: {text[:240]}"
+def _name_ranks(ranks: Sequence[int], text: str) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}: {text[:240]}"

@@ -1,8 +1,9 @@
 """Descriptions of values, equal in every process, to show and to compare.
 
-Transforms and optimizers have a ``called`` and a ``configuration``, (name, value)
-pairs. Tensors are described by their values, or by a checksum of their bits, functions
-by their names, and everything else by its repr.
+Transforms and optimizers have a name, ``called``, and a ``configuration`` of (name,
+value) pairs. Tensors are described by their values, or by a checksum of their bits,
+functions by their names, and everything else by its repr. `comparison.agree` compares
+the lines between ranks; a checkpoint and ``repr`` of an optimizer print them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from fsfunc import _torch
 from fsfunc.comm.comparison import Lines, Section
 from fsfunc.sharded.layout import describe
 
-Ask = Callable[[str, Any], Lines]  # (name, function) -> lines of its results
+# (name, function) -> lines of its results: a schedule's rates at the first counts.
+Ask = Callable[[str, Callable[..., Any]], Lines]
 
 _NUMBERS = (int, float, bool, type(None))
-_FEW = 16  # elements of a tensor that are printed; else it is a checksum
+_MOST_PRINTED = 16  # elements of a tensor; of more it is a checksum
 
 
-def stated(value: Any) -> str:
-    """A description of a value, without addresses and the like.
+def describe_value(value: Any) -> str:
+    """Describes a value in one line, without addresses, so equal in every process.
 
-    >>> stated(len), stated(object()), stated({"lr": (0.1,)})
+    >>> describe_value(len), describe_value(object()), describe_value({"lr": (0.1,)})
     ('<function len>', '<object object>', "{'lr': (0.1,)}")
     """
     if type(value) in _NUMBERS:
@@ -38,29 +40,33 @@ def stated(value: Any) -> str:
     if isinstance(value, Tensor):
         return _tensor(value)
     if type(value) in (list, tuple):
-        inside = ", ".join(map(stated, value))
+        inside = ", ".join(map(describe_value, value))
         if type(value) is list:
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{stated(k)}: {stated(v)}" for k, v in value.items())
+        inside = ", ".join(
+            f"{describe_value(k)}: {describe_value(v)}" for k, v in value.items()
+        )
         return f"{{{inside}}}"
     if (parts := _parts(value)) is not None:
         kind, items = parts
-        return f"{kind}({', '.join(f'{k}={stated(v)}' for k, v in items)})"
+        return f"{kind}({', '.join(f'{k}={describe_value(v)}' for k, v in items)})"
+    # Functions and classes: their repr has an address.
     if name := getattr(value, "__qualname__", None):
         kind = "class" if isinstance(value, type) else "function"
         return f"<{kind} {name}>"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
-    """The same, a line for each part, by path.
+def describe_lines(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
+    """Describes a value in lines, one for each of its parts, by path.
 
     Args:
-        ask: gives further lines for a function, by its name: results of calling it.
+        name: the path of the value.
+        ask: returns further lines for a function, by its name: results of calling it.
 
-    >>> told("rates", {"first": 0.1, "others": (0.2,)})[1:]
+    >>> describe_lines("rates", {"first": 0.1, "others": (0.2,)})[1:]
     [('rates/first', '0.1'), ('rates/others', 'tuple of 1'), ('rates/others/0', '0.2')]
     """
     if type(value) in _NUMBERS:
@@ -71,30 +77,34 @@ def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
     elif items is None and type(value) in (list, tuple):
         items = [(str(i), x) for i, x in enumerate(value)]
     if items is None:
-        more = ask(name.rpartition("/")[2], value) if callable(value) else ()
-        return [(name, stated(value)), *((f"{name} {k}", said) for k, said in more)]
+        answers = ask(name.rpartition("/")[2], value) if callable(value) else ()
+        return [
+            (name, describe_value(value)),
+            *((f"{name} {key}", text) for key, text in answers),
+        ]
     kind = kind or f"{type(value).__name__} of {len(items)}"
-    below = [told(f"{name}/{key}", x, ask) for key, x in items]
-    return [(name, kind), *chain.from_iterable(below)]
+    of_parts = [describe_lines(f"{name}/{key}", x, ask) for key, x in items]
+    return [(name, kind), *chain.from_iterable(of_parts)]
 
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
-    """The name and the parts of a value that has a ``configuration``, or None."""
+    """Returns the name and the parts of a value with a ``configuration``, or None."""
     if isinstance(value, functools.partial):
-        given = [(str(i), x) for i, x in enumerate(value.args)]
-        return stated(value.func), [*given, *value.keywords.items()]
-    made = getattr(value, "configuration", None)
-    if isinstance(value, type) or not isinstance(made, tuple | list):
+        arguments = [(str(i), x) for i, x in enumerate(value.args)]
+        return describe_value(value.func), [*arguments, *value.keywords.items()]
+    configuration = getattr(value, "configuration", None)
+    # A class has its property's object by that name, and no pairs.
+    if isinstance(value, type) or not isinstance(configuration, tuple | list):
         return None
-    return getattr(value, "called", "") or type(value).__name__, list(made)
+    return getattr(value, "called", "") or type(value).__name__, list(configuration)
 
 
 def _tensor(x: Tensor) -> str:
-    """A tensor by its values; by a checksum of many; by its shape without data."""
+    """Describes a tensor by its values; by a checksum of many; by its shape alone."""
     kind = f"tensor {describe(x.shape, x.dtype)}"
     if not has_values(x):
         return kind
-    if x.numel() <= _FEW:
+    if x.numel() <= _MOST_PRINTED:
         return f"{kind} {x.tolist()}"
     return f"{kind} of checksum {checksums([x])[0] % 2**64:016x}"
 
@@ -108,17 +118,19 @@ ALIKE = (
 )
 
 
-def whole_values(
+def section_of_values(
     paths: Sequence[str],
     leaves: Sequence[Any],
     notes: dict[Any, Any] | None,
     title: str = "whole parameters differ between ranks",
     advice: str = ALIKE,
 ) -> Section:
-    """The section of values that must be equal on every rank.
+    """Returns the section of values that must be equal on every rank, for `agree`.
 
     Args:
-        notes: the link's notes of ranks that share a process, to cache checksums in.
+        paths, leaves: the values; only tensors, numbers and texts are compared.
+        notes: the notes that the links of one process share, to cache checksums in:
+            ranks there often have the same tensor.
     """
     lines = [
         (repr(path), repr(leaf))
@@ -126,10 +138,10 @@ def whole_values(
         if isinstance(leaf, bool | int | float | complex | str | bytes)
     ]
     tensors = {p: x for p, x in zip(paths, leaves, strict=True) if has_values(x)}
-    known = None if notes is None else notes.setdefault("checksums", {})
-    sums = checksums(list(tensors.values()), known)
-    for (path, x), n in zip(tensors.items(), sums, strict=True):
-        text = f"{describe(x.shape, x.dtype)} of checksum {n % 2**64:016x}"
+    cache = None if notes is None else notes.setdefault("checksums", {})
+    sums = checksums(list(tensors.values()), cache)
+    for (path, x), checksum in zip(tensors.items(), sums, strict=True):
+        text = f"{describe(x.shape, x.dtype)} of checksum {checksum % 2**64:016x}"
         lines.append((repr(path), text))
     return Section(title, lines, advice)
 
@@ -138,7 +150,7 @@ def whole_values(
 
 
 def has_values(x: Any) -> bool:
-    """True if ``x`` is a tensor with data, dense and not on meta."""
+    """Returns whether ``x`` is a tensor with data, dense and not on meta."""
     if not isinstance(x, Tensor) or isinstance(x, _torch.FakeTensor):
         return False
     return x.layout == torch.strided and x.device.type != "meta"
@@ -147,44 +159,48 @@ def has_values(x: Any) -> bool:
 _ROW, _ROWS = 2048, 64  # words in a row; rows that fit a core's cache
 _FAR_ROWS = 4096  # rows for which a GPU takes longer than Python for three launches
 _weights: dict[torch.device, Tensor] = {}
+# By id: the tensor (ids are given again), its version then, and its checksum.
+_Cache = dict[int, tuple["weakref.ref[Tensor]", int | None, int]]
 
 
-def checksums(
-    tensors: Sequence[Tensor], known: dict[int, Any] | None = None
-) -> list[int]:
-    """A checksum of each tensor's bits.
+def checksums(tensors: Sequence[Tensor], cache: _Cache | None = None) -> list[int]:
+    """Returns a checksum of each tensor's bits.
 
     Args:
-        known: a cache for tensors that ranks of one process share.
+        cache: for tensors that ranks of one process share.
 
     Cost: each tensor is read once, at some 3 GB/s a thread; one number a tensor is
     copied from the device.
 
-    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    >>> a, b, c = checksums([one, other, one.clone()])
+    >>> x, y = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> a, b, c = checksums([x, y, x.clone()])
     >>> a == c, a == b
     (True, False)
     """
-    known = {} if known is None else known
+    cache = {} if cache is None else cache
     with torch.no_grad(), torch.inference_mode(False):
-        folded = _Folded()
-        return [_known(x, known, folded) for x in tensors]
+        weighted_sum = _WeightedSum()
+        return [_checksum(x, cache, weighted_sum) for x in tensors]
 
 
-def _known(x: Tensor, known: dict[int, Any], folded: _Folded) -> int:
+def _checksum(x: Tensor, cache: _Cache, weighted_sum: _WeightedSum) -> int:
+    """Returns the checksum of a tensor that was not written since it was cached."""
     version = None if x.is_inference() else x._version
-    seen, then, found = known.get(id(x), (None, None, 0))
-    if seen is None or seen() is not x or version is None or version != then:
+    cached, cached_version, checksum = cache.get(id(x), (None, None, 0))
+    is_new = cached is None or cached() is not x  # an id is given to another tensor
+    if is_new or version is None or version != cached_version:
         with _torch.beneath_all_modes():  # unseen by modes that record the step
-            found = int(folded(_words(x)).item())
-        known[id(x)] = weakref.ref(x), version, found
-    return found
+            checksum = int(weighted_sum(_words(x)).item())
+        cache[id(x)] = weakref.ref(x), version, checksum
+    return checksum
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bytes of a tensor as 32-bit integers, zeros after the last."""
+    """Returns the bytes of a tensor as 32-bit integers, with zeros after the last."""
     x = x.detach().resolve_conj().resolve_neg().contiguous()
-    data = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # of one, any stride
+    # Not `view(-1)`: a contiguous tensor of one element may have any stride.
+    data = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    # As integers of 4 bytes memory must begin at a multiple of 4, and end there.
     if data.storage_offset() % 4 or data.numel() % 4:
         padded = data.new_zeros(-(-data.numel() // 4) * 4)
         padded[: data.numel()] = data
@@ -192,7 +208,7 @@ def _words(x: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
-class _Folded:
+class _WeightedSum:
     """A weighted sum of words modulo 2^64: of rows, and then of the rows' sums.
 
     Weights are odd and of 62 bits, and words have 32: so two words that change in their
@@ -200,25 +216,26 @@ class _Folded:
     """
 
     def __init__(self) -> None:
-        self.rooms: dict[torch.device, Tensor] = {}  # fresh memory costs page faults
+        # Buffers of widened rows, used again: fresh memory costs page faults.
+        self.buffers: dict[torch.device, Tensor] = {}
 
     def __call__(self, words: Tensor) -> Tensor:
         weights = _weights_on(words.device)
         while words.numel() > _ROW:
-            whole = words.numel() // _ROW * _ROW
-            many = _ROWS if _on_host(words) else _FAR_ROWS
-            rows = words[:whole].view(-1, _ROW).split(many)
-            sums = torch.cat([self._summed(some, weights) for some in rows])
-            words = torch.cat([sums.view(torch.int32), words[whole:]])
+            in_whole_rows = words.numel() // _ROW * _ROW
+            rows_at_once = _ROWS if _on_host(words) else _FAR_ROWS
+            pieces = words[:in_whole_rows].view(-1, _ROW).split(rows_at_once)
+            sums = torch.cat([self._sum_rows(rows, weights) for rows in pieces])
+            words = torch.cat([sums.view(torch.int32), words[in_whole_rows:]])
         return (words * weights[: words.numel()]).sum()
 
-    def _summed(self, rows: Tensor, weights: Tensor) -> Tensor:
-        room = self.rooms.get(rows.device)
-        if room is None or len(room) < len(rows):
-            room = weights.new_empty(max(_ROWS, len(rows)), _ROW)
-            self.rooms[rows.device] = room
-        wide = room[: len(rows)].copy_(rows)
-        # Widened first: in half the time of a product of unlike kinds.
+    def _sum_rows(self, rows: Tensor, weights: Tensor) -> Tensor:
+        buffer = self.buffers.get(rows.device)
+        if buffer is None or len(buffer) < len(rows):
+            buffer = weights.new_empty(max(_ROWS, len(rows)), _ROW)
+            self.buffers[rows.device] = buffer
+        # Widened first: a product of int32 with int64 takes twice the time.
+        wide = buffer[: len(rows)].copy_(rows)
         if _on_host(wide):
             return torch.mv(wide, weights)
         return wide.mul_(weights).sum(1)  # CUDA multiplies no matrices of integers
@@ -230,7 +247,7 @@ def _on_host(x: Tensor) -> bool:
 
 def _weights_on(device: torch.device) -> Tensor:
     if device not in _weights:
-        draw = torch.Generator().manual_seed(0)
-        wide = torch.randint(2**62, (_ROW,), generator=draw, device="cpu") * 2 + 1
-        _weights[device] = wide.to(device)
+        generator = torch.Generator().manual_seed(0)  # the same in every process
+        odd = torch.randint(2**62, (_ROW,), generator=generator, device="cpu") * 2 + 1
+        _weights[device] = odd.to(device)
     return _weights[device]

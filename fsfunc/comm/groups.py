@@ -1,4 +1,9 @@
-"""``RankGroup``: one rank's handle on the ranks along an axis, to send to them."""
+"""``RankGroup``: one rank's handle on the ranks along an axis, to send to them.
+
+``get_group("data")`` is that of the rank that runs. Each collective, each gather and
+reduction of ``shard`` and each transfer of a pipeline starts here: a group checks the
+tensor, records the bytes in open ledgers, and passes it on to the backend's `Link`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.backends.link import Handle, Link
 from fsfunc.comm.ledgers import note
-from fsfunc.comm.mesh import Axis, Here, asks, here
+from fsfunc.comm.mesh import Axis, Here, here, note_axes_read
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,11 @@ class RankGroup:
         axis: the names of the axis.
         ranks: the ranks along it; ``index``: the position of this one, ``rank``.
         link: its connection to the other ranks.
-        mean: whether the loss is the mean of these ranks' losses, as under ``shard``.
+        loss_is_mean: whether the loss is the mean of these ranks' losses, as under
+            ``shard``.
         compared: whether the ranks have compared their programs.
-        apart: whether collectives over it are an error (``local_sgd``, ``gossip``).
+        independent: whether these ranks train copies of their own (``local_sgd``,
+            ``gossip``): collectives over them are an error.
         levels: of several axes, the group along each.
     """
 
@@ -36,13 +43,13 @@ class RankGroup:
     ranks: tuple[int, ...]
     index: int
     rank: int
-    link: Any
-    mean: bool = False
+    link: Link
+    loss_is_mean: bool = False
     compared: bool = False
-    apart: bool = False
+    independent: bool = False
     levels: tuple[RankGroup, ...] = field(default=(), compare=False, repr=False)
 
-    @cached_property
+    @cached_property  # it is read several times in each collective
     def size(self) -> int:
         return len(self.ranks)
 
@@ -62,8 +69,8 @@ class RankGroup:
         x: Tensor,
         *,
         out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
+        name: str = "",
+        **kwargs: Any,
     ) -> Handle:
         """Starts a collective on ``x``, along dim 0; returns its handle.
 
@@ -72,27 +79,31 @@ class RankGroup:
         ``any_order=True``.
 
         Args:
-            what: the name of the buffer of ``x``; ranks whose names differ raise.
-            how: ``pairs=`` for ppermute, ``source=`` for pbroadcast, ``sizes=`` for an
-                all_to_all of unequal parts (see `LinearMap`); ``any_order=``.
+            op: a name in `operations.OPERATIONS`.
+            out: the result's memory; None: new memory.
+            name: that of the buffer in ``x``; ranks whose names differ raise.
+            kwargs: ``pairs=`` for ppermute, ``source=`` for pbroadcast, ``sizes=`` for
+                an all_to_all of unequal parts (see `LinearMap`); ``any_order=`` and
+                ``read_only=`` (see `Link.start`).
         """
-        check_kind(op, x, self)
-        if self.apart:
+        check_sendable(op, x, self)
+        if self.independent:
             raise ValueError(
                 f"{op} over {self.name} in a step whose ranks along it train copies of "
                 "their own: its loss is that of one rank. Call the collective on what "
                 "the step returns, outside of it"
             )
-        note(op, x, self, how, what)
+        note(op, x, self, kwargs, name)
+        # Asked here, so that a buffer, which is contiguous, costs no call of ours.
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
-            x = dense(x)
-        return self.link.start(op, x, self, out=out, what=what, **how)
+            x = to_contiguous(x)
+        return self.link.start(op, x, self, out=out, name=name, **kwargs)
 
-    def send(self, x: Tensor, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, to: int, name: str = "") -> Handle:
         """Sends ``x`` to the rank at index ``to``; returns the handle at once.
 
         The n-th send from one rank to another is matched with the n-th receive there,
-        whatever collectives are in flight; shape, dtype and ``what`` must be equal.
+        whatever collectives are in flight; shape, dtype and ``name`` must be equal.
         Until the handle is ``done()``, ``x`` must not be written; its ``wait()``
         returns when the receiver has called ``receive``.
 
@@ -102,16 +113,16 @@ class RankGroup:
         Cost: the bytes of ``x``, noted as one ppermute of the sender's.
         """
         self._check("send to", to)
-        note("ppermute", x, self, {"pairs": ((self.index, to),)}, what)
-        return self.link.send(dense(x.detach()), self, to, what)
+        note("ppermute", x, self, {"pairs": ((self.index, to),)}, name)
+        return self.link.send(to_contiguous(x.detach()), self, to, name)
 
     def receive(
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        device: Any,
+        device: torch.device | str,
         source: int,
-        what: str = "",
+        name: str = "",
     ) -> Handle:
         """Receives from the rank at index ``source``; ``wait()`` returns the tensor.
 
@@ -122,55 +133,57 @@ class RankGroup:
         """
         self._check("receive from", source)
         like = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self.link.receive(like, self, source, what)
+        return self.link.receive(like, self, source, name)
 
-    def _check(self, what: str, other: int) -> None:
+    def _check(self, action: str, other: int) -> None:
         if not 0 <= other < self.size or other == self.index:
             raise ValueError(
                 f"rank {self.rank}, index {self.index} along {self.name}, cannot "
-                f"{what} index {other}: it is another one of 0 to {self.size - 1}"
+                f"{action} index {other}: it is another one of 0 to {self.size - 1}"
             )
 
 
-def gathered(x: Tensor, where: RankGroup) -> Tensor:
-    """Each rank's ``x``, all of one shape, in rank order, on the CPU.
+def gather_stacked(x: Tensor, group: RankGroup) -> Tensor:
+    """Gathers the ranks' ``x``, all of one shape: stacked in rank order, on the CPU.
 
     Cost: one all-gather.
     """
-    if where.size > 1:
-        every = where.start("all_gather", x.to(where.link.device)).wait()
+    if group.size > 1:
+        gathered = group.start("all_gather", x.to(group.link.device)).wait()
     else:
-        every = x
-    return every.view(where.size, *x.shape).cpu()
+        gathered = x
+    return gathered.view(group.size, *x.shape).cpu()
 
 
 NOT_IN_GRAPHS = "collectives of fsfunc are no operators of a graph"
 
 
+# A compiler that traces a unit refuses it here, in words, as it can take no collective.
 @_torch.outside_graphs(NOT_IN_GRAPHS)
-def group(axis: Axis, at: Here | None = None) -> RankGroup:
-    """The group along ``axis`` of the rank that runs.
+def get_group(axis: Axis, me: Here | None = None) -> RankGroup:
+    """Returns the group along ``axis`` of the rank that runs.
 
     Raises:
         NoMesh: outside a transform and outside ``spmd``.
         ValueError: an axis that the mesh does not have.
     """
-    at = here() if at is None else at
-    axis = axis if isinstance(axis, str) else tuple(at.mesh.check(axis))
-    if axis not in at.groups:
-        names = at.mesh.check(axis)
-        ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
-        index = ranks.index(at.rank)
-        levels = tuple(group(name, at) for name in names) if len(names) > 1 else ()
-        at.groups[axis] = RankGroup(
-            names, ranks, index, at.rank, at.link, mean, at.compared,
-            not set(names).isdisjoint(at.apart), levels,
+    me = here() if me is None else me
+    axis = axis if isinstance(axis, str) else tuple(me.mesh.check(axis))
+    # A step asks for the same few groups in each call: they are cached with the rank.
+    if axis not in me.groups:
+        names = me.mesh.check(axis)
+        ranks, mean = me.mesh.members(names, me.rank), set(names) <= set(me.mean_axes)
+        index = ranks.index(me.rank)
+        levels = tuple(get_group(name, me) for name in names) if len(names) > 1 else ()
+        me.groups[axis] = RankGroup(
+            names, ranks, index, me.rank, me.link, mean, me.compared,
+            not set(names).isdisjoint(me.independent_axes), levels,
         )  # fmt: skip
-    return at.groups[axis]
+    return me.groups[axis]
 
 
 def axis_index(axis: Axis) -> int:
-    """This rank's index along ``axis``: an int (a batched tensor on a vmap mesh).
+    """Returns this rank's index along ``axis``: an int; a batched tensor under vmap.
 
     Of several names the first varies slowest.
 
@@ -179,59 +192,66 @@ def axis_index(axis: Axis) -> int:
     >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
     [0, 2, 1, 3]
     """
-    where = group(axis)
-    asks(where.axis)
-    return where.position
+    group = get_group(axis)
+    note_axes_read(group.axis)
+    return group.position
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of ranks along ``axis``: the product over several names.
+    """Returns the number of ranks along ``axis``: the product over several names.
 
     >>> import fsfunc as ff
     >>> ff.spmd(lambda: ff.axis_size("data"), ff.make_mesh({"data": 2}, "simulated"))()
     [2, 2]
     """
-    return group(axis).size
+    return get_group(axis).size
 
 
-_MOVED = {
+_SENDABLE = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64, torch.complex128,
 }  # fmt: skip
 
 
-def check_kind(op: str, x: Tensor, where: Any) -> None:
+def check_sendable(op: str, x: Tensor, group: RankGroup) -> None:
     """Raises if no backend can send a tensor of this dtype or layout.
 
     Raises:
         TypeError: names dtype or layout, and the way out.
     """
-    if x.dtype not in _MOVED:
+    if x.dtype not in _SENDABLE:
         raise TypeError(
-            f"{op} over {where.name} of {x.dtype}: no backend sends or sums it. Send "
+            f"{op} over {group.name} of {x.dtype}: no backend sends or sums it. Send "
             "its bytes, x.view(torch.uint8), or sum it in a wider dtype"
         )
-    if x.is_meta and where.link.moves:
-        raise TypeError(f"{op} over {where.name} of a meta tensor: it has no values")
+    if x.is_meta and group.link.moves_data:
+        raise TypeError(f"{op} over {group.name} of a meta tensor: it has no values")
+    # By name: to import DTensor takes long, and a user who has one has imported it.
     if type(x).__name__ == "DTensor":
         raise TypeError(
-            f"{op} over {where.name} of a DTensor: send x.to_local() or x.full_tensor()"
+            f"{op} over {group.name} of a DTensor: send x.to_local() or x.full_tensor()"
         )
     if x.layout != torch.strided:
         raise TypeError(
-            f"{op} over {where.name} of a tensor with layout {x.layout}: ranks "
+            f"{op} over {group.name} of a tensor with layout {x.layout}: ranks "
             "exchange dense tensors; x.to_dense() is one"
         )
 
 
-def dense(x: Tensor) -> Tensor:
-    """``x``, contiguous, and neither lazily conjugated nor negated."""
+def to_contiguous(x: Tensor) -> Tensor:
+    """Returns ``x``, contiguous, and neither lazily conjugated nor negated.
+
+    Backends read memory, which has not what a lazy conjugation or negation says.
+    """
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()
 
 
-def strided(x: Tensor) -> Tensor:
-    """A gradient as a dense tensor: it may be sparse on some ranks, not on others."""
+def to_strided(x: Tensor) -> Tensor:
+    """Returns a gradient as a dense tensor.
+
+    It may be sparse on some ranks and dense on others, and all must send alike.
+    """
     return x if x.layout == torch.strided else x.to_dense()

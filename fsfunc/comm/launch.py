@@ -1,4 +1,9 @@
-"""Running a program on a mesh: ``make_mesh``, ``spmd`` and ``local_batch``."""
+"""Running a program on a mesh: ``make_mesh``, ``spmd`` and ``local_batch``.
+
+A script calls ``make_mesh`` once, and runs its main function by ``spmd(main, mesh)()``:
+on this process's rank, or on all ranks of a mesh that this process hosts. Here one
+chooses the backend; nothing after this knows which it is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -19,22 +24,25 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import run_abstract, run_vmapped
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.ledgers import note_ranks
 from fsfunc.comm.mesh import (
     Axis,
     Here,
     Mesh,
-    asks,
     check_mesh,
     here,
-    place_here,
-    remember,
+    note_axes_read,
+    set_here,
+    set_process_mesh,
 )
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import Report
 from fsfunc.sharded.inputs import check_function, refuse
 from fsfunc.sharded.leaf_tables import ranks_table
+
+if TYPE_CHECKING:
+    from fsfunc.comm.backends.processes import ProcessLink
 
 _R = TypeVar("_R")
 _Tree = TypeVar("_Tree")
@@ -87,10 +95,11 @@ class PerRank(list[_R]):
         return columns
 
     def of(self, rank: int, mesh: Mesh) -> _R:
-        """The value of one rank of an abstract mesh."""
+        """Returns the value of one rank of an abstract mesh."""
+        # Ranks with equal coordinates along the axes that the program read ran as one.
         place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
-        at = [place(r) for r in self.ranks or (0,)].index(place(rank))
-        return self[at]
+        index = [place(r) for r in self.ranks or (0,)].index(place(rank))
+        return self[index]
 
     def _report(self) -> Report | None:
         if self.ranks is None and len(self) == 1:  # a process does not say which
@@ -117,7 +126,7 @@ def make_mesh(
     timeout: float | timedelta | None = None,
     shared_memory: bool = True,
 ) -> Mesh:
-    """A mesh of named axes over ranks.
+    """Makes a mesh of named axes over ranks.
 
     Over processes every rank makes it, and all raise if their meshes differ.
 
@@ -169,27 +178,29 @@ def make_mesh(
     geometry = Mesh(axes, backend)
     link = connect(axes, geometry.size, limit, shared_memory)
     mesh = Mesh(axes, backend, link)
+    # A group for each set and order of axes, now: all processes must make torch's
+    # groups together, in one order, and later a rank may be alone in needing one.
     names = tuple(mesh.axes)
     for count in range(1, len(names) + 1):
         for chosen in itertools.permutations(names, count):
             every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
             link.connect(sorted(every))
-    return remember(mesh)
+    return set_process_mesh(mesh)
 
 
-def _limit(timeout: Any) -> timedelta | None:
-    """A timeout as torch.distributed takes it."""
+def _limit(timeout: float | timedelta | None) -> timedelta | None:
+    """Returns a timeout as torch.distributed takes it."""
     if timeout is None:
         return None
-    found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if not found > timedelta(0):
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if not limit > timedelta(0):
         raise ValueError(f"timeout={timeout!r}: seconds, more than none")
-    return found
+    return limit
 
 
 @api_boundary
 def spmd(fn: Callable[..., _R], mesh: Mesh) -> Callable[..., PerRank[_R]]:
-    """``fn`` run on every rank that this process hosts.
+    """Returns a function that runs ``fn`` on every rank that this process hosts.
 
     ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
     the same ``args``, but from a list that ``spmd`` returned each takes its own item,
@@ -228,10 +239,10 @@ def spmd(fn: Callable[..., _R], mesh: Mesh) -> Callable[..., PerRank[_R]]:
 
 
 def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
-    """The results of all ranks that this process hosts."""
-    alone = mesh.backend == "processes"
-    hosted = 1 if alone else mesh.size
-    note_ranks([mesh.rank] if alone else range(mesh.size))
+    """Returns the results of all ranks that this process hosts."""
+    is_process = mesh.backend == "processes"
+    hosted = 1 if is_process else mesh.size
+    note_ranks([mesh.rank] if is_process else range(mesh.size))
     for a in args:
         if isinstance(a, PerRank) and len(a) != hosted:
             raise ValueError(
@@ -241,14 +252,15 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
     by_rank = [
         [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
     ]
-    if alone:
-        with place_here(Here(mesh, mesh.link.rank, mesh.link)):
+    if is_process:
+        link = cast("ProcessLink", mesh.link)
+        with set_here(Here(mesh, link.rank, link)):
             try:
-                found = PerRank([fn(*by_rank[0])])
-                mesh.link.end()
-                return found
+                results = PerRank([fn(*by_rank[0])])
+                link.end()
+                return results
             except BaseException as error:
-                mesh.link.raised(error)
+                link.raised(error)  # the others ask this rank what became of it
                 raise
     if mesh.backend == "vmap":
         return PerRank(run_vmapped(mesh, fn, by_rank))
@@ -258,24 +270,24 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
 
 
 def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
-    """One result for each distinct program."""
-    many = [a for a in args if isinstance(a, PerRank)]
-    for a in many:
+    """Returns one result for each distinct program of an abstract mesh."""
+    per_rank = [a for a in args if isinstance(a, PerRank)]
+    for a in per_rank:
         ranks = a.ranks or (0,)
         if len(a) != len(ranks) or ranks[-1] >= mesh.size:
             raise ValueError(
                 f"a list of {len(a)} ranks' values cannot go to {mesh}: it takes what "
                 "spmd returned for this very mesh, whole"
             )
-    asked = {axis for a in many for axis in a.asked}
+    asked = {axis for a in per_rank for axis in a.asked}
 
-    def of(rank: int) -> list[Any]:
+    def args_of(rank: int) -> list[Any]:
         return [a.of(rank, mesh) if isinstance(a, PerRank) else a for a in args]
 
-    found = run_abstract(mesh, fn, of, asked)
-    results = PerRank(found.values())
+    by_rank = run_abstract(mesh, fn, args_of, asked)
+    results = PerRank(by_rank.values())
     results.ranks, results.asked = (
-        tuple(found),
+        tuple(by_rank),
         tuple(a for a in mesh.axes if a in asked),
     )
     return results
@@ -283,7 +295,7 @@ def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRan
 
 @api_boundary
 def local_batch(batch: _Tree, mesh: Mesh, axis: Axis, uneven: bool = False) -> _Tree:
-    """This rank's part, along dim 0, of a batch that every rank holds whole.
+    """Returns this rank's part, along dim 0, of a batch that every rank has whole.
 
     Args:
         batch: a tree of tensors that agree in dim 0; other leaves pass through.
@@ -321,9 +333,10 @@ def local_batch(batch: _Tree, mesh: Mesh, axis: Axis, uneven: bool = False) -> _
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
+    # Parts of one size are alike on all ranks of a plan; others are not.
     if any(n % size for n in sizes.values()):
-        asks(mesh.check(axis))
-    index = group(axis, here(mesh)).position
+        note_axes_read(mesh.check(axis))
+    index = get_group(axis, here(mesh)).position
 
     def part(x: Tensor) -> Tensor:
         if mesh.backend == "vmap":  # the index is a batched tensor, one for all ranks

@@ -1,6 +1,9 @@
 """Notes in open ledgers: what a rank sends, counted as a ring would send it.
 
-For ``b`` bytes of a rank's own input and ``n`` ranks, a rank sends
+`groups.RankGroup.start` notes each collective here, on every backend, so a plan and a
+real run count the same. The public ``ff.ledger()`` is in ``traffic``.
+
+For ``b`` bytes of a rank's input and ``n`` ranks, a rank sends
 
 ==================  ==================
 psum, pmax, pmin    2 (n-1)/n b
@@ -23,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,13 +34,23 @@ from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
-# The open ones, each with ``records`` and ``ranks``: see `traffic.Ledger`.
-LEDGERS: ContextVar[tuple[Any, ...]] = ContextVar("fsfunc_ledgers", default=())
+if TYPE_CHECKING:
+    from fsfunc.comm.groups import RankGroup
+    from fsfunc.comm.traffic import Ledger
+
+LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 
 @dataclass(frozen=True)
 class Record:
-    """One collective of one rank; ``what``: the name of its buffer."""
+    """One collective of one rank.
+
+    Args:
+        bytes: what the rank sends, by the table above.
+        unit, phase: its label, as `attribution.label` has it.
+        where: the user's source line.
+        what: the name of its buffer: the unit and its leaves, ``unit(leaves)``.
+    """
 
     op: str
     axis: tuple[str, ...]
@@ -51,35 +64,41 @@ class Record:
 
     @property
     def owner(self) -> str:
-        """The unit whose buffer it moves: a prefetch is issued as another unit runs."""
+        """The unit whose buffer it moves; a prefetch is issued as another unit runs."""
         unit, leaves, _ = self.what.partition("(")
         return unit if leaves else self.unit
 
 
 def note(
-    op: str, x: torch.Tensor, where: Any, how: Mapping[str, Any], what: str = ""
+    op: str,
+    x: torch.Tensor,
+    group: RankGroup,
+    kwargs: Mapping[str, Any],
+    name: str = "",
 ) -> None:
-    """Records one collective of the rank of ``where`` in every open ledger.
+    """Records one collective of the rank of ``group`` in every open ledger.
 
-    ``how``: its arguments.
+    Args:
+        kwargs: the collective's arguments.
+        name: that of the buffer in ``x``, or "".
     """
-    logs = LEDGERS.get()
-    if not logs:
+    ledgers = LEDGERS.get()
+    if not ledgers:  # a source line takes a walk up the stack
         return
-    share = OPERATIONS[op].sends(where.size, where.index, **how)
-    sent = Fraction(x.numel() * x.element_size() * share)
+    ratio = OPERATIONS[op].sent_ratio(group.size, group.index, **kwargs)
+    sent = Fraction(x.numel() * x.element_size() * ratio)
     unit, phase = current_label()
     record = Record(
-        op, where.axis, sent, x.dtype, unit, phase, where.rank, source_line(), what
+        op, group.axis, sent, x.dtype, unit, phase, group.rank, source_line(), name
     )
-    for log in logs:
-        log.records.append(record)
+    for ledger in ledgers:
+        ledger.records.append(record)
 
 
 def note_ranks(ranks: Iterable[int]) -> None:
     """Records the ranks that run in every open ledger."""
-    for log in LEDGERS.get():
-        log.ranks.update(ranks)
+    for ledger in LEDGERS.get():
+        ledger.ranks.update(ranks)
 
 
 def silence() -> Scoped:
@@ -88,10 +107,10 @@ def silence() -> Scoped:
 
 
 def is_silent() -> bool:
-    """True if nothing is recorded: no ledger is open, or within :func:`silence`."""
+    """Returns whether nothing is recorded: outside of ledgers, or within `silence`."""
     return not LEDGERS.get()
 
 
-def only(log: Any) -> Scoped:
-    """Inside, only ``log`` records."""
-    return Scoped(LEDGERS, (log,))
+def only(ledger: Ledger) -> Scoped:
+    """Inside, only this ledger records."""
+    return Scoped(LEDGERS, (ledger,))

@@ -1,8 +1,13 @@
 """Meshes: named axes over ranks; and the rank that runs.
 
-A :class:`Mesh` has the coordinates of ranks and the name of its backend. The rank that
-runs is a :class:`Here` in a context variable, which ``spmd`` sets for every rank of
-this process.
+A :class:`Mesh` has the coordinates of ranks and the name of its backend:
+
+    Mesh({"data": 2, "pipe": 3})          pipe 0   pipe 1   pipe 2
+                                 data 0   rank 0   rank 1   rank 2
+                                 data 1   rank 3   rank 4   rank 5
+
+The rank that runs is a :class:`Here` in a context variable, which ``spmd`` sets for
+every rank of this process; collectives and transforms ask :func:`here` for it.
 """
 
 from __future__ import annotations
@@ -12,11 +17,16 @@ import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsfunc.runtime.scopes import Scoped
 from fsfunc.sharded.placements import row_major
 from fsfunc.tree.structure import meant
+
+if TYPE_CHECKING:
+    from fsfunc.comm.backends.link import Link
+    from fsfunc.comm.backends.processes import ProcessLink
+    from fsfunc.comm.groups import RankGroup
 
 Axis: TypeAlias = str | tuple[str, ...]
 
@@ -26,7 +36,7 @@ class NoMesh(RuntimeError):
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """The names in ``axis``, as a tuple.
+    """Returns the names in ``axis`` as a tuple.
 
     >>> axis_names("data"), axis_names(("data", "node"))
     (('data',), ('data', 'node'))
@@ -47,28 +57,33 @@ class Mesh:
     (6, (3, 4, 5), 1)
     """
 
-    def __init__(self, axes: Mapping[str, int], backend: str, link: Any = None):
+    def __init__(
+        self, axes: Mapping[str, int], backend: str, link: ProcessLink | None = None
+    ):
         for name, size in axes.items():
             if not isinstance(name, str) or not name:
                 raise ValueError(f"an axis needs a name, got {name!r}")
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f'axis "{name}" needs a size of at least 1: {size!r}')
-        self.axes = dict(axes)
+        self.axes: dict[str, int] = dict(axes)
         self.backend = backend
         self.size = math.prod(self.axes.values())
         self.link = link
-        # Gradients still to compare, by rank, loss and axis: see `gradient_checks`.
-        self.uncompared: dict[Any, set[str]] = {}
+        # Gradients still to compare, by rank, loss and axis: see `gradient_checks`. The
+        # mesh has them where no transformed function runs that could.
+        self.uncompared: dict[tuple[int, Any, str], set[str]] = {}
+        # By axis and rank: the result of `members`.
         self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
 
     @property
     def rank(self) -> int:
         """The rank that runs."""
-        asks(self.axes)
+        # A program that reads it may differ from rank to rank.
+        note_axes_read(self.axes)
         return here(self).rank
 
     def check(self, axis: Axis) -> tuple[str, ...]:
-        """The names in ``axis``, checked: axes of this mesh, each named once."""
+        """Returns the names in ``axis``; raises unless each is an axis, named once."""
         if not isinstance(axis, (str, tuple, list)):
             raise TypeError(
                 f"axis={axis!r}: an axis of a mesh is a name, or a tuple of names, "
@@ -84,39 +99,39 @@ class Mesh:
         return names
 
     def axis_size(self, axis: Axis) -> int:
-        """The number of ranks along ``axis`` (the product over several names)."""
+        """Returns the number of ranks along ``axis``: the product over its names."""
         return math.prod(self.axes[name] for name in self.check(axis))
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """The coordinate of ``rank`` (default: the one that runs) on every axis."""
-        rest, found = self.rank if rank is None else rank, {}
-        for name, size in reversed(self.axes.items()):
-            rest, found[name] = divmod(rest, size)
-        return {name: found[name] for name in self.axes}
+        """Returns the coordinate of ``rank`` (default: the one here) on every axis."""
+        remainder, by_axis = self.rank if rank is None else rank, {}
+        for name, size in reversed(self.axes.items()):  # the last axis varies fastest
+            remainder, by_axis[name] = divmod(remainder, size)
+        return {name: by_axis[name] for name in self.axes}
 
     def coordinate(self, axis: Axis, rank: int | None = None) -> int:
-        """The index of ``rank`` along ``axis``, the first name varying slowest."""
+        """Returns the index of ``rank`` along ``axis``, the first name the slowest."""
         names = self.check(axis)
         if rank is None:
-            asks(names)
+            note_axes_read(names)
             rank = here(self).rank
-        at = self.coordinates(rank)
-        return row_major((at[name], self.axes[name]) for name in names)
+        coordinates = self.coordinates(rank)
+        return row_major((coordinates[name], self.axes[name]) for name in names)
 
     def members(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis``, in axis order."""
+        """Returns the ranks that differ from ``rank`` only along ``axis``, in order."""
         names, rank = self.check(axis), self.rank if rank is None else rank
         if (names, rank) not in self._members:
-            there, along = self.coordinates(rank), [range(self.axes[n]) for n in names]
-            found = tuple(
-                self.rank_at({**there, **dict(zip(names, index, strict=True))})
-                for index in itertools.product(*along)
+            fixed, ranges = self.coordinates(rank), [range(self.axes[n]) for n in names]
+            ranks = tuple(
+                self.rank_at({**fixed, **dict(zip(names, index, strict=True))})
+                for index in itertools.product(*ranges)
             )
-            self._members.update(dict.fromkeys([(names, r) for r in found], found))
+            self._members.update(dict.fromkeys([(names, r) for r in ranks], ranks))
         return self._members[names, rank]
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates, one for every axis."""
+        """Returns the rank at these coordinates, one for every axis."""
         return row_major((coordinates[name], n) for name, n in self.axes.items())
 
     def __repr__(self) -> str:
@@ -128,72 +143,74 @@ class Here:
     """The rank that runs: its mesh, and its connection to the other ranks.
 
     Args:
-        mean: the axes of ``shard``, over which the loss is a mean of the ranks' losses;
-            over others it is one value.
+        mean_axes: the axes of ``shard``, over which the loss is a mean of the ranks'
+            losses; over others it is one value.
         compared: whether the ranks have compared their programs.
-        apart: the axes along which ranks train copies of their own (``local_sgd``):
-            collectives over them are refused.
+        independent_axes: the axes along which ranks train copies of their own
+            (``local_sgd``): collectives over them are refused.
 
-    ``groups`` caches the results of `groups.group`, by axis.
+    ``groups`` caches the results of `groups.get_group`, by axis.
     """
 
     mesh: Mesh
     rank: int
-    link: Any
-    mean: tuple[str, ...] = ()
+    link: Link
+    mean_axes: tuple[str, ...] = ()
     compared: bool = False
-    apart: tuple[str, ...] = ()
-    groups: dict[Axis, Any] = field(
+    independent_axes: tuple[str, ...] = ()
+    groups: dict[Axis, RankGroup] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
 
-_ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
+_AXES_READ: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
 
 
-def asks(axes: Iterable[str]) -> None:
-    """Records that the program depends on the rank's coordinates along these axes.
+def note_axes_read(axes: Iterable[str]) -> None:
+    """Records that the program reads the rank's coordinates along these axes.
 
     Ranks of an abstract mesh with equal coordinates along them run the same program,
     and only one of these is run.
     """
-    if (seen := _ASKED.get()) is not None:
-        seen.update(axes)
+    if (axes_read := _AXES_READ.get()) is not None:
+        axes_read.update(axes)
 
 
-def asking(seen: set[str] | None) -> Scoped:
-    """Inside, :func:`asks` adds its axes to ``seen`` (None: they are ignored)."""
-    return Scoped(_ASKED, seen)
+def noting_axes_read(axes_read: set[str] | None) -> Scoped:
+    """Inside, :func:`note_axes_read` adds to this set (None: axes are ignored)."""
+    return Scoped(_AXES_READ, axes_read)
 
 
-def check_mesh(mesh: Any, who: str) -> Mesh:
-    """``mesh``, the argument of ``who``, if it is a mesh.
+def check_mesh(mesh: Mesh, caller: str) -> Mesh:
+    """Returns ``mesh``, the argument of the function ``caller``, if it is a mesh.
 
     Raises:
         TypeError: it is none; says how to make one.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{who} needs a mesh, got {mesh!r}: ff.make_mesh({{'data': 4}}) makes one "
-            "of 4 ranks, which differ along the axis 'data'"
+            f"{caller} needs a mesh, got {mesh!r}: ff.make_mesh({{'data': 4}}) makes "
+            "one of 4 ranks, which differ along the axis 'data'"
         )
     return mesh
 
 
-_PROCESSES: list[Mesh] = []  # under processes the calling process is its rank
+# Over processes the mesh made last, whose rank is this process: the one of calls
+# outside ``spmd``. Empty, or of one item.
+_PROCESS_MESH: list[Mesh] = []
 HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
 
 
 def here(mesh: Mesh | None = None) -> Here:
-    """The rank that runs, on ``mesh`` or on the mesh of the enclosing ``spmd``.
+    """Returns the rank that runs, on ``mesh`` or on that of the enclosing ``spmd``.
 
     Raises:
         NoMesh: no mesh is given (simulated, vmap and abstract ones need ``spmd``).
         ValueError: ``mesh`` has another number of ranks than are running.
     """
-    found = HERE.get()
-    if found is None:
-        mesh = mesh or (_PROCESSES[-1] if _PROCESSES else None)
+    current = HERE.get()
+    if current is None:
+        mesh = mesh or (_PROCESS_MESH[-1] if _PROCESS_MESH else None)
         if mesh is None:
             raise NoMesh(
                 "no mesh in sight: call this inside a transform that names one, such "
@@ -205,18 +222,19 @@ def here(mesh: Mesh | None = None) -> Here:
                 "inside spmd(fn, mesh)()"
             )
         return Here(mesh, mesh.link.rank, mesh.link)
-    if mesh is None or mesh is found.mesh:
-        return found
-    if mesh.size != found.mesh.size:
+    if mesh is None or mesh is current.mesh:
+        return current
+    # A transform may name another mesh of the same ranks, with axes of its own.
+    if mesh.size != current.mesh.size:
         raise ValueError(
-            f"{mesh} has {mesh.size} ranks, but {found.mesh.size} are running "
-            f"({found.mesh}): pass spmd the mesh that the transforms name"
+            f"{mesh} has {mesh.size} ranks, but {current.mesh.size} are running "
+            f"({current.mesh}): pass spmd the mesh that the transforms name"
         )
-    return replace(found, mesh=mesh, link=found.link.on(mesh))
+    return replace(current, mesh=mesh, link=current.link.for_mesh(mesh))
 
 
 def maybe_here() -> Here | None:
-    """The rank that runs; None without a mesh."""
+    """Returns the rank that runs; None without a mesh."""
     try:
         return here()
     except NoMesh:
@@ -224,17 +242,17 @@ def maybe_here() -> Here | None:
 
 
 def averaged_axes() -> tuple[str, ...]:
-    """The axes of the enclosing ``shard``, over which the loss is a mean."""
-    at = maybe_here()
-    return () if at is None else at.mean
+    """Returns the axes of the enclosing ``shard``, over which the loss is a mean."""
+    current = maybe_here()
+    return () if current is None else current.mean_axes
 
 
-def remember(mesh: Mesh) -> Mesh:
+def set_process_mesh(mesh: Mesh) -> Mesh:
     """Makes ``mesh`` the mesh of calls in this process outside ``spmd``; returns it."""
-    _PROCESSES[:] = [mesh]
+    _PROCESS_MESH[:] = [mesh]
     return mesh
 
 
-def place_here(value: Here) -> Scoped:
-    """Inside, :func:`here` returns ``value``."""
-    return Scoped(HERE, value)
+def set_here(rank: Here) -> Scoped:
+    """Inside, :func:`here` returns ``rank``."""
+    return Scoped(HERE, rank)

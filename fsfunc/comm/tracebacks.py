@@ -1,12 +1,13 @@
 """Errors leave the library without its frames: ``api_boundary``, ``full_traceback``.
 
-Of the traceback of an error that leaves the outermost public function, the frames of
-the user's code stay, those that the library called too, and a note tells how many of
-fsfunc's, torch's and optree's are left out. They are taken out of the error itself,
-once, as it leaves: then Python, logging, notebooks, pytest and torchrun print the same,
-and no hook is set in any of them. Those of the error itself stay in the note, for a
-debugger, and so they live as long as the error, as before; those of errors that it was
-raised from go. ``FSFUNC_TRACEBACK=full``, read as an error leaves, turns this off.
+When an error leaves the outermost public function, its traceback loses the frames of
+fsfunc, torch and optree. The frames of the user's code stay, also those that the
+library called, and a note tells how many were left out. They are taken out of the error
+itself, once, as it leaves: so Python, logging, notebooks, pytest and torchrun all print
+the same, and no hook is set in any of them. The note has the frames left out of the
+error itself, for a debugger, so they live as long as the error, as before; those of the
+errors that it was raised from are dropped. ``FSFUNC_TRACEBACK=full``, read as an error
+leaves, turns this off.
 
 Source: ``jax._src.traceback_util``, whose mode "remove_frames" it is.
 """
@@ -31,7 +32,7 @@ _R = TypeVar("_R")
 
 
 class LeftOut(str):
-    """The note on frames that are left out; ``traceback`` has all."""
+    """The note on frames that are left out; ``traceback`` has all frames."""
 
     traceback: TracebackType | None = None
 
@@ -40,7 +41,7 @@ class LeftOut(str):
 
 
 def api_boundary(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``fn``, a public function, out of which errors come with short tracebacks."""
+    """Wraps a public function so that errors leave it with short tracebacks."""
 
     @functools.wraps(fn)
     def run(*args: _P.args, **keywords: _P.kwargs) -> _R:
@@ -60,46 +61,50 @@ def leave_out(error: BaseException) -> None:
     """
     if torch.compiler.is_dynamo_compiling():  # which follows what handles errors
         return
+    # Only the outermost public function shortens: inside another one of fsfunc's the
+    # error is not on its way to the user yet.
     frame: FrameType | None = sys._getframe(1)
     while (frame := frame.f_back) is not None:
         if _is_ours(frame) and frame.f_code.co_name != "<module>":  # `python -m` is one
             return
     if os.environ.get("FSFUNC_TRACEBACK") == "full":
         return
-    whole, count, last = error.__traceback__, 0, ""
-    for one in _chain(error):
-        found = list(entries(one.__traceback__))
-        kept = [x for x in found if OWNERS[x.tb_frame.f_code.co_filename] == "user"]
-        # One that was handled around this call is the user's, with torch's frames.
-        if kept and not any(_is_ours(x.tb_frame) for x in found):
+    full, count, last = error.__traceback__, 0, ""
+    for linked in _chain(error):
+        frames = list(entries(linked.__traceback__))
+        users = [x for x in frames if OWNERS[x.tb_frame.f_code.co_filename] == "user"]
+        # An error that was being handled around this call is the user's: it did not
+        # come through fsfunc, and keeps torch's frames.
+        if users and not any(_is_ours(x.tb_frame) for x in frames):
             continue
-        if one is error and found[-1:] != kept[-1:]:
-            last = f", the last at {_place(found[-1])}"
-        count += len(found) - len(kept)
-        BaseException.with_traceback(one, joined(kept))  # its class may have another
+        if linked is error and frames[-1:] != users[-1:]:
+            last = f", the last at {_place(frames[-1])}"
+        count += len(frames) - len(users)
+        # Not `linked.with_traceback`: its class may have a method of that name.
+        BaseException.with_traceback(linked, joined(users))
     if count and not notes_left(error):
         note = LeftOut(_NOTE.format(count, "s" * (count != 1), last))
-        note.traceback = whole
+        note.traceback = full
         with suppress(Exception):  # notes that are no list, errors that are frozen
             error.add_note(note)
 
 
 def notes_left(error: BaseException) -> list[LeftOut]:
-    """The notes of an error on frames that are left out, one at most."""
+    """Returns the notes of an error on frames that are left out, one at most."""
     with suppress(Exception):  # `__notes__` may be anything
         return [x for x in error.__notes__ if isinstance(x, LeftOut)]
     return []
 
 
 def full_traceback(error: BaseException | None = None) -> TracebackType | None:
-    """The traceback of an error with all of its frames, for a debugger.
+    """Returns the traceback of an error with all of its frames, for a debugger.
 
     An error leaves the library without the frames of fsfunc and torch, which nobody
     reads; the environment variable ``FSFUNC_TRACEBACK=full`` leaves all in. A debugger
-    enters them by ``pdb.post_mortem(ff.full_traceback())``. They are kept in the last
-    of ``error.__notes__``, and live as long as the error: who keeps an error, and frees
-    its tensors by ``error.with_traceback(None)``, takes its notes away too. Of an error
-    that it was raised from, they are to be had by ``FSFUNC_TRACEBACK=full`` alone.
+    enters them by ``pdb.post_mortem(ff.full_traceback())``. They are stored in the last
+    of ``error.__notes__``, and live as long as the error: code that stores an error and
+    frees its tensors by ``error.with_traceback(None)`` must drop its notes too. For the
+    errors that it was raised from, only ``FSFUNC_TRACEBACK=full`` shows all frames.
 
     Args:
         error: by default the one that is being handled, or else the last that nobody
@@ -118,9 +123,11 @@ def full_traceback(error: BaseException | None = None) -> TracebackType | None:
         return None
     if not (notes := notes_left(error)):
         return error.__traceback__
+    # Python adds a frame for each caller that the error passes after it left the
+    # library.
     inner = list(entries(notes[0].traceback))
-    ours = {id(x.tb_frame) for x in inner}
-    outer = [x for x in entries(error.__traceback__) if id(x.tb_frame) not in ours]
+    inner_ids = {id(x.tb_frame) for x in inner}
+    outer = [x for x in entries(error.__traceback__) if id(x.tb_frame) not in inner_ids]
     return joined([*outer, *inner])
 
 
@@ -131,31 +138,31 @@ _NOTE = (
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, those that it was raised from or in, and those of a group."""
-    seen, todo = set[int](), [error]
+    """Yields an error, those that it was raised from or in, and those of a group."""
+    visited, todo = set[int](), [error]  # errors may refer to each other in a circle
     while todo:
-        one = todo.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            around = [x for x in (one.__cause__, one.__context__) if x is not None]
-            within = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        err = todo.pop()
+        if id(err) not in visited:
+            visited.add(id(err))
+            yield err
+            around = [x for x in (err.__cause__, err.__context__) if x is not None]
+            within = err.exceptions if isinstance(err, BaseExceptionGroup) else ()
             todo += [*around, *within]
 
 
 def entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    """Those of a traceback, the outermost first."""
+    """Yields the entries of a traceback, the outermost first."""
     while trace is not None:
         yield trace
         trace = trace.tb_next
 
 
 def joined(entries: list[TracebackType]) -> TracebackType | None:
-    """A new traceback of these entries."""
-    made = None
+    """Makes a new traceback of these entries."""
+    trace = None
     for x in reversed(entries):
-        made = TracebackType(made, x.tb_frame, x.tb_lasti, x.tb_lineno)
-    return made
+        trace = TracebackType(trace, x.tb_frame, x.tb_lasti, x.tb_lineno)
+    return trace
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -163,7 +170,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _place(entry: TracebackType) -> str:
-    """``package/file.py:line``."""
+    """Returns ``package/file.py:line``."""
     path = Path(entry.tb_frame.f_code.co_filename)
     names = [i for i, part in enumerate(path.parts) if part in ("fsfunc", "torch")]
     return f"{'/'.join(path.parts[names[-1] if names else -1 :])}:{entry.tb_lineno}"

@@ -1,4 +1,8 @@
-"""``ledger``, and the ``Ledger`` that it fills: collectives counted, and as a table."""
+"""``ledger``, and the ``Ledger`` that it fills: collectives counted, and as a table.
+
+Tests of a step's cost, plans and a user's ``with ff.ledger() as log`` read one. The
+records are made in ``ledgers``, below, which the groups that send can import.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ def _sum(records: list[Record]) -> Fraction:
 def _by(
     key: Callable[[Record], tuple[str, ...]], records: list[Record]
 ) -> dict[tuple[str, ...], list[Record]]:
-    """The records of each key, in the order of first issue."""
-    found: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    """Groups records by a key, in the order of first issue."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for r in records:
-        found[key(r)].append(r)
-    return found
+        groups[key(r)].append(r)
+    return groups
 
 
-_MOST = 12  # rows of a printed ledger
+_MOST_ROWS = 12  # of a printed ledger
 
 
 @dataclass(repr=False)
@@ -49,12 +53,14 @@ class Ledger(Printed):
     ranks: set[int] = field(default_factory=set)
 
     def of(self, rank: int | None = None) -> list[Record]:
-        """One rank's records, in the order of issue."""
+        """Returns one rank's records, in the order of issue."""
         if rank is None:
             rank = min((r.rank for r in self.records), default=0)
         return [r for r in self.records if r.rank == rank]
 
-    def _select(self, op: str | None, axis: Axis | None, rank: int | None):
+    def _select(
+        self, op: str | None, axis: Axis | None, rank: int | None
+    ) -> list[Record]:
         names = None if axis is None else axis_names(axis)
         return [
             r
@@ -65,17 +71,17 @@ class Ledger(Printed):
     def count(
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
-        """The number of collectives that one rank issued."""
+        """Counts the collectives that one rank issued."""
         return len(self._select(op, axis, rank))
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """The bytes that one rank sent, by the table of `fsfunc.comm.ledgers`."""
+        """Returns the bytes that one rank sent, by the table of `comm.ledgers`."""
         return _number(_sum(self._select(op, axis, rank)))
 
     def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:
-        """Rows of (op, axis, count, bytes), in the order of first issue."""
+        """Returns rows of (op, axis, count, bytes), in the order of first issue."""
         rows = _by(lambda r: (r.op, ", ".join(r.axis)), self.of(rank))
         return [
             (op, axis, len(records), _number(_sum(records)))
@@ -83,36 +89,39 @@ class Ledger(Printed):
         ]
 
     def pieces(self, width: int | None) -> Iterator[Table | str]:
-        """What the lowest rank sent, by collective, axis and phase; sums; the others'.
+        """Prints what the lowest rank sent, by collective, axis and phase; then sums.
 
         A phase is "forward" or "backward" of units, "loss" for the mean of losses, or
-        who asked; it is empty for a user's own collectives.
+        the library's function that asked; it is empty for a user's own collectives.
         """
-        mine = self.of()
-        if not mine:
+        shown = self.of()
+        if not shown:
             by = f" by {_ranks(self.ranks)}" if self.ranks else ""
             yield f"nothing was sent{by}"
             return
         rows = [
             (op, axis, phase, f"{len(records)}", of_bytes(_sum(records)))
             for (op, axis, phase), records in _by(
-                lambda r: (r.op, ", ".join(r.axis), r.phase), mine
+                lambda r: (r.op, ", ".join(r.axis), r.phase), shown
             ).items()
         ]
         head = "<collective", "<axis", "<phase", ">calls", ">sent"
-        yield Table(f"rank {mine[0].rank} sent {_total(mine)}", head, rows, most=_MOST)
-        by_axis = _by(lambda r: (", ".join(r.axis),), mine)
+        yield Table(
+            f"rank {shown[0].rank} sent {_total(shown)}", head, rows, most=_MOST_ROWS
+        )
+        by_axis = _by(lambda r: (", ".join(r.axis),), shown)
         if len(by_axis) > 1:
-            most = sorted(by_axis.items(), key=lambda item: -_sum(item[1]))[:3]
-            yield "; ".join(f"over {axis}: {_total(rs)}" for (axis,), rs in most)
-        alike = defaultdict[str, set[int]](set)
-        for rank in (self.ranks | {r.rank for r in self.records}) - {mine[0].rank}:
-            alike[_total(self.of(rank))].add(rank)
-        others = sorted(alike.items(), key=lambda item: min(item[1]))
-        for said, ranks in others[:2]:
-            yield f"{_ranks(ranks)} sent {said}"
-        if rest := set[int]().union(*(ranks for _, ranks in others[2:])):
-            yield f"... and {len(rest)} more ranks"
+            largest = sorted(by_axis.items(), key=lambda entry: -_sum(entry[1]))[:3]
+            yield "; ".join(f"over {axis}: {_total(rs)}" for (axis,), rs in largest)
+        # Most ranks send alike: a line for all that have the same total.
+        ranks_by_total = defaultdict[str, set[int]](set)
+        for rank in (self.ranks | {r.rank for r in self.records}) - {shown[0].rank}:
+            ranks_by_total[_total(self.of(rank))].add(rank)
+        others = sorted(ranks_by_total.items(), key=lambda entry: min(entry[1]))
+        for total, ranks in others[:2]:
+            yield f"{_ranks(ranks)} sent {total}"
+        if left_out := set[int]().union(*(ranks for _, ranks in others[2:])):
+            yield f"... and {len(left_out)} more ranks"
 
 
 def _total(records: list[Record]) -> str:
@@ -121,7 +130,7 @@ def _total(records: list[Record]) -> str:
 
 
 def _ranks(ranks: set[int]) -> str:
-    """Ranks in words: ``rank 1``, ``ranks 1 to 3``, ``ranks 0, 2``, ``5 ranks``."""
+    """Names ranks: ``rank 1``, ``ranks 1 to 3``, ``ranks 0, 2``, ``9 ranks``."""
     first, last, n = min(ranks), max(ranks), len(ranks)
     if n == 1:
         return f"rank {first}"
@@ -147,5 +156,6 @@ def ledger() -> Iterator[Ledger]:
     rank 1 sent 12 B in 1 collective
     """
     log = Ledger()
+    # In one thread: autograd's own threads would not see the context variable.
     with in_one_thread(), Scoped(LEDGERS, (*LEDGERS.get(), log)):
         yield log

@@ -1,25 +1,25 @@
 """The linear maps of ``shard`` by type, ``pcast``, and checks of arguments.
 
-Under ``shard`` the loss is the mean of the losses of n ranks. A rank's own values are
-paired with their cotangents by the mean over ranks (M), the parts of a sharded leaf by
-the sum over ranks (V), and a replicated value once. Between these types there are the
-following maps (the fused path of ``shard`` divides by n by itself):
+Under ``shard`` the loss is the mean of the losses of n ranks. A rank-local value is
+paired with its cotangent by the mean over ranks (M), a part of a sharded leaf by the
+sum over ranks (V), and a replicated value once (see ``linear_maps``). Between these
+types there are the following maps (the fused path of ``shard`` divides by n itself):
 
-===========  =======================================  ===============================
-map          forward                                  transpose
-===========  =======================================  ===============================
-GATHER       parts to own: a unit's parameters        REDUCE
-REDUCE       own to parts: this rank's of the mean    GATHER
-ENTER        replicated to own: a whole parameter     MEAN
-MEAN         own to own, equal on all ranks           MEAN
-TOTAL        own to own, equal on all ranks: the sum  TOTAL
-SUM          partial sums of parts to own: a norm     the mean, into parts
-MAX          the maximum over parts to own            none
-SPREAD       own, equal on all, for parts: a scale    n times own
-LAY          own, equal on all, to this rank's part   n times own, zero elsewhere
-OWN          a part as a value of the rank's own      1/n
-PART         a value of the rank's own as a part      n
-===========  =======================================  ===============================
+=============  ========================================  ==============================
+map            forward                                   transpose
+=============  ========================================  ==============================
+GATHER         parts to local: a unit's parameters       REDUCE
+REDUCE         local to parts: the mean, this part       GATHER
+ENTER          replicated to local: a whole parameter    MEAN
+MEAN           local to local, equal on all ranks        MEAN
+TOTAL          local to local, equal: the sum            TOTAL
+SUM            partial sums of parts to local: a norm    the mean, into parts
+MAX            the maximum over parts to local           none
+SPREAD         local, equal on all, for parts: a scale   n times local
+TAKE_PART      local, equal on all, to this rank's part  n times local, zero elsewhere
+PART_AS_LOCAL  a part as a rank-local value              1/n
+LOCAL_AS_PART  a rank-local value as a part              n
+=============  ========================================  ==============================
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.collective_ops import over
+from fsfunc.comm.collective_ops import apply_over
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.linear_maps import AxisType, LinearMap, meanings
+from fsfunc.comm.linear_maps import AxisType, LinearMap, legal_types
 from fsfunc.comm.mesh import Axis
 
 _Tree = TypeVar("_Tree")
@@ -45,32 +45,33 @@ ENTER = LinearMap("enter", "M", "M", power=-1)
 SUM = LinearMap("psum", "P", "M")
 MAX = LinearMap("pmax", "P", "M")
 SPREAD = LinearMap("cast", "M", "R")
-LAY = LinearMap("slice", "M", "V")
-OWN = LinearMap("cast", "V", "M")
-PART = LinearMap("cast", "M", "V")
+TAKE_PART = LinearMap("slice", "M", "V")
+PART_AS_LOCAL = LinearMap("cast", "V", "M")
+LOCAL_AS_PART = LinearMap("cast", "M", "V")
 
 
 class LawError(ValueError):
     """A value or gradient that must be replicated would differ between ranks."""
 
 
-def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
+def check_samples(x: Tensor, name: str, mapped: bool | None = None) -> None:
     """Raises if the gradient by ``x`` would average different samples of the ranks.
 
     Args:
-        x: a replicated value, or parts of one, about to become the rank's own.
-        what: its name; ``mapped``: whether the values that it is combined with are
-            mapped by a vmap around the derivative, if that is known.
+        x: a replicated value, or parts of one, about to become rank-local.
+        name: its name, for the message.
+        mapped: whether the values that it is combined with are mapped by a vmap around
+            the derivative, if that is known.
 
     Raises:
         LawError: the derivative is taken sample by sample.
     """
     level = _torch.differentiated_at(x)
-    if mapped is None:
+    if mapped is None:  # vmap(grad(...)): a map outside of the derivative
         mapped = any(n < level for n in _torch.mapping_levels())
     if level and mapped:
         raise LawError(
-            f"per-sample (vmapped) derivatives by {what}: sample k of this rank would "
+            f"per-sample (vmapped) derivatives by {name}: sample k of this rank would "
             "be averaged with sample k of the others. Take them inside a unit that has "
             "the parameters to itself: ff.unit(lambda params, batch: vmap(grad(loss), "
             "(None, 0))(params, batch), whole=True)"
@@ -78,7 +79,7 @@ def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
 
 
 def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
-    """A dim of ``x``, not negative.
+    """Returns ``dim`` of ``x`` as one that is not negative.
 
     Raises:
         ValueError: ``x`` has no such dim.
@@ -88,57 +89,63 @@ def checked_dim(x: Tensor, dim: int, name: str = "dim") -> int:
     return dim % x.ndim
 
 
-def check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
-    """A dim that is split evenly over the ranks, not negative.
+def check_cut(x: Tensor, dim: int, group: RankGroup, op: str) -> int:
+    """Returns a dim that is split evenly over the ranks, as one that is not negative.
 
     Raises:
         ValueError: its size is no multiple of their number.
     """
     dim = checked_dim(x, dim)
-    if x.shape[dim] % where.size:
+    if x.shape[dim] % group.size:
         raise ValueError(
             f"cannot {op} a tensor of shape {tuple(x.shape)} over axis "
-            f"{where.name} of size {where.size} along dim {dim}: {x.shape[dim]} is "
-            f"not a multiple of {where.size}; pad it"
+            f"{group.name} of size {group.size} along dim {dim}: {x.shape[dim]} is "
+            f"not a multiple of {group.size}; pad it"
         )
     return dim
 
 
-def typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The linear map of ``op`` between two types over the axis of ``where``.
+def typed_map(group: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
+    """Returns the linear map of ``op`` between two types over the axis of ``group``.
+
+    Args:
+        fields: those of the `LinearMap`, such as ``dim=``.
 
     Raises:
         ValueError: there is none.
     """
-    legal = meanings(op)
-    if where.mean:  # a value is the rank's own, or was asked for as one value
+    legal = legal_types(op)
+    # Under shard a value is rank-local, or was asked for as one value: R and P are for
+    # axes that split the work of one loss.
+    if group.loss_is_mean:
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    _check_types(where, op, f"{of}->{to}", legal)
-    if where.mean:
+    _check_types(group, op, f"{of}->{to}", legal)
+    if group.loss_is_mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
     return LinearMap(op, of, to, **fields)
 
 
-def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
+def _check_types(group: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
     """Raises if an op has no map between two types.
 
     Raises:
         ValueError: names those that it has.
     """
     if row not in legal:
-        what = ", under shard a mean of losses," if where.mean else ""
+        context = ", under shard a mean of losses," if group.loss_is_mean else ""
         raise ValueError(
-            f"{op} {row} over {where.name}{what} has no meaning; it has: "
+            f"{op} {row} over {group.name}{context} has no meaning; it has: "
             f"{', '.join(legal)}"
         )
 
 
 _CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
-_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
+# S is a part of a sharded leaf: of type V, where V stands for M (see `typed_map`).
+_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": PART_AS_LOCAL, "V->S": LOCAL_AS_PART}
 
 
 def pcast(x: _Tree, axis: Axis, *, to: AxisType, of: AxisType = "I") -> _Tree:
-    """``x`` with another type over ``axis``; nothing moves in the forward pass.
+    """Returns ``x`` with another type over ``axis``; nothing moves in the forward pass.
 
     Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
     and V->P each other; R->I what the first rank holds.
@@ -166,9 +173,11 @@ def pcast(x: _Tree, axis: Axis, *, to: AxisType, of: AxisType = "I") -> _Tree:
     [1.0, 1.0]
     """
 
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
-        _check_types(where, "pcast", row, sorted(known))
-        return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
+    def make_map(leaf: Tensor, group: RankGroup) -> LinearMap:
+        row, legal = f"{of}->{to}", _CASTS_UNDER_SHARD if group.loss_is_mean else _CASTS
+        _check_types(group, "pcast", row, sorted(legal))
+        return (
+            _CASTS_UNDER_SHARD[row] if group.loss_is_mean else LinearMap("cast", of, to)
+        )
 
-    return over(x, axis, how)
+    return apply_over(x, axis, make_map)

@@ -115,7 +115,7 @@ class Interpretation:
     def ran(self, at: Here) -> None:
         """Called after a call: the ranks have compared the collectives in it."""
         # A link without real data (a plan's) has compared nothing.
-        if at.rank not in self.compared and getattr(at.link, "moves", False):
+        if at.rank not in self.compared and getattr(at.link, "moves_data", False):
             self.compared |= {at.rank}
 
     def first_state(self, state: Any) -> Any:

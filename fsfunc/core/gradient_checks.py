@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import RankGroup, gathered, group, strided
+from fsfunc.comm.groups import RankGroup, gather_stacked, get_group, to_strided
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.comm.typed_maps import LawError
@@ -66,7 +66,7 @@ def collective_axes() -> set[str] | None:
     """Returns a set to collect the axes of a loss's collectives; None without data."""
     rank = maybe_here()
     # The ranks of a vmap mesh are rows of one call, whose values Python cannot read.
-    if rank is None or not rank.link.moves or rank.mesh.backend == "vmap":
+    if rank is None or not rank.link.moves_data or rank.mesh.backend == "vmap":
         return None
     return None if _torch.transforms_active() else set()
 
@@ -106,7 +106,7 @@ def check_agreement(
         key = rank_here.rank, _code(fn), axis
         remaining = uncompared.get(key)  # paths; None before the first call
         if remaining is None or remaining:
-            where = group(axis, rank_here)
+            where = get_group(axis, rank_here)
             numbers = _numbers(chosen, grads, where, remaining)
             uncompared[key] = _compare(numbers, where) if numbers else set()
 
@@ -158,7 +158,7 @@ def norm_and_sum(x: Tensor) -> Tensor:
     sum.
     """
     with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
-        wide = strided(x).detach().resolve_conj()
+        wide = to_strided(x).detach().resolve_conj()
         wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
         return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])
 
@@ -190,7 +190,7 @@ def nearly_agree(numbers: dict[str, Tensor], where: RankGroup, share: float) -> 
     sent = torch.stack(list(numbers.values()))
     with silence(), label("", "values that should be equal"):
         with _torch.beneath_modes(sent):
-            by_rank = gathered(sent, where)  # [ranks, tensors, 2]
+            by_rank = gather_stacked(sent, where)  # [ranks, tensors, 2]
             tolerance = share * by_rank[..., :1].amax(0)
             differ = ((by_rank - by_rank[:1]).abs() > tolerance).any(-1).any(0)
     if not bool(differ.any()):

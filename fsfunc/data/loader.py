@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.comparison import Section, agree
-from fsfunc.comm.groups import group
-from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
+from fsfunc.comm.groups import get_group
+from fsfunc.comm.mesh import Axis, Mesh, check_mesh, here, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.data.dataset import BatchDataset, Order, Share
 from fsfunc.sharded.inputs import check_integer
@@ -161,9 +161,11 @@ def _share_of(
                     f"{count}: {rows} is not a multiple of {count}; pass uneven=True, "
                     "with ff.Weighted from the loss"
                 )
-            asks(mesh.check(axis))
-    where = group(axis, at := here(mesh))
-    if at.link.moves and at.link.level is None:  # what is planned has no other ranks
+            note_axes_read(mesh.check(axis))
+    where = get_group(axis, at := here(mesh))
+    if (
+        at.link.moves_data and at.link.vmap_level is None
+    ):  # what is planned has no other ranks
         lines = [(name, repr(value)) for name, value in vars(order).items()]
         agree(where, Section(_UNLIKE, lines, _ALIKE))
     return Share(where.position, count)

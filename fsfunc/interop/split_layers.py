@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collectives import all_gather
-from fsfunc.comm.groups import axis_index, axis_size, group
+from fsfunc.comm.groups import axis_index, axis_size, get_group
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
 from fsfunc.interop.stubs import Absent
@@ -137,8 +137,8 @@ class SplitExperts(nn.Module):
             routing = route(index, weights, leaf.layout.shape[0], used_token=used)
             return expert_layer(x, routing, ours, leaves, grouped=True)
 
-        where = group(leaf.layout.splits[0].axis)
-        if where.mean:  # each rank has tokens of its own
+        where = get_group(leaf.layout.splits[0].axis)
+        if where.loss_is_mean:  # each rank has tokens of its own
             return layer(x, index, weights, None)
         # All have the same: each sends its share, and gets what was made of all.
         axis, count = where.axis, len(x)
@@ -244,7 +244,7 @@ def _weight(m: Any) -> Any:
     """
     weight = m.weight
     for split in weight.layout.splits if is_sharded(weight) else ():
-        if group(split.axis).mean:
+        if get_group(split.axis).loss_is_mean:
             raise ValueError(
                 f'{weight.layout} is split over "{split.axis}", over which shard '
                 "averages: rows of different ranks would be combined; split layers "

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import RankGroup, axis_index, group
+from fsfunc.comm.groups import RankGroup, axis_index, get_group
 from fsfunc.comm.mesh import Axis
 from fsfunc.nn.attention_blocks import Heads
 from fsfunc.nn.attention_masks import Masks
@@ -144,9 +144,9 @@ def ring_attention(
     given = _Arguments(
         "ring_attention", x, axis, causal, order, masks, window, scale
     ).checked()
-    if axis is None or group(axis).size == 1:
+    if axis is None or get_group(axis).size == 1:
         return given.alone(recompute)
-    where, n = group(axis), q.shape[2]
+    where, n = get_group(axis), q.shape[2]
     x, (ids, mask), left, right, scale = given
     limited = given.limited
     zigzagged = limited and order == "zigzag"
@@ -217,9 +217,9 @@ def all_to_all_attention(
     """
     name, x, masks = "all_to_all_attention", Heads(q, k, v), Masks(documents, attn_mask)
     given = _Arguments(name, x, axis, causal, order, masks, window, scale).checked()
-    if axis is None or group(axis).size == 1:
+    if axis is None or get_group(axis).size == 1:
         return given.alone(recompute)
-    where, (ids, mask), n = group(axis), given.masks, q.shape[2]
+    where, (ids, mask), n = get_group(axis), given.masks, q.shape[2]
     _check_heads(name, q.shape[1], k.shape[1], where)
     limited, x = given.limited or mask is not None, given.x
     x = Heads(*(all_to_all(y, axis, split_dim=1, concat_dim=2) for y in x))
@@ -312,8 +312,8 @@ class _Arguments:
         square = reach != (None, None) or self.masks.documents is not None
         _check_shapes(name, self.x, square)
         for y in self.x:
-            claim_own(y, axis, name)
-        where = None if axis is None else group(axis)
+            claim_rank_local(y, axis, name)
+        where = None if axis is None else get_group(axis)
         size = 1 if where is None else where.size
         documents = _documents(name, self.masks.documents, q)
         masks = Masks(documents, _mask(name, self.masks.mask, q, k, size))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.nn.numerics import wide, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
@@ -77,7 +77,7 @@ def vocab_cross_entropy(
         what, logits.shape[-1], axis, label_smoothing, z_loss, reduction
     )
     own = Targets.checked(what, targets, logits.shape[:-1], loss, ignore_index)
-    claim_own(logits, axis, what)
+    claim_rank_local(logits, axis, what)
     if is_transformed():
         z = logits.to(wide(logits))
         sums = row_sums(z, own, loss.smooth)

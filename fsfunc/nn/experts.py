@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
@@ -97,7 +97,7 @@ def expert_layer(
             leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
     here = _checked("expert_layer", tokens, routing, axis)
-    claim_own(tokens, axis, "expert_layer")
+    claim_rank_local(tokens, axis, "expert_layer")
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != here:
             path = tree.paths(params, is_sharded)[i]
@@ -163,7 +163,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     [[[0.0], [0.0]], [[3.0], [4.0]]]
     """
     _checked("dispatch", x, routing, axis)
-    claim_own(x, axis, "dispatch")
+    claim_rank_local(x, axis, "dispatch")
     capacity = _capacity("dispatch", routing)
     experts = len(routing.counts)
     slots = routing.indices * capacity + routing.positions

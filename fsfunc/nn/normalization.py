@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.numerics import not_negative, wide
@@ -179,5 +179,5 @@ def _parts(what: str, x: Tensor, weight: Any, bias: Any, axis: str | None) -> _P
             )
     if axis is not None and axis_size(axis) == 1:
         axis = None
-    claim_own(x, axis, what)
+    claim_rank_local(x, axis, what)
     return _Parts(parts[0], parts[1], axis)

@@ -71,7 +71,7 @@ class Ring:
 
     def moves(self, step: int) -> list[LinearMap | None]:
         """For each part, the map that takes it to the ranks that need it, if any do."""
-        kind = "M" if self.where is not None and self.where.mean else "V"
+        kind = "M" if self.where is not None and self.where.loss_is_mean else "V"
         return [
             LinearMap("ppermute", kind, kind, pairs=pairs) if pairs else None
             for pairs in ring_moves(step, self.cut)

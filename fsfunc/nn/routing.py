@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import axis_index, axis_size, group
+from fsfunc.comm.groups import axis_index, axis_size, get_group
 from fsfunc.runtime.scopes import refuse_in_graph
 
 
@@ -268,7 +268,9 @@ def _traffic(routing: Routing, axis: str | None, here: int) -> _Traffic:
     mine = counts = routing.counts[None]
     if axis is not None:
         counts = all_gather(mine, axis)
-        if not group(axis).link.moves:  # a recording on data: no one else is heard of
+        if not get_group(
+            axis
+        ).link.moves_data:  # a recording on data: no one else is heard of
             counts = mine.expand(n, -1)
     if _torch.mapped_at(counts):
         raise RuntimeError(

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import claim_own
-from fsfunc.comm.groups import axis_size, group
+from fsfunc.comm.collective_ops import claim_rank_local
+from fsfunc.comm.groups import axis_size, get_group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import recording
@@ -273,9 +273,9 @@ def sync_batch_norm(
     if axis is None or axis_size(axis) == 1:
         return batch_norm(params, x, eps=eps, running=running)
     check_norm(params, x, running)
-    claim_own(x, axis, "sync_batch_norm")
+    claim_rank_local(x, axis, "sync_batch_norm")
     names = here().mesh.check(axis)
-    means = tuple(name for name in names if group(name).mean)
+    means = tuple(name for name in names if get_group(name).loss_is_mean)
     others = tuple(name for name in names if name not in means)
     # In fp64, as the channels' statistics are.
     given = {name: value.double() for name, value in (params or {}).items()}

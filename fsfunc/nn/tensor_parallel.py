@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather, psum, psum_scatter
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.token_losses import own_rows, refuse_mean
 from fsfunc.sharded.leaf import Sharded
@@ -82,7 +82,7 @@ def column_linear(
         added.append(b)
     sequence_dim = _checked("column_linear", x, axis, sequence_dim)
     if sequence_dim is not None:
-        claim_own(x, axis, "column_linear")
+        claim_rank_local(x, axis, "column_linear")
     if axis is not None and sequence_dim is None:
         x = pcast(x, axis, to="V")
     elif axis is not None:
@@ -124,7 +124,7 @@ def row_linear(
     sequence_dim = _checked("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, part, bias)
-    claim_own(x, axis, "row_linear")
+    claim_rank_local(x, axis, "row_linear")
     y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
     if bias is not None and sequence_dim is not None:
         bias = pcast(bias, axis, to="V")
@@ -176,7 +176,7 @@ def vocab_embedding(
     if axis is None:
         return F.embedding(own.at, part, padding_idx)
     if padding_idx is not None:
-        padding_idx -= group(axis).position * rows
+        padding_idx -= get_group(axis).position * rows
     known = isinstance(padding_idx, int) and 0 <= padding_idx < rows
     y = F.embedding(own.at, part, padding_idx if known else None)
     if isinstance(padding_idx, Tensor):  # on a vmap mesh, that of every rank

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.comm.collective_ops import claim_own
+from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
 from fsfunc.comm.typed_maps import pcast
@@ -292,7 +292,7 @@ def linear_cross_entropy(
         if sequence_dim is None:
             x = pcast(x, axis, to="V")
         else:
-            claim_own(x, axis, _NAME)
+            claim_rank_local(x, axis, _NAME)
             x = all_gather(x, axis, dim=sequence_dim)
     x = x.reshape(-1, x.shape[-1])
     if scale is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collectives import pmax, psum
-from fsfunc.comm.groups import axis_size, group
+from fsfunc.comm.groups import axis_size, get_group
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def own_rows(
         raise IndexError(
             f"{what} {found} is outside the vocabulary of {count}: {advice}"
         )
-    start = 0 if axis is None else group(axis).position * own
+    start = 0 if axis is None else get_group(axis).position * own
     mine = kept & (index >= start) & (index < start + own)
     at = torch.where(mine, index - start, 0)
     return Targets(torch.where(outside, own, at), mine, kept)
@@ -183,7 +183,7 @@ def own_rows(
 
 def refuse_mean(what: str, axis: str | None) -> None:
     """Raises where what the ranks of the axis must have in common is each one's own."""
-    if axis is not None and group(axis).mean:
+    if axis is not None and get_group(axis).loss_is_mean:
         raise ValueError(
             f'{what}: over axis "{axis}" shard averages the ranks\' losses, each of '
             "its own tokens: split over another axis of the mesh"

@@ -18,7 +18,7 @@ from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
@@ -219,7 +219,7 @@ class _Squares(_Measure):
         if len(self.means) != 1:
             raise LawError(UNSEEN.format("a transform replaces the gradients"))
         if axes := averaged_axes():
-            squares, n = psum(squares, axes), n * group(axes).size
+            squares, n = psum(squares, axes), n * get_group(axes).size
         if frame().tracer is not None:
             n = max(n, 2)  # a step may be tried on one microbatch of several
         if n < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import warn
-from fsfunc.comm.groups import strided
+from fsfunc.comm.groups import to_strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
 from fsfunc.optim.places import (
@@ -272,7 +272,7 @@ class Loose:
 
     def __init__(self, tensors: Sequence[Tensor], known: bool = False):
         known = known or are_strided(tensors)
-        self.tensors = list(tensors if known else map(strided, tensors))
+        self.tensors = list(tensors if known else map(to_strided, tensors))
         self.groups = _alone(len(self.tensors))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -76,8 +76,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import claim, claiming
-from fsfunc.comm.descriptions import stated
+from fsfunc.comm.collective_ops import claim_equal, claiming_equal
+from fsfunc.comm.descriptions import describe_value
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, Transformed, frame, inside
@@ -194,7 +194,7 @@ class Optimizer(_Functions):
         apply = added(update) if apply is None else apply
         phases = apply if inspect.isgeneratorfunction(apply) else _written(apply)
         how, whole = SimpleNamespace(), _relaying(phases)
-        claimed = [claiming(f, _APPLIES, how) for f in (update, whole)]
+        claimed = [claiming_equal(f, _APPLIES, how) for f in (update, whole)]
         self = super().__new__(cls, _laying(init), *claimed)
         self._how, self._update, self._phases = how, update, phases
         self.interprets, self.elementwise = interprets, elementwise
@@ -217,7 +217,7 @@ class Optimizer(_Functions):
         return other.known_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:
-        return stated(self)
+        return describe_value(self)
 
     def phases(self, grads: Tree, state: State, params: Tree, adds: bool) -> Phases:
         """Makes the step, for an optimizer around to run it with ``yield from``.
@@ -272,7 +272,7 @@ class Optimizer(_Functions):
         check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
-            claim(self, "the optimizer that makes the step")
+            claim_equal(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
             handlers, optimizer = self.reading(
                 getattr(state, "opt_state", None), state.params

@@ -25,9 +25,15 @@ from torch.linalg import vector_norm
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import apply_map, assumed, claim, issue, summed
+from fsfunc.comm.collective_ops import (
+    apply_map,
+    claim_equal,
+    declare_type,
+    note_summed,
+    run_map,
+)
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
@@ -97,7 +103,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
-    claim(factor, "tree_scale")
+    claim_equal(factor, "tree_scale")
     if not isinstance(factor, Tensor) or not differentiated([factor]):
         return map_flat(lambda ts: scaled(ts, factor), values)
 
@@ -116,13 +122,13 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     if axes is None:
         return x  # each leaf entered by itself
     if not differentiated([x]):
-        return issue(x, SUM, group(axes)) if axes else x
+        return run_map(x, SUM, get_group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
     if copies:
-        x = issue(x, ENTER, group(copies))
+        x = run_map(x, ENTER, get_group(copies))
     if over:
-        x = issue(x, SUM, group(over))
+        x = run_map(x, SUM, get_group(over))
     if others:
         with internal():  # of parts by their layouts: no word of the user's is asked
             x = psum(x, others)
@@ -131,7 +137,7 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 
 def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The largest of what the ranks found in their parts, which has no derivative."""
-    return issue(x, MAX, group(axes)) if axes else x
+    return run_map(x, MAX, get_group(axes)) if axes else x
 
 
 def over_axes(
@@ -164,14 +170,14 @@ def entered(x: Tensor) -> Tensor:
         for handler, runtime in frame().runtimes:
             if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
-                x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
+                x = apply_map(x, ENTER, get_group(handler.axes))  # type: ignore[attr-defined]
     return x
 
 
 def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """A number that all ranks share, as a factor of parts over ``axes``."""
     over = _parted(axes).over
-    return apply_map(x, SPREAD, group(over)) if over else x
+    return apply_map(x, SPREAD, get_group(over)) if over else x
 
 
 class _MeanAxes(NamedTuple):
@@ -198,7 +204,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
     issues the same collectives.
     """
     leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
-    summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
+    note_summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
     (buffers,) = split([leaves])
     held: dict[Spread, list[Tensor]] = {}
     dtype = torch.float32
@@ -308,10 +314,10 @@ def all_finite(values: Tree) -> Tensor:
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:
-        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
+        mine = declare_type(bad.float(), "V")  # no part of a sum, but each rank's word
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
-        where = replace(group(tuple(sorted(axes))), apart=False)
-        bad = issue(mine, _MAX, where) > 0
+        where = replace(get_group(tuple(sorted(axes))), independent=False)
+        bad = run_map(mine, _MAX, where) > 0
     return ~bad
 
 

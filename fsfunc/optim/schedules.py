@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.descriptions import Ask, stated
+from fsfunc.comm.descriptions import Ask, describe_value
 from fsfunc.optim.leaves import Tree
 from fsfunc.runtime.scopes import asked_in_graph, is_in_graph
 from fsfunc.sharded.leaf import is_sharded
@@ -53,7 +53,7 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
         )
     if (call := COMPARING.get()) is not None:
         said = rate.item() if isinstance(rate, Tensor) else rate
-        call.claimed(said, "the learning rate of a schedule")
+        call.claimed_equal(said, "the learning rate of a schedule")
     return rate
 
 
@@ -270,10 +270,10 @@ def answers(params: Tree) -> Ask:
     By the names of arguments: a function of another name is known by its own alone.
 
     >>> import torch
-    >>> from fsfunc.comm.descriptions import told
+    >>> from fsfunc.comm.descriptions import describe_lines
     >>> from fsfunc.optim.transformations import scale
     >>> halving = scale(1.0).known_as("sgd", {"learning_rate": lambda n: 0.5**n})
-    >>> told("sgd", halving, answers(torch.ones(2)))[2:4]
+    >>> describe_lines("sgd", halving, answers(torch.ones(2)))[2:4]
     [('sgd/learning_rate at count 0', '1.0'), ('sgd/learning_rate at count 1', '0.5')]
     """
     paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
@@ -290,9 +290,9 @@ def answers(params: Tree) -> Ask:
     return ask
 
 
-@heard()
+@reraising_interrupts()
 def _said(fn: Callable[..., Any], *args: Any) -> str:
     try:
-        return stated(fn(*args))
+        return describe_value(fn(*args))
     except Exception as error:  # of a table of rates, beyond its end
         return f"raises {type(error).__name__}"

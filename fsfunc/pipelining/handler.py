@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import assumed
-from fsfunc.comm.groups import RankGroup, group
-from fsfunc.comm.mesh import Mesh, asks, here
+from fsfunc.comm.collective_ops import declare_type
+from fsfunc.comm.groups import RankGroup, get_group
+from fsfunc.comm.mesh import Mesh, here, note_axes_read
 from fsfunc.core.autodiff import any_requires_grad, differentiate
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
@@ -108,7 +108,7 @@ class Pipelining(Interpretation):
                     "of its own"
                 )
         at = self.here(self.mesh)
-        asks((self.axis,))
+        note_axes_read((self.axis,))
         # The counter numbers the gradient calls.
         handlers = (*before.handlers, self)
         found = before.replace(handlers=handlers, here=at, counter=Counter())
@@ -255,7 +255,7 @@ class Pipelining(Interpretation):
         return batches
 
     def _where(self) -> RankGroup:
-        return group(self.axis, here(self.mesh))
+        return get_group(self.axis, here(self.mesh))
 
     def _run(
         self,
@@ -359,7 +359,7 @@ class RecordedPipelining(Noted, Pipelining):
 
 def _own(out: Any) -> Any:
     """A pipeline's results, typed as this rank's own."""
-    return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
+    return tree.map(lambda x: declare_type(x, "V") if isinstance(x, Tensor) else x, out)
 
 
 def _draws(program: Program) -> bool:

@@ -165,7 +165,7 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
         if numbers:  # those here may be as old as the program
             mine = [_in_two(leaves[i]) for i in numbers]
             found = sent(torch.tensor(mine, dtype=torch.float64, device=device))
-            if where.link.moves and where.index != source:
+            if where.link.moves_data and where.index != source:
                 for i, (x, rest) in zip(numbers, found.tolist(), strict=True):
                     whole = x.is_integer() and not isinstance(leaves[i], float)
                     leaves[i] = type(leaves[i])(int(x) + int(rest)) if whole else x

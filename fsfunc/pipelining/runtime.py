@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.core.outcomes import GradientCall
@@ -152,7 +152,7 @@ class Worker:
         )
         with (
             torch.set_grad_enabled(bool(self.values)),
-            run_by(abstractly),
+            maps_run_by(abstractly),
             plainly(),  # it may be given placeholders
             inside(f),
         ):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
@@ -138,7 +138,7 @@ class Updating(Pipelining):
         params, opt_state = running.params, running.opt_state
         zeros = Leaves((params,), (0,))
         (grads,) = zeros.grads([torch.zeros_like(x) for x in zeros.tensors])
-        with torch.no_grad(), inside(f), silence(), run_by(refused):
+        with torch.no_grad(), inside(f), silence(), maps_run_by(refused):
             self.optimizer.apply(grads, opt_state, params)
             self.ahead(params, opt_state, 1)
 

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
-from fsfunc.comm.backends.interrupts import heard
-from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.backends.interrupts import reraising_interrupts
+from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import Kernels
@@ -74,7 +74,7 @@ class PartedUnits:
             self._made[key] = self._traced(call, share, leaves, treedef)
         return self._made[key] or fn
 
-    @heard()
+    @reraising_interrupts()
     def _traced(
         self, call: Call, share: float | None, leaves: list[Any], treedef: Any
     ) -> _Parted | None:
@@ -109,11 +109,11 @@ def _is_parted(call: Call) -> bool:
 def _alone() -> AbstractContextManager[Any]:
     """Inside, nothing is sent: no compiler takes a collective."""
     at = maybe_here()
-    return nullcontext() if at is None else place_here(replace(at, link=_NoLink()))
+    return nullcontext() if at is None else set_here(replace(at, link=_NoLink()))
 
 
 class _NoLink:
-    def on(self, mesh: Any) -> Any:
+    def for_mesh(self, mesh: Any) -> Any:
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import AbstractLink, told_where
+from fsfunc.comm.backends.abstract import AbstractLink, naming_value_reads
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.launch import spmd
-from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
+from fsfunc.comm.mesh import Here, Mesh, check_mesh, here, maybe_here, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
@@ -149,14 +149,14 @@ def _made(
     _check_devices(batch)
     if (mode := _torch.fake_mode()) is not None:
         batch = shadows(mode, batch)
-    with told_where(*_TOLD):
+    with naming_value_reads(*_TOLD):
         return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 
 def _here(step: Any, args: Sequence[Any], at: Here, observer: Observer) -> Plan:
     """The plan of this rank."""
     found, asked = _planned(step, args, at, observer)
-    asks(asked)
+    note_axes_read(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
     count = math.prod(at.mesh.axes[a] for a in axes)
     return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
@@ -303,11 +303,11 @@ class PlannedLink(AbstractLink):
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
         return self._noted(super().start(op, x, where, **how), "issued", where.ranks, x)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
         way = (self.rank, where.ranks[to])
         return self._noted(super().send(x, where, to), "sent", way, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
         work, way = (
             super().receive(like, where, source),
             (where.ranks[source], self.rank),

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collectives import pmax
 from fsfunc.comm.descriptions import has_values
-from fsfunc.comm.groups import axis_index, group
+from fsfunc.comm.groups import axis_index, get_group
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.tracebacks import api_boundary
@@ -350,7 +350,7 @@ def _part(batch: Any, stack: Stack, mesh: Mesh) -> Any:
 
 def _seconds(step: Any, state: Any, batch: Any, axes: tuple[str, ...]) -> list[float]:
     """The seconds of some steps, of the slowest rank each."""
-    found, device = [], group(axes).link.device
+    found, device = [], get_group(axes).link.device
     for _ in range(1 + _STEPS):
         pmax(torch.zeros((), device=device), axes)  # all begin together
         began = time.perf_counter()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.comm.collectives import pmax, pmean
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here
 
@@ -230,7 +230,7 @@ class Stopwatch:
         self.device, self.seconds = device, seconds
         self.where: RankGroup | None = None
         if at is not None and at.mesh.size > 1:
-            self.where = group(tuple(at.mesh.axes), at)
+            self.where = get_group(tuple(at.mesh.axes), at)
 
     def __call__(self, call: Callable[[], Any], share: float, batch: int = 1) -> float:
         """Seconds of a call: the lower quartile of many, averaged over the ranks.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
-from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, unlike
-from fsfunc.comm.descriptions import stated, whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.comparison import Lines, RanksDiffer, Section, agree, differing_lines
+from fsfunc.comm.descriptions import describe_value, section_of_values
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -89,7 +89,7 @@ class Agreement:
         if (where := self.where) is None:
             return
         paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-        section = whole_values(paths, leaves, where.link.notes)
+        section = section_of_values(paths, leaves, where.link.notes)
         if self.apart:
             self.made = section.lines
         else:
@@ -110,7 +110,7 @@ class Agreement:
         transforms = enumerate(program.transforms)
         text = [
             ("raised", "nothing"),  # a rank that has raised names its error here
-            *((f"transform {i}", stated(h)) for i, h in transforms),
+            *((f"transform {i}", describe_value(h)) for i, h in transforms),
             *lines(),
             *recorder.lines(),
         ]
@@ -120,10 +120,10 @@ class Agreement:
             where.link.after_others()
         shardings = [h for h in handlers if isinstance(h, Sharding)]
         if shardings:
-            self.among = group(shardings[0].axes, at)
+            self.among = get_group(shardings[0].axes, at)
         together = program.together()
         for axes, because in together:
-            compare_batches(rest, group(axes, at), because)
+            compare_batches(rest, get_group(axes, at), because)
         for h in shardings:
             h.first_calls.on_layout(at.rank, recorder.updates, together)
         for h in handlers:
@@ -145,7 +145,7 @@ class Agreement:
     def exchange(self, lines: Lines) -> Mapping[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
         among, self.among = self.among, None
-        return unlike(lines, among) if self.apart and among is not None else {}
+        return differing_lines(lines, among) if self.apart and among is not None else {}
 
 
 @contextmanager
@@ -175,9 +175,9 @@ def together(
 
 def compared(at: Here, axes: set[str]) -> RankGroup | None:
     """The ranks along some axes, if they are there to be compared."""
-    if not at.link.moves or at.link.level is not None:
+    if not at.link.moves_data or at.link.vmap_level is not None:
         return None  # what is planned has no others, and a vmap mesh one program
-    return group(tuple(a for a in at.mesh.axes if a in axes), at)
+    return get_group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
 def unlike_steps(lines: Lines) -> Section:

@@ -27,7 +27,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.descriptions import checksums, stated
+from fsfunc.comm.descriptions import checksums, describe_value
 from fsfunc.runtime.random_blocks import (
     Stream,
     Streams,
@@ -221,7 +221,7 @@ class InitTape(_torch.OperatorMode):
             ("the numbers of their generators", str(keys)),
             *[(f"given tensor {i}", f"checksum {n}") for i, n in enumerate(sums)],
             *[
-                (f"operator {i}", stated((str(op.func), op.args, op.kwargs)))
+                (f"operator {i}", describe_value((str(op.func), op.args, op.kwargs)))
                 for i, op in enumerate(self.ops)
             ],
         ]

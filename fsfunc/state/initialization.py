@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.schedules import answers
@@ -344,7 +344,7 @@ def _begun(asked: LayoutRequest, first: _FirstState) -> Any:
 
         def beside() -> Lines:
             optimizer = known_optimizer(first.optimizer)
-            return told("optimizer", optimizer, answers(params))
+            return describe_lines("optimizer", optimizer, answers(params))
 
         run.interpretations = handlers  # type: ignore[attr-defined]
         rules, like = asked.layouts or {}, asked.like

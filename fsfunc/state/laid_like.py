@@ -15,12 +15,17 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
+from fsfunc.comm.collective_ops import (
+    apply_map,
+    claim_equal,
+    declare_type,
+    note_laid_out,
+)
 from fsfunc.comm.collectives import pbroadcast
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
-from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
+from fsfunc.comm.typed_maps import MEAN, REDUCE, TAKE_PART
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
@@ -105,7 +110,7 @@ def lay_like(t: _Tree, like: PyTree) -> _Tree:
     >>> ff.spmd(main, mesh)()
     [[0.5, 0.0], [0.0, 0.25]]
     """
-    return _back(t, like, "lay_like", LAY, None)
+    return _back(t, like, "lay_like", TAKE_PART, None)
 
 
 def _back(
@@ -128,7 +133,7 @@ def _back(
         if real and x is not None and not alike:  # others have the layout already
             _check_like(x, old, what)
             if whole is None:
-                claim(x, what)
+                claim_equal(x, what)
             axes = ()
             if isinstance(old, Sharded):
                 blocks[i] = block_layout(old, what)
@@ -138,7 +143,9 @@ def _back(
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
         some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
-            out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+            out[i] = (
+                note_laid_out(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+            )
     for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
             lay_leaf(x, placement_of(old) or WHOLE if whole is None else WHOLE)
@@ -149,7 +156,7 @@ def _cut(x: Leaf, layout: Layout) -> Tensor:
     """This rank's block of a whole tensor, which is one value over the other axes."""
     for split in layout.splits:
         how = LinearMap("slice", "I", "V", dim=split.dim)
-        x = apply_map(x, how, group(split.axis))
+        x = apply_map(x, how, get_group(split.axis))
     return x
 
 
@@ -187,19 +194,19 @@ def _laid(
         ]
         if whole is not None and copies:
             flat = torch.cat([x.reshape(-1) for x in values])
-            flat = apply_map(flat, whole, group(copies))
+            flat = apply_map(flat, whole, get_group(copies))
             values = flat.split([x.numel() for x in values])
         return [
             x.reshape(shape) if at is None else x.reshape(shape).clone()
             for x, shape, at in zip(values, shapes, like, strict=True)
         ]
-    where = group(axes)
+    where = get_group(axes)
     mine = [
         elements_by_rank(at, where) for at in like if at is not None
     ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.sends is None and not differentiated(values):
-        return [assumed(part[where.index].clone(), "S") for part in pieces]
+    if parts.collective is None and not differentiated(values):
+        return [declare_type(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []
     for k, total in enumerate(sums):
@@ -207,7 +214,7 @@ def _laid(
         rows.append(values[0].new_zeros(max(sums) - total))
     flat = apply_map(torch.cat(rows), parts, where)
     if whole is not None and copies:
-        flat = apply_map(flat, whole, group(copies))
+        flat = apply_map(flat, whole, get_group(copies))
     held = [counts[where.index] for counts in mine]
     return list(flat[: sum(held)].split(held))
 
@@ -248,15 +255,15 @@ def randn_like(like: _Tree, *, generator: torch.Generator | None = None) -> _Tre
             full = made.new_empty(x.shape)
             draw(standard_normal(), stream, full.view(-1), 0, full.numel())
             made.copy_(take(full, x.layout, here().mesh.coordinates()))
-            return laid(x.with_local(made))
+            return note_laid_out(x.with_local(made))
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
-        return laid(x.with_local(made)) if isinstance(x, Sharded) else made
+        return note_laid_out(x.with_local(made)) if isinstance(x, Sharded) else made
 
     refuse_in_graph("randn_like draws random numbers")
     if generator is not None:
-        claim(generator.get_state(), "the generator of randn_like")
+        claim_equal(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
         number = one_number(generator)
         if generator is None and not frame().path:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import told_where
-from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.backends.abstract import naming_value_reads
+from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.comparison import Section
-from fsfunc.comm.descriptions import ALIKE, whole_values
+from fsfunc.comm.descriptions import ALIKE, section_of_values
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
@@ -58,7 +58,7 @@ class GivenLeaves:
         Args:
             notes: of ranks that share a process, which may share tensors too.
         """
-        return whole_values(paths, leaves, notes)
+        return section_of_values(paths, leaves, notes)
 
 
 class Shapes(GivenLeaves):
@@ -80,7 +80,7 @@ class Shapes(GivenLeaves):
     def section(
         self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
     ) -> Section:
-        return whole_values((), (), notes)
+        return section_of_values((), (), notes)
 
 
 class Deferred(GivenLeaves):
@@ -158,8 +158,8 @@ def defer(
     tape = InitTape(fake, draws)
     with (
         torch.inference_mode(False),
-        run_by(_refuse),
-        told_where("the init function", _INSTEAD),
+        maps_run_by(_refuse),
+        naming_value_reads("the init function", _INSTEAD),
     ):
         with fake, tape:
             made = init_fn()

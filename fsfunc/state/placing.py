@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.comparison import Lines, Section, agree
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.mesh import Here, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
@@ -186,7 +186,8 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
 
     def said() -> Lines:
         return [
-            *asked.beside(), ("record", asked.record), *told("layouts", layouts)
+            *asked.beside(), ("record", asked.record),
+            *describe_lines("layouts", layouts),
         ]  # fmt: skip
 
     def values() -> Section:
@@ -331,7 +332,7 @@ def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) ->
     return plain and recorder.axes <= {*sharding.axes}
 
 
-@heard()
+@reraising_interrupts()
 def _check_types(
     fn: Callable[..., Any],
     sharding: Sharding,
@@ -344,7 +345,7 @@ def _check_types(
 
     Errors of the step itself are left to its first call, as the state may still change.
     """
-    if recording() or not at.link.moves or at.mesh.backend == "vmap":
+    if recording() or not at.link.moves_data or at.mesh.backend == "vmap":
         return
     try:
         seen = check(fn, args, {}, at, sharding.axes, exchange=agreement.exchange)
@@ -387,7 +388,7 @@ def _recorded(
     told_of = tuple(splits.items()), frozenset(own)
     key = "record", count, how, treedef, shapes, kinds, *told_of
     last = rank == at.mesh.size - 1  # it looks for itself
-    if key not in notes or last and at.link.moves:
+    if key not in notes or last and at.link.moves_data:
         found, applied = record()
         if key in notes:
             first, _, its = notes[key]

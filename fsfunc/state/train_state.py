@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import claim
+from fsfunc.comm.collective_ops import claim_equal
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.printing.tables import Report
@@ -94,7 +94,9 @@ class TrainState(Generic[_Params]):
                 "params))"
             )
         if not isinstance(optimizer, Optimizer):  # which claims it itself
-            claim(known_optimizer(optimizer), "the optimizer that applies gradients")
+            claim_equal(
+                known_optimizer(optimizer), "the optimizer that applies gradients"
+            )
         if (applied := _APPLIED.get()) is not None:
             applied.append(Applied(optimizer, self.opt_state, self.params))
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)

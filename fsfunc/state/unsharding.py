@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, assumed
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.collective_ops import apply_map, declare_type
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.tracebacks import api_boundary
@@ -100,9 +100,9 @@ def _gathered(layout: Layout, local: Tensor) -> Tensor:
     if not layout.axes:
         layout.check_part(local.shape, {})
         if copies := averaged_axes():
-            local = apply_map(local, ENTER, group(copies))
+            local = apply_map(local, ENTER, get_group(copies))
         return local.reshape(layout.shape).clone()
-    where = group(layout.axes, at)
+    where = get_group(layout.axes, at)
     regions = _regions(layout)
     _, start, stop = regions[where.index]
     if local.shape != (stop - start,):  # of a packed leaf, as its layout says
@@ -112,15 +112,15 @@ def _gathered(layout: Layout, local: Tensor) -> Tensor:
     sent[: local.numel()] = local.reshape(-1)
     every = sent
     if where.size > 1:
-        every = where.start("all_gather", sent, what=layout.name).wait()
+        every = where.start("all_gather", sent, name=layout.name).wait()
     rows = zip(regions, every.view(len(regions), size).unbind(), strict=True)
     if layout.parts == (layout.flat,):  # one range after another
         parts = [row[: stop - start] for (_, start, stop), row in rows]
-        return assumed(torch.cat(parts).view(layout.shape), "A")
+        return declare_type(torch.cat(parts).view(layout.shape), "A")
     full = local.new_empty(layout.shape)
     for region, row in rows:
         write(full, region, row)
-    return assumed(full, "A")
+    return declare_type(full, "A")
 
 
 @lru_cache(1024)
@@ -135,9 +135,9 @@ def _entered(x: Sharded) -> Tensor:
     axes, local = block.axes, _part(x, block)
     check_samples(local, repr(x.name))
     if copies := tuple(a for a in averaged_axes() if a not in axes):
-        local = apply_map(local, ENTER, group(copies))
+        local = apply_map(local, ENTER, get_group(copies))
     if axes:
-        where = group(axes)
+        where = get_group(axes)
         counts = elements_by_rank(block, where)
         size = max(counts)
         sent = concatenate_flat([local, local.new_zeros(size - local.numel())])
@@ -147,7 +147,7 @@ def _entered(x: Sharded) -> Tensor:
     whole = local.reshape(block.shape)
     for split in reversed(x.layout.splits):
         how = LinearMap("all_gather", "V", "I", dim=split.dim)
-        whole = apply_map(whole, how, group(split.axis))
+        whole = apply_map(whole, how, get_group(split.axis))
     return whole
 
 

@@ -15,7 +15,7 @@ from fsfunc import tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import Record
-from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
@@ -162,8 +162,8 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def on(self, mesh: Any) -> Any:
-        link = self._link.on(mesh)
+    def for_mesh(self, mesh: Any) -> Any:
+        link = self._link.for_mesh(mesh)
         return self if link is self._link else _Counted(link, self._observer)
 
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
@@ -177,9 +177,9 @@ class _Counted:
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
         with self._paused():
-            work = self._link.receive(like, where, source, what)
+            work = self._link.receive(like, where, source, name)
         return _Awaited(work, self, like, like)
 
     @contextmanager
@@ -238,7 +238,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
             stack.enter_context(fresh_buffers())
             if (at := maybe_here()) is not None:  # on one device nothing is sent
                 link = _Counted(at.link, observer)
-                stack.enter_context(place_here(replace(at, link=link)))
+                stack.enter_context(set_here(replace(at, link=link)))
             stack.enter_context(observer)
             stack.enter_context(counting(observer))
             yield Living(observer)

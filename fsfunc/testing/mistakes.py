@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.testing.comparing import far
 from fsfunc.testing.finite_field import exact_ratio, is_exact
@@ -42,7 +42,7 @@ class Case:
     alone: Callable[[], Sequence[Tensor]] = tuple
 
     @cached_property
-    @heard()
+    @reraising_interrupts()
     def own(self) -> list[Tensor]:
         """The results of each rank's own rows; empty where there are none."""
         if not self.axes or self.mesh.axis_size(self.axes) == 1:

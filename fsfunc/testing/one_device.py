@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger, ledger
@@ -203,7 +203,7 @@ class Comparison:
                 if what:
                     raise AssertionError(f"{seen.heading(0)}: on rank {rank} it {what}")
 
-    @heard()
+    @reraising_interrupts()
     def parting(self, state: Any, batch: Any, axes: tuple[str, ...]) -> list[str]:
         """A line on the first value inside that differs, if ranks are simulated."""
         if self.mesh.backend != "simulated":  # of which others may have failed already

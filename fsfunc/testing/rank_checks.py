@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.comparison import unlike
+from fsfunc.comm.comparison import differing_lines
 from fsfunc.comm.descriptions import checksums
-from fsfunc.comm.groups import RankGroup, gathered, group
+from fsfunc.comm.groups import RankGroup, gather_stacked, get_group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
@@ -62,7 +62,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
       rank 0 'y': 1 of 3 elements infinite
     on simulated rank 1 of Mesh({'data': 2}, 'simulated')
     """
-    where = group(axis)
+    where = get_group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)
     tensors = {
         # As it is: torch.as_tensor moves a tensor to the default device.
@@ -75,7 +75,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     }  # no leaf at all is empty too
     mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
     with silence():
-        every = gathered(mine, where).tolist()
+        every = gather_stacked(mine, where).tolist()
     rows = []
     for rank, counts in zip(where.ranks, every, strict=True):
         for path, (nans, infinite, size) in zip(tensors, counts, strict=True):
@@ -136,7 +136,7 @@ def check_replicated(value: Any, axis: Axis) -> None:
       at (1,) rank 1 has 1.0
     ...
     """
-    where = group(axis)
+    where = get_group(axis)
     names, leaves = _claimed(value, where)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     kinds = [
@@ -145,7 +145,7 @@ def check_replicated(value: Any, axis: Axis) -> None:
     sums = map(str, checksums(tensors))
     texts = [next(sums) if isinstance(x, Tensor) else repr(x) for x in leaves]
     keys = [f"{name} {kind}" for name, kind in zip(names, kinds, strict=True)]
-    every = unlike([*zip(keys, texts, strict=True)], where).values()
+    every = differing_lines([*zip(keys, texts, strict=True)], where).values()
     if len({tuple(key for key, _ in lines) for lines in every}) > 1:
         mine = ", ".join(map(repr, names[:_SHOWN])) or "no leaves"
         raise AssertionError(
@@ -190,7 +190,7 @@ def _message(name: str, x: Any, where: RankGroup) -> str:
         return f"{opening}; this rank has {x!r}"
     flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # As bytes: no backend sends numbers of 8 bits.
-    bits = gathered(flat.view(torch.uint8), where)
+    bits = gather_stacked(flat.view(torch.uint8), where)
     every = bits.view(flat.dtype)
     bits = bits.view(where.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)

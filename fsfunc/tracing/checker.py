@@ -16,11 +16,11 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
-from fsfunc.comm.descriptions import stated, told
+from fsfunc.comm.descriptions import describe_lines, describe_value
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, OWN, SUM
+from fsfunc.comm.typed_maps import ENTER, GATHER, PART_AS_LOCAL, SUM
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import counts_as_leaf, is_averaged, is_reduced
 from fsfunc.core.tracers import Tracer
@@ -70,7 +70,9 @@ class Checker(Tracer, Watcher, Operators):
 
     # Collectives
 
-    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+    def map_applied(
+        self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor
+    ) -> None:
         if frame().tracer is self:  # not in a loss that `pipeline` records within
             self.split.check_enters(x, how, where)
         self.split.moved(x, how, where, y)
@@ -79,7 +81,7 @@ class Checker(Tracer, Watcher, Operators):
         self._moved(x, how, where, y)
         if _torch.current_node() is None:
             made_of, line = self.known.made_of(x), f"{how.op} at {source_line()}"
-            made_of = made_of.changed(line) if how.ordered else made_of
+            made_of = made_of.changed(line) if how.is_comparison else made_of
             value = hash((how.op, how.to, self.known.value(x)))
             self.known.change(y, made_of=made_of, value=value)
 
@@ -87,11 +89,11 @@ class Checker(Tracer, Watcher, Operators):
         if where.size == 1:
             self.known.give(y, Kind.A, f"what {how.op} gives")
             return
-        if not where.mean:  # of other axes: it stays whose it was
+        if not where.loss_is_mean:  # of other axes: it stays whose it was
             seen = self.known.of(x)
             # A row of terms is typed as parts are: the library made it (`_typed`).
             summed = how.of == "P" and seen.kind in (Kind.P, Kind.S)
-            if summed and set(where.axis) & set(here().mean):
+            if summed and set(where.axis) & set(here().mean_axes):
                 seen = Seen(Kind.A, f"what {how.op} gives", source_line())
             self.known.put(y, seen)
             return
@@ -101,7 +103,11 @@ class Checker(Tracer, Watcher, Operators):
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
-        if how == OWN and seen.kind is Kind.A and (is_internal() or node is not None):
+        if (
+            how == PART_AS_LOCAL
+            and seen.kind is Kind.A
+            and (is_internal() or node is not None)
+        ):
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
         why, op = misused(how, seen.kind), how.op
@@ -119,22 +125,22 @@ class Checker(Tracer, Watcher, Operators):
                 kind = Kind.A  # the user said whose it is
         self.known.give(y, kind, f"what {how.op} gives")
 
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        if not where.mean or frame().path:
+    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        if not where.loss_is_mean or frame().path:
             return
         seen = self.known.of(x)
-        if seen.kind in PARTS and how != OWN:
+        if seen.kind in PARTS and how != PART_AS_LOCAL:
             raise refusal("parts", how.op, [seen])
         if how == ENTER:
             self._cast.add(memory(x))
         if _torch.function_runs():
             self._functions.append(self.nodes.of_function())
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            self.agreed(what, stated(x), told(what, x, answers(())))
+            self.agreed(what, describe_value(x), describe_lines(what, x, answers(())))
             return
         seen, alike = self.known.of(x), True
         if seen.kind is Kind.K:
@@ -142,12 +148,12 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind is Kind.V or not alike:
             raise refusal("disagrees", what, [seen])
 
-    def summed(self, x: Tensor, what: str) -> None:
+    def summed_locally(self, x: Tensor, what: str) -> None:
         seen = self.known.of(x)
         if seen.kind in PARTS and not frame().path:
             raise refusal("lost", what, [seen])
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
         if where.size > 1:
             lacking = self.split.over(where.axis) - self.split.of(x)
             if alike := [a for a in where.axis if a in lacking]:
@@ -164,7 +170,7 @@ class Checker(Tracer, Watcher, Operators):
         if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
             raise refusal("shape", what, parts[:1])
 
-    def laid(self, leaf: Sharded) -> None:
+    def leaf_made(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)
         if seen.kind not in PARTS and leaf.ndim > 1:
             self.known.put(leaf._local, seen._replace(flat=True))
@@ -173,7 +179,7 @@ class Checker(Tracer, Watcher, Operators):
         self.known.put(y := y.clone(), self.known.of(x))
         return y
 
-    def assumed(self, y: Tensor, kind: str) -> None:
+    def type_declared(self, y: Tensor, kind: str) -> None:
         seen, alone = self.known.of(y), self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
         self.known.change(y, made_of=seen.made_of, value=seen.value)
@@ -225,7 +231,7 @@ class Checker(Tracer, Watcher, Operators):
         leaves = list(leaves)
         check_tracked(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
-            self.claimed(leaf._local, name)
+            self.claimed_equal(leaf._local, name)
         if not frame().path:
             self._gathered = name, leaves
 

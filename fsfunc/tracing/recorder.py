@@ -23,12 +23,12 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch.fake_results import communicates
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import Watcher, watching
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import asks, maybe_here
+from fsfunc.comm.mesh import maybe_here, note_axes_read
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
@@ -44,7 +44,7 @@ from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, asked_numbers
 from fsfunc.tracing.torch_calls import OwnValues, Reads, check_tracked
 
 
-@heard()
+@reraising_interrupts()
 def record(
     fn: Callable[..., Any],
     params: Any,
@@ -79,7 +79,7 @@ def record(
     # raises, its error may come of the backward pass that is missing. It left nothing
     # behind, so that the whole run below meets what is wrong all the same.
     at = maybe_here()
-    planned = at is not None and not at.link.moves
+    planned = at is not None and not at.link.moves_data
     for remembers in (True, False):  # of forward mode fakes may raise for that
         with suppress(Exception):
             found = run(True, remembers)
@@ -97,7 +97,7 @@ def record(
         raise
 
 
-@heard()
+@reraising_interrupts()
 def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:
     """The numbers of another run, and its error where it raises without a backward."""
     with suppress(Exception):
@@ -151,7 +151,7 @@ class _Recording:
                         recorder.explain(error, rest)
                         raise
                 recorder.carries(given[:1], out)
-        asks(asked)
+        note_axes_read(asked)
         recorder.end(asked)
         return recorder
 
@@ -279,19 +279,19 @@ class Recorder(Findings, Tracer, Watcher):
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         if x.ndim or x.requires_grad or frame().in_loss or _torch.is_wrapped(x):
             self.axes.update(where.axis)  # a metric's mean makes no ranks agree
-        if frame().path and not where.mean:
+        if frame().path and not where.loss_is_mean:
             return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self.is_leaf(x):
             self.plain = False
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
             again = [name for name, _ in self.claims].count(what)
-            self.claims += told(what + "'" * again, x, answers(()))
+            self.claims += describe_lines(what + "'" * again, x, answers(()))
 
     def carries(self, args: Sequence[Any], out: Any) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
@@ -313,8 +313,8 @@ class Recorder(Findings, Tracer, Watcher):
         else:
             self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
-        self.plain = self.plain and where.mean
+    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
+        self.plain = self.plain and where.loss_is_mean
 
     def mark_numbers(self, values: Any) -> Any:
         return asked_numbers(values, self.answered)

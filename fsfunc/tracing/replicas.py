@@ -19,8 +19,8 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.collective_ops import COMPARING, Watcher
 from fsfunc.comm.comparison import RanksDiffer, Section, agree, digest_of
-from fsfunc.comm.descriptions import has_values, told, whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.descriptions import describe_lines, has_values, section_of_values
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame
@@ -48,7 +48,7 @@ def compare_whole(
     paths, leaves, _ = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
     mine = [x if isinstance(x, Tensor) and is_whole(x) else None for x in leaves]
     if any(x is not None for x in mine):
-        agree(where, whole_values(paths, mine, where.link.notes))
+        agree(where, section_of_values(paths, mine, where.link.notes))
 
 
 def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) -> Any:
@@ -77,7 +77,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
             which nothing is summed, whose ranks would train apart.
     """
     paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
-    values = whole_values(paths, leaves, where.link.notes)
+    values = section_of_values(paths, leaves, where.link.notes)
     others = [
         (repr(p), describe(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
@@ -109,7 +109,7 @@ class Claims(Watcher):
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
 
-    def claimed(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: Any, what: str) -> None:
         if not isinstance(x, Tensor):
             self.said.append((what, x))
 
@@ -169,15 +169,19 @@ class Replicas:
 
     def begin(self, batch: Any, at: Here) -> int:
         """Compares the batch of a call if that is due: returns its number, else 0."""
-        if not at.link.moves or at.link.level is not None or _torch.fake_active():
+        if (
+            not at.link.moves_data
+            or at.link.vmap_level is not None
+            or _torch.fake_active()
+        ):
             return 0
         n = self.calls[at.rank] = self.calls.get(at.rank, 0) + 1
         if n & (n - 1) or _torch.functorch_active():
             return 0
         for axes, because in self.together:
-            compare_batches(batch, group(axes, at), because)
+            compare_batches(batch, get_group(axes, at), because)
             if self.draws and because:
-                _compare_generators(group(axes, at), because)
+                _compare_generators(get_group(axes, at), because)
         return n
 
     def end(
@@ -207,16 +211,16 @@ class Replicas:
             return False
         leaves = leaves[: given.num_leaves]
         _compare_claims(call.said, _over(f, found, leaves, at), at)
-        means = {a for a in at.mean if at.mesh.axes[a] > 1}
+        means = {a for a in at.mean_axes if at.mesh.axes[a] > 1}
         apart = {a for a, size in at.mesh.axes.items() if size > 1} - means
         if apart:
             apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
         for over in (apart, means):
             for axes, values in _one_value(leaves, given, over, at):
-                _compare_state(values, group(axes, at), over is apart)
+                _compare_state(values, get_group(axes, at), over is apart)
         split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
         for axes, values in _one_value(leaves, given, split - means, at):
-            _compare_near(values, group(axes, at))
+            _compare_near(values, get_group(axes, at))
         if given.is_leaf() and not is_sharded(leaves[0]):
             return False  # but a loss, where a tensor is all that was given
         if call.number == 1 and (apart := _in_order(means - {*equal}, at)):
@@ -239,14 +243,14 @@ def _over(f: Any, found: Frame, leaves: Any, at: Here) -> tuple[str, ...]:
     handlers = [*found.handlers, *getattr(f, "interpretations", ())]
     over = {a for h in handlers if h.lays_out for a in getattr(h, "axes", ())}
     over |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
-    return _in_order(over.union(at.mean), at)
+    return _in_order(over.union(at.mean_axes), at)
 
 
 def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
     """Raises where ranks update what is one value by unlike optimizers or numbers."""
     if not axes:
         return
-    distinct = dict.fromkeys(tuple(told(who, x)) for who, x in claims)
+    distinct = dict.fromkeys(tuple(describe_lines(who, x)) for who, x in claims)
     lines: dict[str, str] = {}
     for said in distinct:
         for key, text in said:
@@ -255,7 +259,7 @@ def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
             lines[key] = text
     names = _names(axes)
     title = f"the ranks along {names} update one state by unlike optimizers or numbers"
-    agree(group(axes, at), Section(title, [*lines.items()], _ALIKE))
+    agree(get_group(axes, at), Section(title, [*lines.items()], _ALIKE))
 
 
 _ALIKE = (
@@ -299,7 +303,7 @@ def _compare_generators(where: RankGroup, because: str) -> None:
         f"draw of its own it draws within ff.nn.own_draws({where.axis[0]!r})"
     )
     given = [*states], [*states.values()], where.link.notes
-    agree(where, whole_values(*given, title, advice))
+    agree(where, section_of_values(*given, title, advice))
 
 
 def _one_value(
@@ -356,7 +360,7 @@ def _compare_state(leaves: dict[str, Any], where: RankGroup, apart: bool) -> Non
             f"as each rank's own, by layouts={{path: ff.Own({axis!r})}}"
         )
     given = [*leaves], [*leaves.values()], where.link.notes
-    agree(where, whole_values(*given, title, advice))
+    agree(where, section_of_values(*given, title, advice))
 
 
 # Batches that should differ
@@ -371,8 +375,8 @@ def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
     Cost: the batch is read once; over processes a gather of 16 bytes, in no ledger.
     """
     paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
-    where = group(axes, at)
-    values = whole_values(paths, leaves, where.link.notes)
+    where = get_group(axes, at)
+    values = section_of_values(paths, leaves, where.link.notes)
     rows = [x for x in leaves if has_values(x) and x.ndim and x.numel()]
     # Of simulated ranks the last one that comes is told the digests.
     found = agree(where, digest_of(values.lines if rows else []))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
-from fsfunc.comm.backends.abstract import AbstractLink, told_where
+from fsfunc.comm.backends.abstract import AbstractLink, naming_value_reads
 from fsfunc.comm.ledgers import only, silence
-from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
+from fsfunc.comm.mesh import Here, maybe_here, noting_axes_read, set_here
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import Interpretation, inside
 from fsfunc.core.units import Call
@@ -88,11 +88,11 @@ def without_data(
         if restores:
             stack.enter_context(Outside())
         if asked is not None:
-            stack.enter_context(asking(asked))
+            stack.enter_context(noting_axes_read(asked))
         if at is not None:
-            stack.enter_context(place_here(at))
+            stack.enter_context(set_here(at))
         if told is not None:
-            stack.enter_context(told_where(*told))
+            stack.enter_context(naming_value_reads(*told))
         yield mode
 
 

@@ -103,4 +103,4 @@ class SplitWork:
 
 def _sends(how: LinearMap) -> bool:
     """True of a map of each rank's own values, whose transpose gives such gradients."""
-    return how.of in ("V", "M") and not how.ordered and how.sends is not None
+    return how.of in ("V", "M") and not how.is_comparison and how.collective is not None

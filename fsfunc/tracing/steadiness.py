@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import (
+    called_by_fsfunc,
     called_by_user,
     is_internal,
-    is_own_call,
     source_line,
 )
 from fsfunc.core.frames import frame
@@ -191,7 +191,7 @@ def said(func: Any, values: Sequence[Any]) -> NumbersGiven | None:
     inner = is_internal() or _torch.current_node() is not None
     # Plain ones: one whose comparisons are heard holds who hears of them.
     plain = tuple([cast(Any, x.__class__)(x) for x in found])
-    return NumbersGiven(name, plain, source_line(), inner, is_own_call())
+    return NumbersGiven(name, plain, source_line(), inner, called_by_fsfunc())
 
 
 _SWITCHES = {"_set_grad_enabled", "_set_multithreading_enabled"}

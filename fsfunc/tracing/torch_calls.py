@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import (
+    called_by_fsfunc,
     called_by_user,
     is_internal,
-    is_own_call,
     source_line,
 )
 from fsfunc.core.frames import frame
@@ -78,7 +78,7 @@ class Reads(Outside):
         self._data: dict[int, tuple[str, Tensor]] = {}  # of leaves, by its id
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, library = getattr(func, "__name__", ""), is_own_call()
+        name, library = getattr(func, "__name__", ""), called_by_fsfunc()
         asks = name == "__get__"  # a tensor, most often for its shape
         asks = asks or name in _ASKS and len(args) == 1 and not kwargs
         out: Any = func(*args) if asks else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.comm.backends.abstract import asks_for_a_value
+from fsfunc.comm.backends.abstract import is_value_read
 from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.casts import differentiable
@@ -198,7 +198,7 @@ class NotingStage(Stage):
         try:
             out = call.body(params, *inputs, **keywords)
         except Exception as error:
-            if not asks_for_a_value(error):
+            if not is_value_read(error):
                 raise
             where = traceback_line(error)
             try:

@@ -46,10 +46,10 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
-from fsfunc.comm.backends.interrupts import heard
+from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import watching
-from fsfunc.comm.comparison import Lines, unlike
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.comparison import Lines, differing_lines
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Frame, frame, inside
@@ -346,11 +346,11 @@ class TypeCheck(FirstCalls):
         self.numbers: bool | None = None
         self.ran_without_data = True  # as a state was laid out
 
-    @heard()
+    @reraising_interrupts()
     def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
         later, first = at.rank in self._later, (False, not self.was_checked(at.rank))
         together, again = self._later.pop(at.rank, first)
-        exchange = _Exchange(group(axes, at) if together else None)
+        exchange = _Exchange(get_group(axes, at) if together else None)
         try:
             seen = check(call, args, keywords, at, axes, again=again, exchange=exchange)
         except Exception as error:
@@ -441,7 +441,7 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        found = unlike(lines, where)
+        found = differing_lines(lines, where)
         self.failed = False
         return found
 

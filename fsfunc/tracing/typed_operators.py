@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch.fake_modes import result_below
-from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.attribution import called_by_fsfunc, is_internal, source_line
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.mesh import asks
+from fsfunc.comm.mesh import note_axes_read
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
@@ -158,7 +158,7 @@ class Operators(OperatorMode):
         kinds = {x.kind for x in seen}
         kind = Kind.R if kinds & PARTS else joint(kinds)
         if kind is Kind.V:
-            asks(self.axes)
+            note_axes_read(self.axes)
         return kind
 
     def of_a_part(
@@ -184,7 +184,7 @@ class Operators(OperatorMode):
             return value  # of a constant there are no others
         own = kind is Kind.V
         if frame().path and differentiable(x):
-            asks(self.axes)
+            note_axes_read(self.axes)
             own = True
         return self.stand_ins.of(x, own)
 
@@ -403,4 +403,4 @@ def _are_rows(given: Sequence[Operand]) -> bool:
 
 def _trusted() -> bool:
     """True while the library is at work, which knows what it does with parts."""
-    return is_internal() or is_own_call()
+    return is_internal() or called_by_fsfunc()

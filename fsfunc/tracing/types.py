@@ -158,8 +158,8 @@ def moved_to(how: LinearMap, kind: Kind) -> Kind:
         return kind if kind is Kind.K else Kind.A  # the mean of what is the same
     if kind in PARTS and how.of == how.to == "M":
         return kind
-    if how.ordered:
+    if how.is_comparison:
         return Kind.A
     if how.to == "M":
-        return Kind.A if how.agrees else Kind.V
+        return Kind.A if how.same_on_all else Kind.V
     return {"I": Kind.I, "R": Kind.R, "P": Kind.P}.get(how.to, Kind.S)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import strided
+from fsfunc.comm.groups import to_strided
 from fsfunc.core.frames import frame
 from fsfunc.core.reduction_hooks import (
     GradientObserver,
@@ -155,7 +155,7 @@ class GradientSums:
         for (shape, stride, offset), g in zip(call.views, grads, strict=True):
             if g is None or not g.numel():
                 continue
-            g = g if g.layout == torch.strided else strided(g)
+            g = g if g.layout == torch.strided else to_strided(g)
             if offset < end:  # a leaf that the unit was given twice
                 repeated.append((targets[-1], g))
                 continue
@@ -305,7 +305,7 @@ class GradientSums:
             self._store_sum(gradient)
             return
         local = space_of(gradient.tensor).fetch(gradient.tensor, waits=False)
-        gradient.handle = replicas.start("psum", local, what=gradient.shard.name)
+        gradient.handle = replicas.start("psum", local, name=gradient.shard.name)
         gradient.tensor = None  # type: ignore[assignment]
         del local
         self.summing_replicas.append(gradient)

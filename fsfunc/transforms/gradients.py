@@ -23,7 +23,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.groups import RankGroup, get_group, to_strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.typed_maps import MEAN, LawError, check_samples
@@ -195,7 +195,7 @@ def average_outcome(outcome: Outcome, gradients: Gradients, this_rank: Here) -> 
     runtime = gradients.runtime
     if runtime.groups.mean_size == 1:
         return outcome
-    where = group(runtime.options.axes, this_rank)
+    where = get_group(runtime.options.axes, this_rank)
     aux, aux_def = tree.flatten(outcome.aux, is_leaf=is_reduced)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
     # All scalars in one message.
@@ -230,7 +230,7 @@ def _apply_packed(
     tensors: list[Tensor], linear_map: LinearMap, where: RankGroup, name: str
 ) -> list[Tensor]:
     """Applies a map to tensors, by one collective for each dtype."""
-    tensors = [strided(x) for x in tensors]
+    tensors = [to_strided(x) for x in tensors]
     out = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):

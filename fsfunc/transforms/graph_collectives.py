@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fsfunc._torch.operator_graphs import START, WAIT
 from fsfunc.comm.attribution import current_label, label
-from fsfunc.comm.backends.abstract import AbstractLink, shape_of_result
+from fsfunc.comm.backends.abstract import AbstractLink, result_shape
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here, Mesh, here
 from fsfunc.runtime.memory import pool_of
 
@@ -59,15 +59,15 @@ class GraphLink(AbstractLink):
         where: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
+        name: str = "",
         **how: Any,
     ) -> Handle:
         number = len(self.calls)
         on = here().mesh, where.axis, where.compared
-        self.calls.append(GraphCollective(op, *on, what, how, current_label()))
+        self.calls.append(GraphCollective(op, *on, name, how, current_label()))
         with torch.no_grad():
             x = x.detach()
-            y = x.new_empty(shape_of_result(op, x, where, how))
+            y = x.new_empty(result_shape(op, x, where, how))
             handle = _Noted(self, x, y, out, number)
             self.note(START, handle)
         return handle
@@ -77,10 +77,10 @@ class GraphLink(AbstractLink):
         after = of.x.new_empty(0) if self.token is None else self.token
         self.token = node(of.x, of.y, after, of.number)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
         raise RuntimeError(_APART)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
         raise RuntimeError(_APART)
 
 
@@ -129,11 +129,11 @@ class Run:
         where = self.groups.get(on)
         if where is None:
             at = replace(here(call.mesh), compared=call.compared)
-            where = self.groups[on] = group(call.axis, at)
+            where = self.groups[on] = get_group(call.axis, at)
         x = x.contiguous()
         with label(*call.label):
             out = y if y.is_contiguous() else None
-            work = where.start(call.op, x, out=out, what=call.what, **call.how)
+            work = where.start(call.op, x, out=out, name=call.what, **call.how)
         self.flights[number] = work, x
 
     def wait(self, x: Tensor, y: Tensor, number: int) -> None:

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import apply_map, assumed
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.collective_ops import apply_map, declare_type
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import AxisType
 from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import ENTER
 from fsfunc.core.frames import frame
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
+from fsfunc.tree.types import Leaf
 
 _Tree = TypeVar("_Tree")
-from fsfunc.tree.types import Leaf
 
 
 class Ownership:
@@ -133,17 +133,17 @@ def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
     """
     if type not in ("I", "V"):
         raise ValueError(f"assume(x, {axis!r}, {type!r}): the type is 'I' or 'V'")
-    where = group(axis)
+    where = get_group(axis)
 
     def declare(leaf: Leaf) -> Leaf:
-        if not isinstance(leaf, Tensor) or not where.mean:
+        if not isinstance(leaf, Tensor) or not where.loss_is_mean:
             return leaf
         # Known by its memory, which only a copy has for itself.
         leaf = leaf.clone()
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
                 runtime.ownership.declare(leaf, type == "I")
-        assumed(leaf, type)
+        declare_type(leaf, type)
         return leaf
 
     return tree.map(declare, x)

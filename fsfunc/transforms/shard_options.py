@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh
 from fsfunc.sharded.inputs import check_integer
 from fsfunc.sharded.layout import Layout
@@ -177,8 +177,8 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
     """
 
     def __init__(self, options: ShardOptions, this_rank: Here):
-        self.where, replica_axes = group(options.axis, this_rank), options.replicate
-        self.replicas = group(replica_axes, this_rank) if replica_axes else None
+        self.where, replica_axes = get_group(options.axis, this_rank), options.replicate
+        self.replicas = get_group(replica_axes, this_rank) if replica_axes else None
         self.mean_size = self.where.size
         if self.replicas is not None:
             self.mean_size *= self.replicas.size
@@ -190,7 +190,7 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
         groups = self[split_axes] = BufferGroups(
             _without(self.where, split_axes),
             _without(self.replicas, split_axes),
-            group(tuple(block_axes)) if block_axes else None,
+            get_group(tuple(block_axes)) if block_axes else None,
         )
         return groups
 
@@ -200,4 +200,4 @@ def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
     if where is None or not set(where.axis) & set(axes):
         return where
     remaining = tuple(axis for axis in where.axis if axis not in axes)
-    return group(remaining) if remaining else None
+    return get_group(remaining) if remaining else None

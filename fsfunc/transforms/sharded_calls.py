@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -110,7 +110,7 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._make_runtime(leaves, this_rank.rank, ownership)
-            where = partial(group, self.axes, this_rank)
+            where = partial(get_group, self.axes, this_rank)
             if tracer is not None:
                 args, keywords = tracer.mark_numbers((args, keywords))
             elif enter_tracked(leaves, ownership, where):
@@ -168,7 +168,7 @@ class Sharding(Interpretation):
                 )
         this_rank = self.here(self.mesh)
         self._check(f, args, keywords, this_rank, flat, state)
-        this_rank = replace(this_rank, mean=(*this_rank.mean, *self.axes))
+        this_rank = replace(this_rank, mean_axes=(*this_rank.mean_axes, *self.axes))
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
         return outer.replace(
@@ -205,14 +205,14 @@ class Sharding(Interpretation):
                 raise
             if tracer is None and self.first_calls.was_checked(this_rank.rank, key):
                 return
-        if this_rank.link.moves:
+        if this_rank.link.moves_data:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
         if on_vmap:
             return
         # Within a run without data its tracer hears of the call, and checks it there.
         if tracer is not None:
-            tracer.on_call(key, args, keywords, (*this_rank.mean, *self.axes))
+            tracer.on_call(key, args, keywords, (*this_rank.mean_axes, *self.axes))
             return
         if _torch.fake_active():
             return
@@ -227,7 +227,7 @@ class Sharding(Interpretation):
         else:
             refuse("array meta sparse", "a sharded function", args[:1], *arguments(1))
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
-            axes = (*this_rank.mean, *self.axes)
+            axes = (*this_rank.mean_axes, *self.axes)
             self.first_calls.check(call, args, keywords, this_rank, axes)
         self.first_calls.mark_checked(this_rank.rank, [key])
 
@@ -345,8 +345,8 @@ class Sharding(Interpretation):
         # The mean of a replicated leaf's gradient is right only if all ranks have the
         # same leaf: compared once, as it costs a message.
         key = this_rank.rank, plain_count, call.argnums
-        if plain_count and this_rank.link.moves and key not in self.compared_whole:
-            where = group(self.axes, this_rank)
+        if plain_count and this_rank.link.moves_data and key not in self.compared_whole:
+            where = get_group(self.axes, this_rank)
             self.first_calls.compare_whole(differentiated, runtime.averages, where)
             self.compared_whole |= {key}
         return runtime

@@ -18,6 +18,7 @@ from fsfunc import tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
+from fsfunc.core.tracers import UnitCall
 from fsfunc.runtime.generators import drawn_elsewhere
 from fsfunc.runtime.scopes import BeforeRuns, in_graph
 from fsfunc.sharded.donated import Everything
@@ -168,13 +169,13 @@ class StepTrace:
 
     # As the compiler of the frame
 
-    def of(self, call: Call) -> Callable[..., Any]:
+    def of(self, call: UnitCall) -> Callable[..., Any]:
         return call.unit.fn
 
-    def partitions_call(self, call: Call) -> bool:
+    def partitions_call(self, call: UnitCall) -> bool:
         return False
 
-    def compiles(self, call: Call) -> bool:
+    def compiles(self, call: UnitCall) -> bool:
         return False
 
     def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:

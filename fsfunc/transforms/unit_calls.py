@@ -29,10 +29,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import Dense, apply_map
-from fsfunc.comm.groups import group
+from fsfunc.comm.collective_ops import DenseGrad, apply_map
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import here
-from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
+from fsfunc.comm.typed_maps import ENTER, GATHER, MEAN, PART_AS_LOCAL, REDUCE, LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.execution_context import Running, running
 from fsfunc.core.units import Call
@@ -203,7 +203,7 @@ def _enter_whole(
     # left was made by the loss, and the stages know not whose it is.
     if call.frame.staged:
         raise LawError(_MADE_IN_LOSS.format(call.name))
-    where = group(options.axes, here(options.mesh))
+    where = get_group(options.axes, here(options.mesh))
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -283,7 +283,9 @@ def _gather_composably(
         flat = gather_buffer(runtime, flat, layout, name)
         for i, x in zip(positions, members, strict=True):
             offset, shape = x.layout.flat.offset, x.layout.unit_shape
-            whole = Dense.apply(flat[offset : offset + math.prod(shape)].view(shape))
+            whole = DenseGrad.apply(
+                flat[offset : offset + math.prod(shape)].view(shape)
+            )
             split = x.layout.in_units
             leaves[i] = whole if split is None else Sharded(whole, split)
 
@@ -565,24 +567,24 @@ def gather_buffer(
         name: the buffer's, for the ledger.
     """
     _check_exact(runtime)
-    enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
+    enter, gather = replace(ENTER, name=name), replace(GATHER, name=name)
     where, replicas, blocks = runtime.groups[layout.split_axes]
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
     if where is not None:
         is_split = layout.flat is not None and layout.flat.size > 1
         flat = apply_map(flat, gather if is_split else enter, where)
-    return apply_map(flat, OWN, blocks) if blocks is not None else flat
+    return apply_map(flat, PART_AS_LOCAL, blocks) if blocks is not None else flat
 
 
 def _reduce_buffer(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     """Applies the transpose of :func:`gather_buffer` to a gradient of the buffer."""
     _check_exact(runtime)
     # In the reverse order of the gather's maps.
-    reduce, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
+    reduce, mean = replace(REDUCE, name=shard.name), replace(MEAN, name=shard.name)
     where, replicas, blocks = runtime.groups[shard.split_axes]
     if blocks is not None:
-        buffer = apply_map(buffer, OWN.transpose(), blocks)
+        buffer = apply_map(buffer, PART_AS_LOCAL.transpose(), blocks)
     if where is not None:
         buffer = apply_map(buffer, reduce if shard.place.size > 1 else mean, where)
     if replicas is not None:

@@ -8,7 +8,7 @@ import torch
 import fsfunc as ff
 from fsfunc.comm.backends.processes import ProcessLink
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 
@@ -40,7 +40,7 @@ def every_collective(x, axis):
         "psum_scatter": ff.psum_scatter(x, axis),
         "psum_scatter, not contiguous": ff.psum_scatter(x.t(), axis, dim=1),
         "all_to_all": ff.all_to_all(x, axis, split_dim=0, concat_dim=1),
-        "all_to_all, unequal": apply_map(x, unequal, group(axis)),
+        "all_to_all, unequal": apply_map(x, unequal, get_group(axis)),
         "ring": ff.ppermute(x, axis, ring),
         "one way": ff.ppermute(x, axis, ring[:1]),
         "stay": ff.ppermute(x, axis, [(0, 0)]),
@@ -84,7 +84,7 @@ def out_of_order(axis):
     c = c or ff.start(ff.all_gather, x[:2], axis)
     found = {"a": a.wait(), "b": b.wait(), "c": c.wait()}
 
-    where = group(axis)  # a sum in two hops; something else in between
+    where = get_group(axis)  # a sum in two hops; something else in between
     total = where.start("psum", x)
     if where.index:
         d = where.start("psum", 3 * x, any_order=True)
@@ -97,7 +97,7 @@ def out_of_order(axis):
 
 def into_buffers(axis):
     """Links write into the buffer that they are given."""
-    where = group(axis)
+    where = get_group(axis)
     n, x = where.size, inputs((6, 2), torch.float32, where.rank)
     found = {}
     for op, rows in {

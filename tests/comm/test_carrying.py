@@ -203,7 +203,7 @@ def test_ranks_in_streams_of_their_own_wait_for_one_another(monkeypatch):
     now = []
     streams = lambda device: Stream({"cuda:1": now[-1]}[device])  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
-    baton, call = Baton(2), SimpleNamespace(said=("all_gather",))
+    baton, call = Baton(2), SimpleNamespace(signature=("all_gather",))
     result = OnCUDA(Stream.log)
     made = lambda inputs: Stream.log.append("made") or [result] * 2  # noqa: E731
     row = SimpleNamespace(combine=made)

@@ -21,11 +21,11 @@ from fsfunc.comm.comparison import (
     RanksDiffer,
     Section,
     agree,
-    everywhere,
     raise_everywhere,
+    run_everywhere,
 )
 from fsfunc.comm.descriptions import checksums
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 
 OPTIMIZER = ff.sgd(0.1)
 
@@ -312,7 +312,7 @@ def test_one_ranks_error_is_raised_on_all_ranks_of_its_group(error):
     def main():
         with ff.ledger() as log:
             try:
-                found = everywhere(act, group("data"), LookupError)
+                found = run_everywhere(act, get_group("data"), LookupError)
             except Exception as raised:
                 found = raised
         return found, log.table(mesh.rank)
@@ -326,7 +326,7 @@ def test_one_ranks_error_is_raised_on_all_ranks_of_its_group(error):
         assert str(found[rank]) == "rank 4 could not go on: there"
         text = f"{type(error).__name__}: there"
         assert logs[rank] == [("all_gather", "data", 2, 2 * (8 + len(text)))]
-    assert everywhere(lambda: 5, None) == 5
+    assert run_everywhere(lambda: 5, None) == 5
     with pytest.raises(Odd):
         raise_everywhere(Odd(), None)
 
@@ -340,7 +340,9 @@ def test_ranks_that_agree_are_told_what_each_has(waits):
         mine = Section("numbers differ", [("n", str(odd and mesh.rank))], "Set n.")
         with ff.ledger() as log:
             try:
-                found = agree(group("data"), bytes([mesh.rank] * 16), mine, waits=waits)
+                found = agree(
+                    get_group("data"), bytes([mesh.rank] * 16), mine, waits=waits
+                )
             except RanksDiffer as error:
                 found = str(error)
         assert not log.records
@@ -416,13 +418,13 @@ def test_a_device_sums_more_rows_at_once_and_has_the_same_checksums(monkeypatch,
     draw = torch.Generator().manual_seed(rows)
     tensors = [torch.randn(rows * 2048 + more, generator=draw) for more in (0, 1, 2047)]
     near = checksums(tensors)
-    summed, pieces = descriptions._Folded._summed, []
+    summed, pieces = descriptions._WeightedSum._sum_rows, []
 
     def counted(self, rows, weights):
         pieces.append(len(rows))
         return summed(self, rows, weights)
 
-    monkeypatch.setattr(descriptions._Folded, "_summed", counted)
+    monkeypatch.setattr(descriptions._WeightedSum, "_sum_rows", counted)
     monkeypatch.setattr(descriptions, "_on_host", lambda x: False)
     assert checksums(tensors) == near
     assert rows < 2 or rows in pieces  # all of them at once

@@ -78,7 +78,7 @@ def test_messages_come_whole_and_in_order(data):
     for work in sent:
         work.wait()
     here.near.progress()
-    assert not here.near.by_rank[1].lent and not there.near.by_rank[0].early
+    assert not here.near.by_rank[1].unread and not there.near.by_rank[0].early
 
 
 def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():
@@ -87,11 +87,11 @@ def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():
     x = pool.get(LARGE, torch.float32, torch.empty(0))
     at = x.data_ptr()
     x.fill_(3)
-    here.send(x, 1, 0, spent=True)
+    here.send(x, 1, 0, read_only=True)
     del x
     loan = there.borrow(torch.empty(2, LARGE // 2), 0, 0, BufferPool())
     loan.work[1].wait()
-    assert loan.room is None and loan.read().unique().tolist() == [3.0]
+    assert loan.buffer is None and loan.read().unique().tolist() == [3.0]
     other = pool.get(LARGE, torch.float32, torch.empty(0)).fill_(9)
     assert other.data_ptr() != at
     assert loan.read().unique().tolist() == [3.0]

@@ -12,14 +12,14 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.backends.abstract import EchoLink
-from fsfunc.comm.collective_ops import apply_map, over
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.collective_ops import apply_map, apply_over
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.operations import OPERATIONS, Fold, MessageRounds, Operation, Route
-from fsfunc.comm.typed_maps import typed
+from fsfunc.comm.typed_maps import typed_map
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.testing import check_collective
 
@@ -35,7 +35,7 @@ def shifted(by, back):
     return Operation(
         lambda n, i, **how: int(n > 1),
         {("V", "V"): (back, "V", "V")},
-        result=lambda xs, i, **how: xs[(i - by) % len(xs)].clone(),
+        reference=lambda xs, i, **how: xs[(i - by) % len(xs)].clone(),
         route=route,
         one_way=True,
         rounds=MessageRounds.ONE,
@@ -47,19 +47,21 @@ ROWS = {
     "shift_up": shifted(1, "shift_down"),
     "shift_down": shifted(-1, "shift_up"),
     "pprod": Operation(
-        lambda n, i, **how: 2 * Fraction(n - 1, n), fold=PRODUCT, agrees=True
+        lambda n, i, **how: 2 * Fraction(n - 1, n), fold=PRODUCT, same_on_all=True
     ),
 }
 
 
 def shift(x, axis):
     """``x`` of the rank before, around a ring."""
-    return over(x, axis, lambda leaf, where: typed(where, "shift_up", "V", "V"))
+    return apply_over(
+        x, axis, lambda leaf, where: typed_map(where, "shift_up", "V", "V")
+    )
 
 
 def pprod(x, axis):
     """The product over the ranks."""
-    return over(x, axis, lambda leaf, where: LinearMap("pprod", to="I"))
+    return apply_over(x, axis, lambda leaf, where: LinearMap("pprod", to="I"))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -122,7 +124,7 @@ def test_its_transpose_by_dot_products():
     with pytest.raises(RuntimeError, match="pprod has no derivative here"):
         ff.spmd(lambda: product(torch.ones(2)), mesh)()
     with pytest.raises(ValueError, match="shift_up V->I .* has no meaning"):
-        typed(group("data", Here(mesh, 0, None)), "shift_up", "V", "I")
+        typed_map(get_group("data", Here(mesh, 0, None)), "shift_up", "V", "I")
 
 
 def test_on_a_mapped_and_on_an_abstract_mesh():
@@ -194,7 +196,7 @@ def natively_unequal(mesh):
             for c in sizes
         ]
         there = OPERATIONS["all_to_all"].combine(xs, sizes=sizes)[rank]
-        found.append(torch.equal(apply_map(xs[rank], how, group("data")), there))
+        found.append(torch.equal(apply_map(xs[rank], how, get_group("data")), there))
     return found
 
 

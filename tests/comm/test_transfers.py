@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 
 SHAPES = [(), (1,), (0, 3), (2, 0), (5, 7), (300, 41)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
@@ -25,7 +25,7 @@ def value(shape, dtype, number):
 
 def everything(axis):
     """Every pair at once, both ways; {what: tensor} of this rank, and its ledger."""
-    where = group(axis)
+    where = get_group(axis)
     others = [i for i in range(where.size) if i != where.index]
     kinds = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     found, sent, received = {}, [], {}
@@ -77,7 +77,7 @@ def test_the_result_is_the_receivers_own(collected):
     kept = []
 
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         x = torch.arange(6.0).view(2, 3).t().requires_grad_() * 1
         work = where.receive((3, 2), x.dtype, "cpu", 1 - where.index)
         where.send(x, 1 - where.index)
@@ -103,7 +103,7 @@ def alone(what, other):
     """A send or a receive of rank 0 alone."""
 
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         if where.index == 0 and "send" in what:
             where.send(torch.ones(1), other)
         elif where.index == 0:
@@ -125,7 +125,7 @@ def test_only_another_rank_of_a_simulated_group(what):
 
 def test_a_deadlock_says_who_waits_for_whom():
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         if where.index == 0:
             where.receive((2, 5), torch.float32, "cpu", 2).wait()
         if where.index == 1:
@@ -150,7 +150,7 @@ def test_a_deadlock_says_who_waits_for_whom():
 @pytest.mark.parametrize("first", [0, 1])
 def test_another_shape_or_dtype_is_told_by_both(sent, says, first):
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         if where.index != first:  # lets the other one go ahead
             where.start("psum", torch.ones(1)).wait()
         with label(f"stages/{where.index}", "forward"):
@@ -172,9 +172,9 @@ def test_another_shape_or_dtype_is_told_by_both(sent, says, first):
 
 MEMORY = """
     import time, weakref, torch, fsfunc as ff
-    from fsfunc.comm.groups import group
+    from fsfunc.comm.groups import get_group
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         if where.index == 0:
             x = torch.full((1 << 20,), 3.0)
             alive = weakref.ref(x.untyped_storage())
@@ -205,9 +205,9 @@ def test_a_process_lets_go_of_what_was_received(processes):
 
 ENDS = """
     import torch, fsfunc as ff
-    from fsfunc.comm.groups import group
+    from fsfunc.comm.groups import get_group
     def main():
-        where = group("pipe")
+        where = get_group("pipe")
         for _ in range(3):
             where.send(torch.ones(100_000), 1 - where.index)
         if {raises}:

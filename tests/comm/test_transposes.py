@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm import linear_maps
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.testing.transposes import COTANGENT, pairing, typed
 
 TRANSPOSES = {
     (op, *kinds): row
-    for op in (*OPERATIONS, *linear_maps.LOCAL)
-    for kinds, row in linear_maps.transposes(op).items()
+    for op in (*OPERATIONS, *linear_maps.LOCAL_TRANSPOSES)
+    for kinds, row in linear_maps.get_transposes(op).items()
 }
 PLAIN = sorted(TRANSPOSES)
 # Each as it is, and with V under the mean on either side.
@@ -49,12 +49,12 @@ def dot_products(how: LinearMap, sizes, axis, shape, seed):
     shape = tuple(n * k for k in shape)  # whatever the op cuts, it divides
     of, row = how.of, plain((how.op, how.of, how.to))
     xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
-    out = how.across([xs[0]] * n)[0].shape
+    out = how.apply_to_all([xs[0]] * n)[0].shape
     alike = COTANGENT[how.to] in "IR" or TRANSPOSES[row] in AGREEING
     gs = typed(alike, out, mesh, axis, generator)
 
     def main(x, g):
-        y, pull = torch.func.vjp(lambda x: apply_map(x, how, group(axis)), x)
+        y, pull = torch.func.vjp(lambda x: apply_map(x, how, get_group(axis)), x)
         return y, pull(g)[0]
 
     ys, gxs = zip(*ff.spmd(main, mesh)(xs, gs), strict=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fsfunc as ff
 from fsfunc.comm.backends.channels import Channel
 from fsfunc.comm.backends.link import digest
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 
 ones = torch.ones
 
@@ -107,7 +107,7 @@ def differs(mesh, like, unlike, says):
 
 def transfers(mesh):
     """Rank 0 sends what rank 1 does not expect."""
-    where = group("data")
+    where = get_group("data")
     if mesh.rank == 2:
         return "left out"
     try:

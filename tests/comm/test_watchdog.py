@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsfunc.comm.backends import process_groups
-from fsfunc.comm.backends.link import PeerFailed, signature
+from fsfunc.comm.backends.link import PeerFailed, call_signature
 from fsfunc.comm.backends.process_groups import within
 from fsfunc.comm.watch import mailboxes, watchdog
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
@@ -24,7 +24,7 @@ from fsfunc.comm.watch.watchdog import FlightRecorder, Watchdog, patience_of
 
 
 def recorded(flight, number=0, link=None):
-    said = signature("psum", {}, ("data",), torch.ones(3), "")
+    said = call_signature("psum", {}, ("data",), torch.ones(3), "")
     where = SimpleNamespace(ranks=(0, 1), axis=("data",), link=link)
     return flight.begin(said, where, number)
 

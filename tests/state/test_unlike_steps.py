@@ -13,7 +13,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.comm.descriptions import stated, told
+from fsfunc.comm.descriptions import describe_lines, describe_value
 from fsfunc.comm.typed_maps import LawError
 from tests.checks import simulated
 from tests.models import chain
@@ -190,9 +190,11 @@ def test_it_is_told_and_what_is_alike_runs(i, case):
 @pytest.mark.parametrize("name", EVERY)
 def test_an_optimizer_says_what_it_was_made_of(name):
     optimizer = EVERY[name]()
-    said = dict(told("optimizer", optimizer))
+    said = dict(describe_lines("optimizer", optimizer))
     assert said["optimizer"] == optimizer.called != "Optimizer"
-    assert repr(optimizer) == stated(optimizer) and " at 0x" not in repr(optimizer)
+    assert repr(optimizer) == describe_value(optimizer) and " at 0x" not in repr(
+        optimizer
+    )
     make = getattr(ff, optimizer.called)
     known = dict(optimizer.configuration)
     wanted = inspect.signature(make).parameters
@@ -202,11 +204,14 @@ def test_an_optimizer_says_what_it_was_made_of(name):
 def test_tensors_are_told_by_their_values():
     one, other = torch.ones(40), torch.ones(40)
     other[20] += 1e-6
-    assert stated(one) == stated(one.clone()) != stated(other)
-    assert stated(torch.tensor(0.1)) != stated(torch.tensor(0.1).nextafter(one[0]))
-    assert stated(torch.ones(2, device="meta")) == "tensor f32[2]"
+    assert describe_value(one) == describe_value(one.clone()) != describe_value(other)
+    assert describe_value(torch.tensor(0.1)) != describe_value(
+        torch.tensor(0.1).nextafter(one[0])
+    )
+    assert describe_value(torch.ones(2, device="meta")) == "tensor f32[2]"
     assert (
-        stated(partial(other.add, 1, alpha=2)) == "<function Tensor.add>(0=1, alpha=2)"
+        describe_value(partial(other.add, 1, alpha=2))
+        == "<function Tensor.add>(0=1, alpha=2)"
     )
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.checkpoint.stored import CheckpointError
-from fsfunc.comm.backends.link import signature
+from fsfunc.comm.backends.link import call_signature
 from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.watch.watchdog import Watchdog
 from fsfunc.sharded.leaf import is_sharded
@@ -660,7 +660,7 @@ def test_processes_are_recorded_and_run_again_in_one(processes, tmp_path):
 
 def test_a_rank_that_waits_says_where_its_call_is_recorded(capsys):
     dog, where = Watchdog(), SimpleNamespace(ranks=(0, 1), axis=("data",), link=None)
-    said = signature("psum", {}, where.axis, torch.ones(3), "")
+    said = call_signature("psum", {}, where.axis, torch.ones(3), "")
     record = dog.flight.begin(said, where, 0)
     at = SimpleNamespace(link=SimpleNamespace(flight=dog.flight))
     with CallRecorder(Path("tape"), 1, 1)._named(at):

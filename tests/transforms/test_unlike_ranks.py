@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.backends.link import CollectiveMismatch
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import get_group
 from tests.checks import simulated
 
 
@@ -79,7 +79,7 @@ def test_another_order_is_told_under_a_pipeline(zero, inner):
 
 def test_a_stage_that_sends_another_microbatch_is_told():
     def main():
-        where = group("data")
+        where = get_group("data")
         name = f"first #0.0, microbatch {where.index}"
         if where.index:
             return where.receive((2,), torch.float32, "cpu", 0, name).wait()

@@ -1,6 +1,10 @@
 """Links that move nothing: on paper, and one level of vmap.
 
-All ranks run one program at once, so Python cannot branch on a rank, and random
+On an abstract mesh (plans, the type check of a step) tensors are fake, and one rank of
+each distinct program runs; results have the right shapes.
+
+On a vmap mesh all ranks run one program at once, as rows of batched tensors, and a
+collective is its own ``vmap`` rule. So Python cannot branch on a rank, and random
 numbers are refused (vmap's own rule). 64 ranks cost about as much as one.
 """
 
@@ -20,30 +24,32 @@ from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import traceback_line
 from fsfunc.comm.backends.link import Done, Handle, Link
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Here, Mesh, asking, place_here
+from fsfunc.comm.mesh import Here, Mesh, noting_axes_read, set_here
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import plainly
+from fsfunc.tree.types import Leaf
 
 _INSTEAD = (
     ", where all tensors are fake: leave out there what reads a value, or run it on a "
     "simulated mesh"
 )
-_MOST = 512  # distinct programs: more are a mistake, and would take for ever
+_MOST_PROGRAMS = 512  # more are a mistake, and would take for ever
 
 
-def shape_of_result(
-    op: str, x: Tensor, where: Any, how: Mapping[str, Any]
+def result_shape(
+    op: str, x: Tensor, group: RankGroup, kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The shape of this rank's result of a collective of ``x``."""
-    return OPERATIONS[op].result_shape(x.shape, where.size, where.index, **how)
+    """Returns the shape of this rank's result of a collective of ``x``."""
+    return OPERATIONS[op].result_shape(x.shape, group.size, group.index, **kwargs)
 
 
 class AbstractLink(Link):
     """Every result has the right shape and dtype, and meaningless values."""
 
-    moves = False
+    moves_data = False
 
     def __init__(self, rank: int = 0, notes: dict[Any, Any] | None = None):
         self.rank, self.notes = rank, notes
@@ -52,40 +58,45 @@ class AbstractLink(Link):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
+        name: str = "",
+        **kwargs: Any,
     ) -> Handle:
         if out is not None:
             return Done(out)
-        shape = shape_of_result(op, x, where, how)
-        alike = shape == x.shape and not how.get("sizes")
-        return Done(x.clone() if alike else x.new_empty(shape))
+        shape = result_shape(op, x, group, kwargs)
+        like_input = shape == x.shape and not kwargs.get("sizes")
+        return Done(x.clone() if like_input else x.new_empty(shape))
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
         return Done(x.new_empty(0))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(
+        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+    ) -> Handle:
         return Done(like)
 
 
 class EchoLink(AbstractLink):
-    """As if all ranks had the same: for tensors with data, of which nothing is sent."""
+    """A link of one rank alone, which answers as if all ranks had the same tensors.
+
+    For tensors with data, as in a replay of one rank's step.
+    """
 
     def start(
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
+        name: str = "",
+        **kwargs: Any,
     ) -> Handle:
-        found = OPERATIONS[op].echo(x, where.size, where.index, **how)
-        return Done(found if out is None else out.copy_(found))
+        result = OPERATIONS[op].result_if_equal(x, group.size, group.index, **kwargs)
+        return Done(result if out is None else out.copy_(result))
 
 
 def run_abstract(
@@ -107,37 +118,40 @@ def run_abstract(
     Raises:
         ValueError: more than 512 programs.
     """
-    mode, found = fake_modes.abstract_mode(), {}
+    mode, results = fake_modes.abstract_mode(), {}
     notes: dict[Any, Any] = {}  # a step that all ranks are laid out by is recorded once
 
-    def fake(x: Any) -> Any:
+    def fake(x: Leaf) -> Leaf:
         return fake_modes.fake_of(mode, x) if isinstance(x, Tensor) else x
 
-    while todo := [r for r in _lowest(mesh, asked) if r not in found]:
+    while todo := [r for r in _lowest_ranks(mesh, asked) if r not in results]:
         for rank in todo:
             link = AbstractLink(rank, notes)
-            told = told_where("a function run on an abstract mesh", _INSTEAD)
-            with told, mode, asking(asked), place_here(Here(mesh, rank, link)):
-                found[rank] = fn(*tree.map(fake, list(args(rank))))
-            if len(found) == 1:
-                break  # now it is known what it asks for
-    return {rank: found[rank] for rank in sorted(found)}
+            naming = naming_value_reads("a function run on an abstract mesh", _INSTEAD)
+            here = set_here(Here(mesh, rank, link))
+            with naming, mode, noting_axes_read(asked), here:
+                results[rank] = fn(*tree.map(fake, list(args(rank))))
+            # The first run adds to ``asked`` the axes that the program reads, and so
+            # tells which ranks are to run beside it.
+            if len(results) == 1:
+                break
+    return {rank: results[rank] for rank in sorted(results)}
 
 
-def _lowest(mesh: Mesh, asked: set[str]) -> list[int]:
-    """The lowest rank of each set with equal coordinates along ``asked``."""
+def _lowest_ranks(mesh: Mesh, asked: set[str]) -> list[int]:
+    """Returns the lowest rank of each set with equal coordinates along ``asked``."""
     axes = {name: n for name, n in mesh.axes.items() if name in asked}
     count = math.prod(axes.values())
-    if count > _MOST:
+    if count > _MOST_PROGRAMS:
         raise ValueError(
             f"the program reads its coordinates along the axes {sorted(axes)}, so that "
             f"{count} ranks of {mesh} may each run a program of their own, of which at "
-            f"most {_MOST} are tried: cut batches by ff.local_batch, which needs no "
-            "coordinate, or take a smaller mesh"
+            f"most {_MOST_PROGRAMS} are tried: cut batches by ff.local_batch, which "
+            "needs no coordinate, or take a smaller mesh"
         )
-    none = dict.fromkeys(mesh.axes, 0)
+    origin = dict.fromkeys(mesh.axes, 0)
     return sorted(
-        mesh.rank_at({**none, **dict(zip(axes, index, strict=True))})
+        mesh.rank_at({**origin, **dict(zip(axes, index, strict=True))})
         for index in itertools.product(*map(range, axes.values()))
     )
 
@@ -149,86 +163,101 @@ _ALL_AT_ONCE = (
 
 
 class VmapLink(Link):
-    """Collectives are done by their ``vmap`` rule, at the level that is the mesh."""
+    """The link of all ranks at once, as rows of tensors that ``vmap`` batches.
+
+    The ``vmap`` rule of a collective calls `exchange` at the level of the mesh.
+
+    Args:
+        level: the functorch level of the ranks.
+        ranks: the numbers of the ranks, batched at that level.
+    """
 
     def __init__(self, mesh: Mesh, level: int, ranks: Tensor):
-        self.mesh, self.level, self.ranks = mesh, level, ranks
+        self.mesh, self.vmap_level, self.ranks = mesh, level, ranks
 
     def start(
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
+        name: str = "",
+        **kwargs: Any,
     ) -> Handle:
         raise RuntimeError(
-            f"{op} over {where.axis} on a vmap mesh was not called on every rank at "
+            f"{op} over {group.axis} on a vmap mesh was not called on every rank at "
             "once: this transform needs ranks of their own; use a simulated mesh"
         )
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("send"))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(
+        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+    ) -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 
-    def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    def apply(
+        self, function: Callable[..., Tensor], x: Tensor, *args: object
+    ) -> Tensor:
         """Calls ``function`` at the mesh's level, also on what is equal everywhere."""
-        return function(self.spread(x), *rest)
+        return function(self.spread(x), *args)
 
     def spread(self, x: Tensor) -> Tensor:
-        """``x``, batched at the mesh's level."""
+        """Returns ``x``, batched at the mesh's level, so that its rule is called."""
         with _torch.forward_ad_on():  # we may be inside a jvp
             zeros = (self.ranks * 0).to(x.dtype)
-            return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
+            # x - 0, as -0.0 + 0 would be 0.0. Bools have no difference.
+            return x | zeros if x.dtype == torch.bool else x - zeros
 
-    def exchange(self, how: LinearMap, x: Tensor, where: Any) -> Tensor:
+    def exchange(self, linear_map: LinearMap, x: Tensor, group: RankGroup) -> Tensor:
         inputs = x.unbind(0)
         results = list(inputs)
-        for ranks in {self.mesh.members(where.axis, r) for r in range(self.mesh.size)}:
-            made = how.across([inputs[r] for r in ranks])
-            for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
+        # ``group`` is one rank's; here all groups along its axis have their turn.
+        for ranks in {self.mesh.members(group.axis, r) for r in range(self.mesh.size)}:
+            ys = linear_map.apply_to_all([inputs[r] for r in ranks])
+            for i, (r, y) in enumerate(zip(ranks, ys, strict=True)):
                 results[r] = y
-                if how.sends and len(ranks) > 1:
-                    its = replace(where, ranks=ranks, index=i, rank=r)
-                    note(how.sends, inputs[r], its, how.how)
+                if linear_map.collective and len(ranks) > 1:
+                    ranks_group = replace(group, ranks=ranks, index=i, rank=r)
+                    kwargs = linear_map.kwargs
+                    note(linear_map.collective, inputs[r], ranks_group, kwargs)
         return torch.stack(results)
 
-    def axis_index(self, where: Any) -> Any:
-        table = [self.mesh.coordinate(where.axis, r) for r in range(self.mesh.size)]
-        return torch.tensor(table)[self.ranks]
+    def axis_index(self, group: RankGroup) -> Tensor:
+        indices = [self.mesh.coordinate(group.axis, r) for r in range(self.mesh.size)]
+        return torch.tensor(indices)[self.ranks]
 
 
 def run_vmapped(
     mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """``[fn(*args[r]) for each rank r]``, all ranks at once.
+    """Returns ``[fn(*args[r]) for each rank r]``, all ranks run at once.
 
-    What is no tensor must be the same on every rank, going in and coming out.
+    Leaves that are no tensors must be equal on every rank, in arguments and results.
     """
-    rows: list[list[Any]] = []
+    leaves_by_rank: list[list[Leaf]] = []
     treedef: Any = None
-    for mine in args:
-        leaves, treedef = tree.flatten(tuple(mine))
-        rows.append(leaves)
-    columns = list(zip(*rows, strict=True))
+    for rank_args in args:
+        leaves, treedef = tree.flatten(tuple(rank_args))
+        leaves_by_rank.append(leaves)
+    columns = list(zip(*leaves_by_rank, strict=True))  # of a leaf, all ranks' values
     batched = [
         i for i, c in enumerate(columns) if all(isinstance(x, Tensor) for x in c)
     ]
-    spec: Any = None
-    constants: dict[int, Any] = {}
+    out_treedef: Any = None
+    constants: dict[int, Leaf] = {}
 
     def call(ranks: Tensor, *tensors: Tensor) -> list[Tensor]:
-        nonlocal spec
+        nonlocal out_treedef
         leaves = [column[0] for column in columns]
         for i, x in zip(batched, tensors, strict=True):
             leaves[i] = x
         link = VmapLink(mesh, _torch.current_level(), ranks)
-        with place_here(Here(mesh, 0, link)):
-            out, spec = tree.flatten(fn(*tree.unflatten(treedef, leaves)))
+        with set_here(Here(mesh, 0, link)):
+            out, out_treedef = tree.flatten(fn(*tree.unflatten(treedef, leaves)))
+        # vmap returns tensors alone: the ranks stand in for what is none.
         for i, x in enumerate(out):
             if not isinstance(x, Tensor):
                 constants[i], out[i] = x, ranks
@@ -237,24 +266,26 @@ def run_vmapped(
     stacks = [torch.stack(columns[i]) for i in batched]
     outs = torch.func.vmap(call)(torch.arange(mesh.size), *stacks)
     return [
-        tree.unflatten(spec, [constants.get(i, o[r]) for i, o in enumerate(outs)])
+        tree.unflatten(
+            out_treedef, [constants.get(i, o[r]) for i, o in enumerate(outs)]
+        )
         for r in range(mesh.size)
     ]
 
 
-def asks_for_a_value(error: BaseException) -> bool:
-    """True if ``error`` was raised by a fake tensor whose value was read."""
+def is_value_read(error: BaseException) -> bool:
+    """Returns whether a fake tensor raised ``error``, as its value was read."""
     return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
 
 
 @contextmanager
-def told_where(what: str, instead: str) -> Iterator[None]:
+def naming_value_reads(reader: str, instead: str) -> Iterator[None]:
     """Inside, fake tensors that are asked for a value raise with the source line.
 
     Compiled functions run as plain ones.
 
     Args:
-        what: the function that asks, for the message.
+        reader: the function that asks, for the message.
         instead: the end of the message: what to do.
 
     Raises:
@@ -264,9 +295,9 @@ def told_where(what: str, instead: str) -> Iterator[None]:
         with plainly():
             yield
     except Exception as error:
-        if not asks_for_a_value(error):
+        if not is_value_read(error):
             raise
         raise RuntimeError(
-            f"{what} asks for a tensor's value at {traceback_line(error)} (.item(), "
+            f"{reader} asks for a tensor's value at {traceback_line(error)} (.item(), "
             f"`if tensor`, a boolean mask){instead}"
         ) from error

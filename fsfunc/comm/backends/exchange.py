@@ -1,9 +1,15 @@
 """Exchanges in flight between processes: their tags, headers, and waits.
 
-Gloo matches a send and a receive by a tag. It has 31 bits: 2 for what is sent, 12 for a
-number, 16 for the kind of the collective and 1 for its hop. So different collectives
-are never matched: their ranks wait until the group's timeout. Without that gloo would
-copy the bytes of one into the memory of the other, or end the process if sizes differ.
+A collective or a transfer between processes is an :class:`Exchange`: messages that are
+under way, and a function that makes the result when they are over.
+
+Gloo matches a send and a receive by a tag. It has 31 bits:
+
+    30-29: data, header, ...   28-17: number   16-1: digest of the call   0: hop
+
+So different collectives are never matched: their ranks wait until the group's timeout.
+Without that gloo would copy the bytes of one into the memory of the other, or end the
+process if sizes differ.
 
 A header is a description of a collective or a transfer, sent with its data. All headers
 have one size and tags of their own: so ranks that call different collectives exchange
@@ -15,7 +21,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,116 +39,128 @@ from fsfunc.comm.backends.link import (
 from fsfunc.comm.backends.neighbours import Disconnected
 from fsfunc.comm.watch.watchdog import FlightRecord, the_watchdog
 
-DATA, HEADER, TRANSFER, ANSWER = range(4)
-_NUMBERS = 2**12  # more than can be in flight at once; what is later comes later
-_SIZE = 512  # bytes of a header: a digest of eight, and a text
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fsfunc.comm.backends.processes import ProcessLink
+    from fsfunc.comm.groups import RankGroup
+
+DATA, HEADER, TRANSFER, ANSWER = range(4)  # what a message is
+_NUMBERS = 2**12  # more than can be in flight at once: messages of one tag keep order
+_HEADER_SIZE = 512  # bytes: a digest of eight, and a text
 _TITLE = "ranks call different collectives"
 
 
 def tag(kind: int, number: int, digest: bytes = b"\0\0", hop: int = 0) -> int:
-    """The tag of the ``number``-th collective, or transfer, of a group."""
-    said = int.from_bytes(digest[:2], "little")
-    return ((kind * _NUMBERS + number % _NUMBERS) << 17) + (said << 1) + hop
+    """Returns the tag of the ``number``-th collective, or transfer, of a group."""
+    call_bits = int.from_bytes(digest[:2], "little")
+    return ((kind * _NUMBERS + number % _NUMBERS) << 17) + (call_bits << 1) + hop
 
 
-def packed(call: Any, said: bytes) -> Tensor:
-    """A header: a digest of eight bytes, and the text for the error if they differ."""
+def pack_header(call: FlightRecord | CollectiveCall | str, digest: bytes) -> Tensor:
+    """Packs a digest of eight bytes, and the text for the error if they differ."""
     text = str(call).encode(errors="replace")
-    if len(text) > _SIZE - 8:
-        half = (_SIZE - 8) // 2 - 2
+    if len(text) > _HEADER_SIZE - 8:
+        half = (_HEADER_SIZE - 8) // 2 - 2
         text = text[:half] + b" .. " + text[-half:]
     return torch.frombuffer(
-        bytearray((said + text).ljust(_SIZE, b"\0")), dtype=torch.uint8
+        bytearray((digest + text).ljust(_HEADER_SIZE, b"\0")), dtype=torch.uint8
     )
 
 
+# A step sends the same headers each time: they are packed once.
 @functools.lru_cache(maxsize=1 << 12)
 def _header(
-    said: Signature, label: tuple[str, str], line: str, digest: bytes
+    signature: Signature, label: tuple[str, str], line: str, digest: bytes
 ) -> Tensor:
-    """That of a collective: a step sends the same ones each time."""
-    return packed(CollectiveCall(said, *label, line), digest)
+    return pack_header(CollectiveCall(signature, *label, line), digest)
 
 
-def unpacked(row: Tensor) -> str:
-    """The text of a header, after its eight bytes; "" before it has come."""
-    return bytes(row.tolist())[8:].rstrip(b"\0").decode(errors="replace")
+def header_text(header: Tensor) -> str:
+    """Returns the text of a header; "" before it has come."""
+    return bytes(header.tolist())[8:].rstrip(b"\0").decode(errors="replace")
 
 
-def _compare(rows: Mapping[int, Tensor], title: str) -> None:
+def _compare(headers: Mapping[int, Tensor], title: str) -> None:
     """Raises unless the headers, by rank, are of one collective."""
-    if len({bytes(row[:8].tolist()) for row in rows.values()}) > 1:
-        said = {rank: unpacked(row).partition("\n")[0] for rank, row in rows.items()}
-        raise CollectiveMismatch(table(title, dict(sorted(said.items()))))
+    if len({bytes(header[:8].tolist()) for header in headers.values()}) > 1:
+        lines = {r: header_text(x).partition("\n")[0] for r, x in headers.items()}
+        raise CollectiveMismatch(table(title, dict(sorted(lines.items()))))
 
 
 def compare_gathered(
-    mine: Tensor, group: Any, ranks: Sequence[int], title: str = _TITLE
+    header: Tensor,
+    process_group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    title: str = _TITLE,
 ) -> dict[int, str]:
-    """Compares headers by a gather, where there are no tags; returns the texts."""
-    every = mine.new_empty(len(ranks) * _SIZE)
-    all_gather_single(every, mine, group=group)
-    rows = every.cpu().view(-1, _SIZE).unbind()
-    by_rank = dict(zip(ranks, rows, strict=True))
+    """Compares headers by a gather, where there are no tags; returns their texts."""
+    gathered = header.new_empty(len(ranks) * _HEADER_SIZE)
+    all_gather_single(gathered, header, group=process_group)
+    headers = gathered.cpu().view(-1, _HEADER_SIZE).unbind()
+    by_rank = dict(zip(ranks, headers, strict=True))
     _compare(by_rank, title)
-    return {rank: unpacked(row) for rank, row in by_rank.items()}
+    return {rank: header_text(x) for rank, x in by_rank.items()}
 
 
 class Headers:
     """The headers of one collective, or one transfer, on their way.
 
     Args:
-        others: by index along ``where``, those who are in it beside this rank.
-        ways: the tags' last part, of what is sent and of what is received.
+        others: the indices along ``group`` of the ranks in it, without this one.
+        directions: of a transfer, what stands in the tags of the header that is sent
+            and of the one that is received, so that crossing ones are not matched.
     """
 
     def __init__(
         self,
         record: FlightRecord,
-        where: Any,
+        group: RankGroup,
         digest: bytes,
         others: list[int],
         channel: Channel,
-        ways: tuple[int, int] = (0, 0),
+        directions: tuple[int, int] = (0, 0),
     ):
         self.record = record
         record.line = source_line()
-        mine = _header(record.said, record.label, record.line, digest)
-        self.rows = {where.rank: mine}
-        out, back = (tag(HEADER, record.number, bytes([way, 0])) for way in ways)
+        local_header = _header(record.signature, record.label, record.line, digest)
+        self.by_rank: dict[int, Tensor] = {group.rank: local_header}
+        # Without the digest: headers of different collectives are to be matched.
+        tag_sent, tag_received = (
+            tag(HEADER, record.number, bytes([direction, 0]))
+            for direction in directions
+        )
         self.works: list[Work] = []
         for r in others:
-            row = self.rows[where.ranks[r]] = torch.zeros_like(mine)
-            self.works.append(channel.receive(row, where.ranks[r], back))
+            header = self.by_rank[group.ranks[r]] = torch.zeros_like(local_header)
+            self.works.append(channel.receive(header, group.ranks[r], tag_received))
         for r in others:
-            self.works.append(channel.send(mine, where.ranks[r], out))
+            self.works.append(channel.send(local_header, group.ranks[r], tag_sent))
 
-    def seen(self) -> dict[int, str]:
-        """The texts of the headers that have come, even where others' do not."""
-        found = {rank: unpacked(row) for rank, row in self.rows.items()}
-        return {rank: text for rank, text in found.items() if text}
+    def texts_so_far(self) -> dict[int, str]:
+        """Returns the texts of the headers that have come, by rank."""
+        texts = {rank: header_text(x) for rank, x in self.by_rank.items()}
+        return {rank: text for rank, text in texts.items() if text}
 
     def check(self) -> None:
-        """Waits for what the others say of it.
+        """Waits for the headers of the others, and compares them.
 
         Raises:
             CollectiveMismatch: on every rank, what each of them called.
         """
-        settle(self.works, self.record, self.seen)
+        settle(self.works, self.record, self.texts_so_far)
         self.works = []
-        _compare(self.rows, f"{_TITLE}, #{self.record.number} of theirs")
+        _compare(self.by_rank, f"{_TITLE}, #{self.record.number} of theirs")
 
 
 class Exchange(Handle):
-    """Works of torch.distributed, and a function to call when they are over.
-
-    One that is dropped before that is kept by its link, which waits for it, as gloo
-    still reads and writes its memory, and would block everything that follows.
+    """Messages under way, and a function to call when they are over.
 
     Args:
-        held: what must live until then.
+        finish: makes the result, after the wait.
+        alive: a tensor whose memory must not be freed until then.
         record: its record for error reports.
-        where: the group of its ranks.
+        group: the group of its ranks.
         headers: the headers of its ranks, if they are compared.
     """
 
@@ -153,13 +171,13 @@ class Exchange(Handle):
         self,
         works: Sequence[Work],
         finish: Callable[[], Tensor],
-        held: Any,
+        alive: Tensor,
         record: FlightRecord,
-        where: Any,
+        group: RankGroup,
         headers: Headers | None = None,
     ):
-        self.link = where.link
-        self.works, self.finish, self.held = works, finish, held
+        self.link: ProcessLink = group.link  # type: ignore[assignment]
+        self.works, self.finish, self.alive = works, finish, alive
         self.record, self.headers = record, headers
 
     def wait(self) -> Tensor:
@@ -173,13 +191,16 @@ class Exchange(Handle):
                 self.link.close(self.record.call, error)
                 raise
             self.record.ended = time.monotonic()
-            del self.works, self.finish, self.held  # and the buffers with them
+            # A caller may store this handle for long: the buffers go now.
+            del self.works, self.finish, self.alive
         return self.result
 
     def done(self) -> bool:
         return self.result is not None or all(w.is_completed() for _, w in self.works)
 
     def __del__(self) -> None:
+        # Dropped before its wait, by an error or a caller. Gloo still reads and writes
+        # its memory, and would block all that follows: its link waits for it.
         if self.result is None and self.works:
             self.link.dropped.append(self)
 
@@ -187,13 +208,13 @@ class Exchange(Handle):
 def settle(
     works: Sequence[Work],
     record: FlightRecord,
-    seen: Callable[[], Mapping[int, str]] = dict,
+    headers_so_far: Callable[[], Mapping[int, str]] = dict,
 ) -> None:
-    """Waits for works of torch.distributed.
+    """Waits for messages.
 
     Args:
-        record: whose works they are.
-        seen: what ranks have said of it, if they have.
+        record: of the collective that they are of.
+        headers_so_far: returns the texts of the headers that have come, by rank.
 
     Raises:
         PeerFailed: another rank stopped, or ended; names the collective.
@@ -206,7 +227,10 @@ def settle(
             work.wait()
     except RuntimeError as error:
         trace = error.__traceback__
-        told = isinstance(error, Disconnected)
-        if not told and trace is not None and trace.tb_next is not None:
-            raise  # a signal's handler did, as that of a data loader does
-        raise the_watchdog().failed(record, other, error, seen()) from error
+        of_message = isinstance(error, Disconnected)
+        # gloo raises from C++, without a frame of Python below this one. Another error
+        # is of a signal's handler, as a data loader has one.
+        if not of_message and trace is not None and trace.tb_next is not None:
+            raise
+        texts = headers_so_far()
+        raise the_watchdog().failed(record, other, error, texts) from error

@@ -1,10 +1,10 @@
-"""Interrupts of a thread that waits for others: kept until those have ended.
+"""Interrupts of a thread that waits for others: deferred until those have ended.
 
 Python runs the handlers of signals in the main thread, between any two of its
 bytecodes. What a handler raises, such as KeyboardInterrupt, leaves whatever runs there:
 also the line that starts a thread, or the one that waits for it. No ``try`` covers all
-of these places. So handlers are replaced by ones that keep the exception, which is
-raised once there is nothing left to clean up.
+of these places. So handlers are replaced by ones that store the exception, which is
+raised once there is nothing left to clean up. ``spmd`` on simulated ranks runs so.
 """
 
 from __future__ import annotations
@@ -22,76 +22,80 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 @functools.cache
-def _numbers() -> list[int]:
+def _signal_numbers() -> list[int]:
     return [int(number) for number in signal.valid_signals()]
 
 
 class Interrupts:
-    """Between ``begin`` and ``end``, keeps what signal handlers raise.
+    """Between ``begin`` and ``end``, stores what signal handlers raise.
 
     In another thread than the main one, where no handler runs, it has nothing to do.
 
     Args:
-        tell: is called with each exception, from within the handler.
+        notify: is called with each exception, from within the handler.
     """
 
-    def __init__(self, tell: Callable[[BaseException], None]):
-        self.tell, self.process = tell, os.getpid()
-        self.kept: BaseException | None = None
-        self.on = False  # where it is not, our handlers are as those that they replace
-        self.ours: dict[int, tuple[_Handler, _Handler]] = {}  # and what they replace
+    def __init__(self, notify: Callable[[BaseException], None]):
+        self.notify, self.process = notify, os.getpid()
+        self.deferred: BaseException | None = None  # the first
+        self.on = False  # while False, our handlers do what those that they replace do
+        # By the signal's number: our handler, and the one that it replaces.
+        self.handlers: dict[int, tuple[_Handler, _Handler]] = {}
 
     def begin(self) -> None:
         """Replaces the handlers. It is to be called in a ``try`` that has ``end``."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _numbers():
+        for number in _signal_numbers():
             if callable(before := signal.getsignal(number)):
-                ours = self._keeping(before)
-                self.ours[number] = ours, before
+                ours = self._deferring(before)
+                self.handlers[number] = ours, before
                 signal.signal(number, ours)
         # Last: it is on only where no handler is left that would raise before `end`.
         self.on = True
 
     def end(self) -> None:
-        """Puts the handlers back, and raises the first exception that was kept."""
+        """Puts the handlers back, and raises the first exception that was deferred."""
         self.on = False  # first: from here on an interrupt may leave this function
-        for number, (ours, before) in self.ours.items():
-            if signal.getsignal(number) is ours:
+        for number, (ours, before) in self.handlers.items():
+            if signal.getsignal(number) is ours:  # else somebody has set another since
                 signal.signal(number, before)
-        self.ours.clear()  # each holds this object: no circle, in which tensors wait
-        kept, self.kept = self.kept, None
+        # Each refers to this object: a circle would delay the freeing of tensors until
+        # the collector runs. So would the local variable, by the exception's traceback.
+        self.handlers.clear()
+        deferred, self.deferred = self.deferred, None
         try:
-            if kept is not None:
-                raise kept
+            if deferred is not None:
+                raise deferred
         finally:
-            del kept  # its traceback holds this frame
+            del deferred
 
-    def keep(self, error: BaseException) -> None:
-        if self.kept is None:
-            self.kept = error
-        self.tell(error)
+    def defer(self, error: BaseException) -> None:
+        if self.deferred is None:
+            self.deferred = error
+        self.notify(error)
 
-    def _keeping(self, before: _Handler) -> _Handler:
+    def _deferring(self, before: _Handler) -> _Handler:
         def handler(number: int, frame: FrameType | None) -> None:
-            if not self.on or os.getpid() != self.process:  # nobody would raise it
+            # After `end`, and in a fork, nobody would raise what is deferred.
+            if not self.on or os.getpid() != self.process:
                 before(number, frame)
                 return
             try:
                 before(number, frame)
             except BaseException as error:
-                self.keep(error)
+                self.defer(error)
 
         return handler
 
 
 @contextmanager
-def heard() -> Iterator[None]:
-    """Inside, what a signal handler raises is raised where it comes, and at the end.
+def reraising_interrupts() -> Iterator[None]:
+    """Inside, what a signal handler raises is raised at once, and again at the end.
 
-    For code that tries what a user gave, and goes on where that raises: it cannot tell
-    a handler's exception, such as a time limit's, from one of what it tries. Nor do
-    those go on that come in a finalizer, whose exceptions Python drops.
+    For code that tries a function of the user's, and goes on if that raises: it cannot
+    tell a handler's exception, such as a time limit's, from one of the function. Python
+    also drops an exception that a handler raises within a finalizer.
     """
     interrupts = Interrupts(_raise)
     try:

@@ -1,4 +1,13 @@
-"""The interface of a backend, and the description of a collective."""
+"""The interface of a backend: a rank's ``Link`` to the others, and its ``Handle``.
+
+A backend is a subclass of :class:`Link`: ``start`` issues a collective, ``send`` and
+``receive`` a transfer between two ranks, and each returns a :class:`Handle` at once,
+whose ``wait`` returns this rank's result. `groups.RankGroup` calls them, after it has
+checked the tensor and noted its bytes. Above it nobody knows which backend runs.
+
+A :class:`CollectiveCall` is the description of a collective for error messages. Its
+``signature`` is what must be equal on every rank.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +16,18 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
+
+if TYPE_CHECKING:
+    from fsfunc.comm.groups import RankGroup
+    from fsfunc.comm.linear_maps import LinearMap
+    from fsfunc.comm.mesh import Mesh
+    from fsfunc.comm.watch.mailboxes import Board
 
 
 class Handle:
@@ -21,7 +37,7 @@ class Handle:
         raise NotImplementedError
 
     def done(self) -> bool:
-        """True if it is known to be over; does not wait."""
+        """Returns whether it is known to be over, without waiting."""
         raise NotImplementedError
 
 
@@ -39,74 +55,94 @@ class Done(Handle):
 
 
 class Link:
-    """One rank's connection to the others of its mesh."""
+    """One rank's connection to the others of its mesh: the base class of backends."""
 
     rank: int = 0
     timeout: float = 1800.0  # seconds that a rank waits for others
-    moves: bool = True  # False if nothing is sent, as in a plan
+    moves_data: bool = True  # False if nothing is sent, as in a plan
     device: str = "cpu"  # of tensors that a caller makes only to send them
-    notes: dict[Any, Any] | None = None  # a dict that ranks of one process share
-    board: Any = None  # a `Board` for messages beside the collectives, if there is one
-    level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
+    # A dict that all ranks of one process share, under keys of its users: what ranks
+    # compare, checksums, recordings. None if each rank has a process of its own.
+    notes: dict[Any, Any] | None = None
+    board: Board | None = None  # messages of text beside the collectives
+    vmap_level: int | None = (
+        None  # the functorch level that maps the ranks, if one does
+    )
 
     def start(
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
+        name: str = "",
+        **kwargs: Any,
     ) -> Handle:
-        """Issues ``op`` on contiguous ``x`` along dim 0, over two ranks or more.
+        """Issues a collective along dim 0, over two ranks or more.
 
-        The work's result is ``out`` where that is given: contiguous, of its shape.
-        With ``any_order`` in ``how``, other ranks may wait for it in another order;
-        with ``spent``, nobody writes ``x`` or the result, not even after the wait.
-        ``what`` is the name of a buffer: the same one on every rank.
+        Args:
+            op: a name in `operations.OPERATIONS`.
+            x: this rank's contiguous input; not to be written before the wait.
+            group: the ranks that take part.
+            out: the result's memory, contiguous and of its shape; None: new memory.
+            name: that of the buffer in ``x``, the same one on every rank.
+            kwargs: the arguments of ``op``, such as ``source=``. Beside these,
+                ``any_order=True``: other ranks may wait for it in another order;
+                ``read_only=True``: nobody writes ``x`` or the result again, not even
+                after the wait, so that ranks may share memory instead of copying it.
         """
         raise NotImplementedError
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
         """Sends contiguous ``x`` to the rank at index ``to``; as `RankGroup.send`."""
         raise NotImplementedError
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+    def receive(
+        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+    ) -> Handle:
         """Receives into ``like`` what the rank at index ``source`` sends."""
         raise NotImplementedError
 
-    def on(self, mesh: Any) -> Any:
-        """This rank's link on another mesh of the same ranks."""
+    def for_mesh(self, mesh: Mesh) -> Link:
+        """Returns this rank's link on another mesh of the same ranks."""
         return self
 
-    def close(self, what: Any, error: BaseException) -> None:
+    def close(self, call: CollectiveCall | str, error: BaseException) -> None:
         """Closes the link: all later collectives raise.
 
         After ``error``, ranks may be at different places, and their next collectives
         would be matched with others.
 
         Args:
-            what: the collective in which it was raised.
+            call: the collective in which it was raised; it is printed.
         """
 
     def trim(self) -> None:
-        """Lets go of memory that is kept for the next collectives."""
+        """Frees memory that is kept for the next collectives."""
 
-    def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-        """Calls a collective's Function on ``x``."""
-        return function(x, *rest)
+    def apply(
+        self, function: Callable[..., Tensor], x: Tensor, *args: object
+    ) -> Tensor:
+        """Calls an ``autograd.Function`` of a collective: ``function(x, *args)``."""
+        return function(x, *args)
 
-    def exchange(self, how: Any, x: Tensor, where: Any) -> Tensor:
-        """All ranks' results of a linear map, stacked along dim 0 like the inputs."""
+    def exchange(self, linear_map: LinearMap, x: Tensor, group: RankGroup) -> Tensor:
+        """Applies a linear map to all ranks' inputs at once; only on a vmap mesh.
+
+        Inputs and results are stacked along dim 0, by rank.
+        """
         raise NotImplementedError
 
-    def axis_index(self, where: Any) -> Any:
-        """This rank's index along the axis of ``where``."""
-        return where.index
+    def axis_index(self, group: RankGroup) -> Any:
+        """Returns this rank's index in ``group``: an int, or a batched tensor."""
+        return group.index
 
 
-Signature = tuple[Any, ...]  # op, how, axis, shape, dtype, whose values
+# op, its arguments as pairs, axis, shape, dtype, name of the buffer
+Signature: TypeAlias = tuple[
+    str, tuple[tuple[str, Any], ...], tuple[str, ...], torch.Size, torch.dtype, str
+]
 
 
 class CollectiveMismatch(RuntimeError):
@@ -122,52 +158,61 @@ class PeerFailed(RuntimeError):
     rank: int | None = None
 
 
-def checks() -> bool:
-    """True under ``FSFUNC_CHECK=1``: every collective is compared between ranks."""
+def checks_every_call() -> bool:
+    """Returns whether ``FSFUNC_CHECK=1`` has ranks compare every collective."""
     return os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
 
 
-def signature(
-    op: str, how: Mapping[str, Any], axis: tuple[str, ...], x: Tensor, what: str
+def call_signature(
+    op: str, kwargs: Mapping[str, Any], axis: tuple[str, ...], x: Tensor, name: str
 ) -> Signature:
-    """The properties of a collective that must be equal on every rank."""
-    shape = x.shape[1:] if how.get("sizes") else x.shape  # each has its own rows
-    return op, tuple(how.items()), axis, shape, x.dtype, what
+    """Returns the properties of a collective that must be equal on every rank."""
+    # An all_to_all of unequal parts has as many rows on a rank as that one sends.
+    shape = x.shape[1:] if kwargs.get("sizes") else x.shape
+    return op, tuple(kwargs.items()), axis, shape, x.dtype, name
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def digest(said: Signature) -> bytes:
-    """Eight bytes for a signature, the same ones in every process."""
-    op, how, axis, shape, dtype, what = said
-    text = repr((op, how, axis, tuple(shape), str(dtype), what))
+def digest(signature: Signature) -> bytes:
+    """Returns eight bytes for a signature, the same ones in every process."""
+    op, kwargs, axis, shape, dtype, name = signature
+    # Not `hash`, which Python salts in each process.
+    text = repr((op, kwargs, axis, tuple(shape), str(dtype), name))
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective or a transfer that one rank called, for error messages."""
+    """A collective or a transfer that one rank called, for error messages.
 
-    said: Signature
+    Args:
+        unit, phase: its label, as `attribution.label` has it.
+        line: the user's source line that called it.
+    """
+
+    signature: Signature
     unit: str = ""
     phase: str = ""
-    where: str = ""
+    line: str = ""
 
     @classmethod
-    def now(cls, said: Signature) -> CollectiveCall:
-        """The call that is being made, with its label and source line."""
-        return cls(said, *current_label(), source_line())
+    def now(cls, signature: Signature) -> CollectiveCall:
+        """Describes the call that is being made, with its label and source line."""
+        return cls(signature, *current_label(), source_line())
 
     def __str__(self) -> str:
-        op, how, axes, shape, dtype, what = self.said
-        name = what or self.unit
+        op, kwargs, axes, shape, dtype, name = self.signature
+        name = name or self.unit
         phase = f" ({self.phase})" if self.phase else ""
         unit = (f" of {name}" if name else "") + phase
         kind = str(dtype).removeprefix("torch.")
-        axis, how = ", ".join(axes), "".join(f" {k}={v}" for k, v in how)
-        at = f" at {self.where}" if self.where else ""
-        return f'{op} over "{axis}"{how}, {kind}{list(shape)}{unit}{at}'
+        axis, kwargs = ", ".join(axes), "".join(f" {k}={v}" for k, v in kwargs)
+        at = f" at {self.line}" if self.line else ""
+        return f'{op} over "{axis}"{kwargs}, {kind}{list(shape)}{unit}{at}'
 
 
-def table(title: str, said: Mapping[int, Any]) -> str:
-    """A line for each rank, below a title."""
-    return f"{title}:\n" + "\n".join(f"  rank {r} {call}" for r, call in said.items())
+def table(title: str, line_by_rank: Mapping[int, Any]) -> str:
+    """Formats a line for each rank, below a title."""
+    return f"{title}:\n" + "\n".join(
+        f"  rank {rank} {line}" for rank, line in line_by_rank.items()
+    )

@@ -26,7 +26,7 @@ from fsfunc.comm.backends.exchange import (
     Headers,
     tag,
 )
-from fsfunc.comm.backends.link import Handle, Signature, digest, signature
+from fsfunc.comm.backends.link import Handle, Signature, call_signature, digest
 from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.process_groups import Groups
 from fsfunc.comm.watch.watchdog import FlightRecord, FlightRecorder
@@ -60,44 +60,44 @@ class Transfers:
             if len(ranks) > 1:
                 self.down.make(ranks)
 
-    def _way(self, where: Any, source: int, to: int) -> tuple[Channel, int]:
+    def _way(self, group: Any, source: int, to: int) -> tuple[Channel, int]:
         """The channel, and the number, of the next transfer between two indices."""
-        group = self.groups.get(where.ranks)
+        process_group = self.groups.get(group.ranks)
         if to < source:
-            group = self.down.get(where.ranks) or group
-        key = (where.ranks, source, to)
+            process_group = self.down.get(group.ranks) or process_group
+        key = (group.ranks, source, to)
         self.numbers[key] += 1
-        return Channel(group, where.ranks, self.near), self.numbers[key]
+        return Channel(process_group, group.ranks, self.near), self.numbers[key]
 
     def _headers(
         self,
         record: FlightRecord,
-        where: Any,
+        group: Any,
         other: int,
         channel: Channel,
         ways: tuple[int, int],
     ) -> Headers | None:
         """This rank's header on its way to the index ``other``, where they compare."""
-        compared = where.compared and not self.checks
-        if dist.get_backend(channel.group) != "gloo" or compared:
+        compared = group.compared and not self.checks
+        if dist.get_backend(channel.process_group) != "gloo" or compared:
             return None
-        return Headers(record, where, _digest(record.said), [other], channel, ways)
+        return Headers(record, group, _digest(record.said), [other], channel, ways)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str) -> Handle:
-        """Sends ``x`` to index ``to`` of ``where``; empty tensors stay at home."""
-        channel, number = self._way(where, where.index, to)
-        said = signature("send", {}, where.axis, x, what)
-        record = self.flight.begin(said, where, number)
-        headers = self._headers(record, where, to, channel, (1, 2))
-        target, group = where.ranks[to], channel.group
+    def send(self, x: Tensor, group: Any, to: int, what: str) -> Handle:
+        """Sends ``x`` to index ``to`` of ``group``; empty tensors stay at home."""
+        channel, number = self._way(group, group.index, to)
+        said = call_signature("send", {}, group.axis, x, what)
+        record = self.flight.begin(said, group, number)
+        headers = self._headers(record, group, to, channel, (1, 2))
+        target, process_group = group.ranks[to], channel.process_group
         works: list[Work] = []
         received: Callable[[], bool] = lambda: True  # noqa: E731
         answers = False
-        if x.numel() and dist.get_backend(group) == "gloo":
+        if x.numel() and dist.get_backend(process_group) == "gloo":
             digest = _digest(said)
             self.open = [sent for sent in self.open if not _answered(sent)]
             if answers := target not in channel.by_rank:
-                received = _Answer(target, group, tag(ANSWER, number, digest))
+                received = _Answer(target, process_group, tag(ANSWER, number, digest))
             under = tag(TRANSFER, number, digest)
             works = [channel.send(x, target, under, answered=True)]
         elif x.numel():
@@ -105,37 +105,41 @@ class Transfers:
         if works and not answers:
             received = works[0][1].is_completed
         nothing: Callable[[], Tensor] = lambda: torch.empty(0, device="cpu")  # noqa: E731
-        sent = _Sending(works, nothing, x, record, where, headers)
+        sent = _Sending(works, nothing, x, record, group, headers)
         sent.received = received
         if answers:
             self.open.append(sent)
         return sent
 
-    def receive(self, into: Tensor, where: Any, source: int, what: str) -> Handle:
-        """Receives into ``into`` from index ``source`` of ``where``."""
-        channel, number = self._way(where, source, where.index)
-        said = signature("receive", {}, where.axis, into, what)
-        record = self.flight.begin(said, where, number)
-        headers = self._headers(record, where, source, channel, (2, 1))
-        origin, digest, group = where.ranks[source], _digest(said), channel.group
+    def receive(self, into: Tensor, group: Any, source: int, what: str) -> Handle:
+        """Receives into ``into`` from index ``source`` of ``group``."""
+        channel, number = self._way(group, source, group.index)
+        said = call_signature("receive", {}, group.axis, into, what)
+        record = self.flight.begin(said, group, number)
+        headers = self._headers(record, group, source, channel, (2, 1))
+        origin, digest, process_group = (
+            group.ranks[source],
+            _digest(said),
+            channel.process_group,
+        )
 
         def answered() -> Tensor:
             # The sender posted the receive before it sent, so this waits only shortly.
-            if (last := self.said.get((where.ranks, origin))) is not None:
+            if (last := self.said.get((group.ranks, origin))) is not None:
                 last.wait()
             under = tag(ANSWER, number, digest)
-            answer = by_gloo(dist.isend, self.yes, origin, group, under)
-            self.said[where.ranks, origin] = answer
+            answer = by_gloo(dist.isend, self.yes, origin, process_group, under)
+            self.said[group.ranks, origin] = answer
             return into
 
         works: list[Work] = []
         finish: Callable[[], Tensor] = lambda: into  # noqa: E731
-        if into.numel() and dist.get_backend(group) == "gloo":
+        if into.numel() and dist.get_backend(process_group) == "gloo":
             works = [channel.receive(into, origin, tag(TRANSFER, number, digest))]
             finish = finish if origin in channel.by_rank else answered
         elif into.numel():
             works = [channel.receive(into, origin, 0)]
-        return Exchange(works, finish, into, record, where, headers)
+        return Exchange(works, finish, into, record, group, headers)
 
 
 class _Sending(Exchange):
@@ -152,9 +156,9 @@ class _Sending(Exchange):
 class _Answer:
     """The byte that says that a send has been received."""
 
-    def __init__(self, source: int, group: Any, tag: int):
+    def __init__(self, source: int, process_group: Any, tag: int):
         self.byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self.work: Any = by_gloo(dist.irecv, self.byte, source, group, tag)
+        self.work: Any = by_gloo(dist.irecv, self.byte, source, process_group, tag)
 
     def __call__(self) -> bool:
         if self.work is not None and self.byte.item():

@@ -1,8 +1,9 @@
 """Collectives between processes: torch's own, or on the CPU pair by pair.
 
-torch's own are what is right on NCCL. Pair by pair they are exchanges straight from and
-into the caller's buffers: the same bytes as a ring, without gloo's staging copies. Sums
-run in rank order, so their bits are those of the simulated ranks.
+torch's own are what is right on NCCL: `issue` starts one. Pair by pair (`Pairs`) a
+collective is messages between each two of its ranks, straight from and into the
+caller's buffers: the same bytes as a ring, without gloo's staging copies. Sums run in
+rank order, so their bits are those of the simulated ranks. ``ProcessLink`` chooses.
 
 Between hosts more of these bytes go: of a gather of P bytes over N hosts of D ranks
 D (N-1)/N P leave each host, a ring's (ND-1)/(ND) P, and (N-1)/N P in two levels, as
@@ -29,73 +30,92 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, digest
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.operations import OPERATIONS, SUM, Fold, Operation
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
-_KNOWN = {
+# The dtypes that NCCL takes as they are.
+_NATIVE_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
 }  # fmt: skip
 
 
 def issue(
-    op: str, x: Tensor, where: Any, out: Tensor | None, group: Any, **how: Any
-) -> tuple[list[Any], Callable[[], Tensor]]:
-    """The works of ``op`` on ``x``, and what then gives its result.
+    op: str,
+    x: Tensor,
+    group: RankGroup,
+    out: Tensor | None,
+    process_group: dist.ProcessGroup | None,
+    **kwargs: Any,
+) -> tuple[list[dist.Work], Callable[[], Tensor]]:
+    """Starts torch's own collective ``op`` on ``x``.
 
-    Other dtypes than NCCL's travel as bytes, or are reduced as what holds them: complex
-    numbers as two real ones, short integers as longer ones.
+    Returns:
+        its works, and a function that returns the result when these are over.
     """
     dtype, operation = x.dtype, OPERATIONS[op]
-    shape = operation.result_shape(x.shape, where.size, where.index, **how)
-    # Of unequal parts one rank's may be empty alone, unless all rows are.
-    if not x.numel() and not (how.get("sizes") and math.prod(x.shape[1:])):
+    shape = operation.result_shape(x.shape, group.size, group.index, **kwargs)
+    # Nothing is sent if all inputs are empty. Of unequal parts this rank's may be the
+    # only empty one, unless the rows themselves are empty.
+    if not x.numel() and not (kwargs.get("sizes") and math.prod(x.shape[1:])):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
-    if dtype in _KNOWN:
-        works, y = _issue(operation, x, where, out, group, **how)
+    if dtype in _NATIVE_DTYPES:
+        works, y = _issue(operation, x, group, out, process_group, **kwargs)
         return works, lambda: y
     if dtype.is_complex and operation.fold not in (None, SUM):
         raise TypeError(
-            f"{op} over {where.name} of {dtype}: torch's own take real numbers, "
+            f"{op} over {group.name} of {dtype}: torch's own take real numbers, "
             "and only of a sum are both parts those of the parts"
         )
-    if operation.fold is None:  # of as many rows
+    # Other dtypes move as bytes (of as many rows: routes cut rows), or are reduced as
+    # another dtype: complex numbers as two real ones, short integers as longer ones.
+    if operation.fold is None:
         x = x.view(*x.shape[:1], math.prod(x.shape[1:])).view(torch.uint8)
     else:
         x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
-    works, found = _issue(operation, x, where, None, group, **how)
+    works, raw = _issue(operation, x, group, None, process_group, **kwargs)
 
     def finish() -> Tensor:
         if operation.fold is None:
-            y = found.view(dtype).view(shape)
+            y = raw.view(dtype).view(shape)
         else:
-            y = torch.view_as_complex(found) if dtype.is_complex else found.to(dtype)
+            y = torch.view_as_complex(raw) if dtype.is_complex else raw.to(dtype)
         return y if out is None else out.copy_(y)
 
     return works, finish
 
 
 def _issue(
-    operation: Operation, x: Tensor, where: Any, out: Tensor | None, group: Any, **how
-) -> tuple[list[Any], Tensor]:
-    """The works of a collective of ``x``, and where its result will be."""
+    operation: Operation,
+    x: Tensor,
+    group: RankGroup,
+    out: Tensor | None,
+    process_group: dist.ProcessGroup | None,
+    **kwargs,
+) -> tuple[list[dist.Work], Tensor]:
+    """Starts a collective; returns its works, and the tensor that its result fills."""
     if (fold := operation.fold) is not None and operation.all_reduces:
-        y = x.clone() if out is None else out.copy_(x)
-        kind = getattr(dist.ReduceOp, fold.name)
-        return [dist.all_reduce(y, kind, group=group, async_op=True)], y
-    n, i = where.size, where.index
-    shape = operation.result_shape(x.shape, n, i, **how)
+        y = x.clone() if out is None else out.copy_(x)  # torch reduces in place
+        reduce_op = getattr(dist.ReduceOp, fold.name)
+        return [dist.all_reduce(y, reduce_op, group=process_group, async_op=True)], y
+    n, i = group.size, group.index
+    shape = operation.result_shape(x.shape, n, i, **kwargs)
     y = x.new_empty(shape) if out is None else out
     if operation.fold is not None:
-        kind = getattr(dist.ReduceOp, operation.fold.name)
-        return [reduce_scatter_single(y, x, op=kind, group=group, async_op=True)], y
+        reduce_op = getattr(dist.ReduceOp, operation.fold.name)
+        return [
+            reduce_scatter_single(
+                y, x, op=reduce_op, group=process_group, async_op=True
+            )
+        ], y
     if operation.native is not None:
-        return [operation.native(y, x, where, group, **how)], y
-    route = operation.route(x, y, n, i, **how)
+        return [operation.native(y, x, group, process_group, **kwargs)], y
+    route = operation.route(x, y, n, i, **kwargs)
     calls = [
-        dist.P2POp(start, t, where.ranks[r], group)
+        dist.P2POp(start, t, group.ranks[r], process_group)
         for start, by_index in ((dist.isend, route.sent), (dist.irecv, route.received))
         for r, t in by_index.items()
         if r != i and t.numel()
@@ -105,39 +125,43 @@ def _issue(
 
 
 class Pairs:
-    """One collective, as exchanges between each two of its ranks.
+    """One collective, as messages between each two of its ranks.
+
+    Methods take and return parts by index along the axis, without this rank's.
 
     Args:
         record: its record, which gives the tag.
+        channel: the messages of its group.
+        pool: buffers for results.
         compared: whether the ranks have compared their programs, and need no header.
-        spent: whether nobody writes what is sent again, not even after the wait.
+        read_only: whether nobody writes what is sent again, not even after the wait.
     """
 
     def __init__(
         self,
         record: FlightRecord,
-        where: Any,
+        group: RankGroup,
         channel: Channel,
         pool: BufferPool,
         compared: bool,
-        spent: bool,
+        read_only: bool,
     ):
-        self.where = where
-        self.n, self.me, self.ranks = where.size, where.index, where.ranks
+        self.group = group
+        self.n, self.me, self.ranks = group.size, group.index, group.ranks
         self.record, self.channel, self.pool = record, channel, pool
-        self.digest, self.spent = digest(record.said), spent
+        self.digest, self.read_only = digest(record.said), read_only
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            self.headers = Headers(record, where, self.digest, self.others, channel)
+            self.headers = Headers(record, group, self.digest, self.others, channel)
 
     def _exchange(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], held: Any
+        self, works: Sequence[Work], finish: Callable[[], Tensor], alive: Tensor
     ) -> Exchange:
-        return Exchange(works, finish, held, self.record, self.where, self.headers)
+        return Exchange(works, finish, alive, self.record, self.group, self.headers)
 
-    def _each(self, *parts: Tensor) -> dict[int, Tensor]:
-        """By index, the others' parts (or the same one for each)."""
+    def _for_others(self, *parts: Tensor) -> dict[int, Tensor]:
+        """Returns, by index, the others' parts (or the one part for each)."""
         return {r: parts[r % len(parts)] for r in self.others}
 
     def _tag(self, hop: int = 0) -> int:
@@ -146,16 +170,20 @@ class Pairs:
     def _send(
         self, sent: Mapping[int, Tensor], hop: int = 0, answered: bool = False
     ) -> list[Work]:
-        """Sends tensors by index along the axis; empty ones stay at home.
+        """Sends tensors by index along the axis; empty ones are not sent.
 
-        Before receives are posted: by gloo the later one of two ranks writes its data
-        within the send, under a lock that gloo's thread spins for, should the other's
-        data come meanwhile.
+        Call it before receives are posted: by gloo the later one of two ranks writes
+        its data within the send, under a lock that gloo's thread spins for, should the
+        other's data come meanwhile.
+
+        Args:
+            hop: 1 for the second half of a collective, whose tag is another one.
+            answered: see `Channel.send`.
         """
         me = self.me
-        found = {self.ranks[r]: x for r, x in sent.items() if x.numel() and r != me}
-        spent = self.spent and not hop
-        return self.channel.send_all(found, self._tag(hop), spent, answered)
+        by_rank = {self.ranks[r]: x for r, x in sent.items() if x.numel() and r != me}
+        read_only = self.read_only and not hop
+        return self.channel.send_all(by_rank, self._tag(hop), read_only, answered)
 
     def _swap(
         self,
@@ -164,89 +192,98 @@ class Pairs:
         hop: int = 0,
         answered: bool = False,
     ) -> list[Work]:
-        """Sends and receives by index along the axis; empty tensors stay at home."""
-        works, under = self._send(sent, hop, answered), self._tag(hop)
+        """Sends and receives by index along the axis; empty tensors are not sent."""
+        works, message_tag = self._send(sent, hop, answered), self._tag(hop)
         got = {r: y for r, y in got.items() if y.numel() and r != self.me}
         receive, ranks = self.channel.receive, self.ranks
-        return [receive(y, ranks[r], under) for r, y in got.items()] + works
+        return [receive(y, ranks[r], message_tag) for r, y in got.items()] + works
 
-    def _room(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """A buffer like ``x``, by default of its shape."""
+    def _buffer(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Returns a buffer like ``x``, by default of its shape."""
         shape = x.shape if shape is None else shape
         return self.pool.get(math.prod(shape), x.dtype, x).view(shape)
 
     def _borrow(
         self, sent: Mapping[int, Tensor], like: Tensor
     ) -> tuple[list[Work], dict[int, Loan]]:
-        """Sends parts by index, and has those of the others come, shaped ``like``."""
-        works, got, under = self._send(sent), {}, self._tag()
+        """Sends parts by index, and borrows those of the others, shaped ``like``."""
+        works, loans, message_tag = self._send(sent), {}, self._tag()
         for r in self.others if like.numel() else ():
-            got[r] = self.channel.borrow(like, self.ranks[r], under, self.pool)
-        return [loan.work for loan in got.values()] + works, got
+            loans[r] = self.channel.borrow(like, self.ranks[r], message_tag, self.pool)
+        return [loan.work for loan in loans.values()] + works, loans
 
     def _reduce(
-        self, by: Fold, mine: Tensor, got: Mapping[int, Loan], out: Tensor | None
+        self,
+        fold: Fold,
+        local_part: Tensor,
+        loans: Mapping[int, Loan],
+        out: Tensor | None,
     ) -> Tensor:
-        """The reduction of the ranks' parts in rank order, as on simulated ranks.
-
-        It is made in the first part that was received by gloo: that memory is warm.
-        """
-        if not got:
-            return self._room(mine) if out is None else out
-        me, first = self.me, got[1 if self.me == 0 else 0]
-        parts = [mine if r == me else got[r].read() for r in range(self.n)]
-        total = first.room if out is None else out
-        total = by.of(parts, self._room(mine) if total is None else total)
-        for loan in got.values():
+        """Reduces the ranks' parts in rank order, as on simulated ranks."""
+        if not loans:  # the parts are empty
+            return self._buffer(local_part) if out is None else out
+        me, first = self.me, loans[1 if self.me == 0 else 0]
+        parts = [local_part if r == me else loans[r].read() for r in range(self.n)]
+        # Into the first part that was received by gloo: that memory is warm.
+        total = first.buffer if out is None else out
+        total = fold.reduce(parts, self._buffer(local_part) if total is None else total)
+        for loan in loans.values():
             loan.end()
         return total
 
-    def start(self, op: str, x: Tensor, out: Tensor | None, **how: Any) -> Handle:
-        """Begins a collective of a rank's ``x``; of "end", nothing but its headers."""
+    def start(self, op: str, x: Tensor, out: Tensor | None, **kwargs: Any) -> Handle:
+        """Starts a collective of a rank's ``x``; of "end" only its headers."""
         if op == "end":
             return self._exchange([], lambda: x, x)
         operation = OPERATIONS[op]
         if operation.fold is None:
-            return self.move(operation, x, out, **how)
-        if operation.rows is not None:
+            return self.move(operation, x, out, **kwargs)
+        if operation.out_rows is not None:
             return self.reduce_scatter(operation.fold, x, out)
-        return self.all_reduce(operation.fold, x, out, **how)
+        return self.all_reduce(operation.fold, x, out, **kwargs)
 
     def move(
-        self, operation: Operation, x: Tensor, out: Tensor | None, **how: Any
+        self, operation: Operation, x: Tensor, out: Tensor | None, **kwargs: Any
     ) -> Handle:
-        """What is sent along the route of a collective that reduces nothing."""
-        shape = operation.result_shape(x.shape, self.n, self.me, **how)
-        y = self._room(x, shape) if out is None else out
-        route = operation.route(x, y, self.n, self.me, **how)
+        """Sends along the route of a collective that reduces nothing."""
+        shape = operation.result_shape(x.shape, self.n, self.me, **kwargs)
+        y = self._buffer(x, shape) if out is None else out
+        route = operation.route(x, y, self.n, self.me, **kwargs)
         works = self._swap(route.sent, route.received, answered=operation.one_way)
         return self._exchange(works, lambda: y, x)
 
-    def reduce_scatter(self, by: Fold, x: Tensor, out: Tensor | None) -> Handle:
+    def reduce_scatter(self, fold: Fold, x: Tensor, out: Tensor | None) -> Handle:
         parts = x.tensor_split(self.n)
-        mine = parts[self.me]
-        works, got = self._borrow(self._each(*parts), mine)
-        return self._exchange(works, lambda: self._reduce(by, mine, got, out), x)
+        local_part = parts[self.me]
+        works, loans = self._borrow(self._for_others(*parts), local_part)
+        finish = lambda: self._reduce(fold, local_part, loans, out)  # noqa: E731
+        return self._exchange(works, finish, x)
 
     def all_reduce(
-        self, by: Fold, x: Tensor, out: Tensor | None, hops: int = 1
+        self, fold: Fold, x: Tensor, out: Tensor | None, hops: int = 1
     ) -> Handle:
-        """In one hop: for two ranks, the bytes of a ring."""
-        if hops == 2:
-            return self._reduce_in_two(by, x, out)
-        works, got = self._borrow(self._each(x), x)
-        return self._exchange(works, lambda: self._reduce(by, x, got, out), x)
+        """Reduces on all ranks, in one hop: each sends all of ``x`` to each.
 
-    def _reduce_in_two(self, by: Fold, x: Tensor, out: Tensor | None) -> Handle:
-        """A scatter, and in its wait a gather: all ranks must come to that wait."""
+        For two ranks these are the bytes of a ring; for more, a ring's go in two hops.
+        """
+        if hops == 2:
+            return self._reduce_in_two(fold, x, out)
+        works, loans = self._borrow(self._for_others(x), x)
+        finish = lambda: self._reduce(fold, x, loans, out)  # noqa: E731
+        return self._exchange(works, finish, x)
+
+    def _reduce_in_two(self, fold: Fold, x: Tensor, out: Tensor | None) -> Handle:
+        """Scatters, and in the wait gathers: so all ranks must come to that wait."""
         n, me = self.n, self.me
-        total = self._room(x) if out is None else out
-        cuts, sums = x.view(-1).tensor_split(n), total.view(-1).tensor_split(n)
-        works, got = self._borrow(self._each(*cuts), cuts[me])
+        total = self._buffer(x) if out is None else out
+        parts, sums = x.view(-1).tensor_split(n), total.view(-1).tensor_split(n)
+        works, loans = self._borrow(self._for_others(*parts), parts[me])
 
         def finish() -> Tensor:
-            self._reduce(by, cuts[me], got, sums[me])
-            works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
+            self._reduce(fold, parts[me], loans, sums[me])
+            works = self._swap(
+                self._for_others(sums[me]), self._for_others(*sums), hop=1
+            )
             settle(works, self.record)
             return total
 

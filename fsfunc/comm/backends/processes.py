@@ -46,9 +46,9 @@ from fsfunc.comm.backends.link import (
     Handle,
     Link,
     PeerFailed,
-    checks,
+    call_signature,
+    checks_every_call,
     digest,
-    signature,
 )
 from fsfunc.comm.backends.neighbours import HUNG_UP, Disconnected, Neighbours
 from fsfunc.comm.backends.point_to_point import Transfers
@@ -87,7 +87,7 @@ class ProcessLink(Link):
         self.fake = dist.get_backend() == "fake"  # torch's backend that sends nothing
         self.paired = not self.fake  # tensors on the CPU
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        self.checks = checks()
+        self.checks = checks_every_call()
         self.issued: Counter[tuple[int, ...]] = Counter()
         self.used: dict[tuple[int, ...], Any] = {}  # where collectives were issued
         self.groups = Groups(timeout).use_world()
@@ -120,25 +120,25 @@ class ProcessLink(Link):
                 groups.append(partial(self.groups.make, ranks, **order))
 
         def make() -> None:
-            for group in groups:
-                group()
+            for make_group in groups:
+                make_group()
             self.transfers.connect(every)
 
         _joined(self.whole, make)
 
-    def on(self, mesh: Any) -> Any:
+    def for_mesh(self, mesh: Any) -> Any:
         return mesh.link or self  # which has the groups of its own axes
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        return self._told(self.transfers.send, x, where, to, what)
+    def send(self, x: Tensor, group: Any, to: int, what: str = "") -> Handle:
+        return self._told(self.transfers.send, x, group, to, what)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        return self._told(self.transfers.receive, like, where, source, what)
+    def receive(self, like: Tensor, group: Any, source: int, what: str = "") -> Handle:
+        return self._told(self.transfers.receive, like, group, source, what)
 
-    def _told(self, issue: Callable[..., Handle], *args: Any, **how: Any) -> Handle:
+    def _told(self, issue: Callable[..., Handle], *args: Any, **kwargs: Any) -> Handle:
         """The handle that ``issue`` returns; names the failed rank where it cannot."""
         try:
-            return issue(*args, **how)
+            return issue(*args, **kwargs)
         except PeerFailed:
             raise  # of a wait, which has closed the mesh
         except RuntimeError as error:
@@ -186,8 +186,8 @@ class ProcessLink(Link):
         others would raise.
         """
         if self.checks and self.paired and self.device == "cpu":
-            for where in list(self.used.values()):
-                self.start("end", torch.empty(0, device="cpu"), where).wait()
+            for group in list(self.used.values()):
+                self.start("end", torch.empty(0, device="cpu"), group).wait()
 
     def gone(self) -> list[int]:
         """The ranks of this host that have closed their connections."""
@@ -198,8 +198,8 @@ class ProcessLink(Link):
         if self.near is not None:
             self.near.hang_up(ranks, HUNG_UP)
         with contextlib.suppress(RuntimeError):  # the group is gone already
-            if (group := self.groups.get(ranks)) is not None:
-                hang_up(group, [r for r in ranks if r != self.rank])
+            if (process_group := self.groups.get(ranks)) is not None:
+                hang_up(process_group, [r for r in ranks if r != self.rank])
 
     def trim(self) -> None:
         self.results.trim(0)
@@ -208,52 +208,54 @@ class ProcessLink(Link):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: Any,
         *,
         out: Tensor | None = None,
         what: str = "",
         any_order: bool = False,
-        spent: bool = False,
-        **how: Any,
+        read_only: bool = False,
+        **kwargs: Any,
     ) -> Handle:
-        x, group = x.detach(), self.groups.get(where.ranks)
+        x, process_group = x.detach(), self.groups.get(group.ranks)
         if self.dropped:
             self._take_in()
         if self.checks:  # a buffer has a name; what has none is its unit's
             what = what or current_label()[0]
-        if where.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
+        if group.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
             by_pairs = x.device.type == "cpu" and self.paired
             if by_pairs and OPERATIONS[op].all_reduces:
-                how = {"hops": 1 if any_order else 2}
-        said = signature(op, how, where.axis, x, what)
-        number = self.issued[where.ranks]
-        self.issued[where.ranks] += 1
+                kwargs = {"hops": 1 if any_order else 2}
+        said = call_signature(op, kwargs, group.axis, x, what)
+        number = self.issued[group.ranks]
+        self.issued[group.ranks] += 1
         if not number:
-            self.used[where.ranks] = where
-        record = self.flight.begin(said, where, number)
-        return self._told(self._issue, record, where, x, out, group, spent, **how)
+            self.used[group.ranks] = group
+        record = self.flight.begin(said, group, number)
+        return self._told(
+            self._issue, record, group, x, out, process_group, read_only, **kwargs
+        )
 
     def _issue(
         self,
         record: FlightRecord,
-        where: Any,
+        group: Any,
         x: Tensor,
         out: Tensor | None,
-        group: Any,
-        spent: bool,
-        **how: Any,
+        process_group: Any,
+        read_only: bool,
+        **kwargs: Any,
     ) -> Handle:
-        op, compared = record.said[0], where.compared and not self.checks
+        op, compared = record.said[0], group.compared and not self.checks
         if x.device.type == "cpu" and self.paired:
-            channel = Channel(group, where.ranks, self.near)
-            pairs = Pairs(record, where, channel, self.results, compared, spent)
-            return pairs.start(op, x, out, **how)
+            channel = Channel(process_group, group.ranks, self.near)
+            pairs = Pairs(record, group, channel, self.results, compared, read_only)
+            return pairs.start(op, x, out, **kwargs)
         if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
-            compare_gathered(mine, group, where.ranks)
-        works, finish = issue(op, x, where, out, group, **how)
-        return Exchange([(None, work) for work in works], finish, x, record, where)
+            compare_gathered(mine, process_group, group.ranks)
+        works, finish = issue(op, x, group, out, process_group, **kwargs)
+        return Exchange([(None, work) for work in works], finish, x, record, group)
 
 
 def connect(
@@ -312,9 +314,9 @@ def _begin(
     limit, watchdog = timeout or dist.default_pg_timeout, the_watchdog()
     if world > 1:
         ask_store(rank, world, limit, lambda: watchdog.join(rank, world, store))
-    how = {"rank": rank, "world_size": world, "timeout": timeout}
+    kwargs = {"rank": rank, "world_size": world, "timeout": timeout}
     group = RankGroup(tuple(axes), tuple(range(world)), rank, rank, None)
-    begin = partial(dist.init_process_group, backend, store=store, **how)
+    begin = partial(dist.init_process_group, backend, store=store, **kwargs)
     _joined(group, lambda: within(limit.total_seconds() + ANSWERS, begin))
     _MET_IN[dist.group.WORLD] = store
 
@@ -323,15 +325,15 @@ def _begin(
 _MET_IN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _joined(where: RankGroup, make: Callable[[], Any]) -> None:
-    """Makes groups of the ranks of ``where``.
+def _joined(group: RankGroup, make: Callable[[], Any]) -> None:
+    """Makes groups of the ranks of ``group``.
 
     Raises:
         PeerFailed: another rank has gone, or is stopped; names it.
     """
     watchdog, nothing = the_watchdog(), torch.empty(0, device="cpu")
-    said = signature("make_mesh", {}, where.axis, nothing, "")
-    record = watchdog.flight.begin(said, where, 0)
+    said = call_signature("make_mesh", {}, group.axis, nothing, "")
+    record = watchdog.flight.begin(said, group, 0)
     record.waits()
     try:
         make()
@@ -360,9 +362,9 @@ def _compare_meshes(
     door = Door(shared_memory and dist.get_backend() == "gloo")
     text += f"\n{door.address}"
     mine, ranks = packed(text, said).to(link.device), tuple(range(n))
-    where = RankGroup(tuple(axes), ranks, link.rank, link.rank, link)
+    group = RankGroup(tuple(axes), ranks, link.rank, link.rank, link)
     record = link.flight.begin(
-        signature("make_mesh", {}, where.axis, mine, ""), where, 0
+        call_signature("make_mesh", {}, group.axis, mine, ""), group, 0
     )
     record.waits()
     try:
@@ -387,11 +389,11 @@ def _compare_meshes(
 class _Sayings:
     """What every rank says in some bytes, on its way by gloo."""
 
-    def __init__(self, n: int, group: Any, mine: bytes):
+    def __init__(self, n: int, process_group: Any, mine: bytes):
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.every = torch.empty(n, len(mine), dtype=torch.uint8, device="cpu")
         self.work: Any = all_gather_single(
-            self.every.view(-1), row, group=group, async_op=True
+            self.every.view(-1), row, group=process_group, async_op=True
         )
 
     def done(self) -> bool:

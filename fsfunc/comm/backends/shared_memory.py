@@ -2,7 +2,7 @@
 
 It is a file without a name (``memfd_create``), as large as the machine's memory (256
 GiB at most), whose pages come with the first write. Other processes are given its
-descriptor and map it.
+descriptor (``same_host``) and map it. ``neighbours`` sends tensors through it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from fsfunc.runtime.memory import BufferPool
 
 PAGE = mmap.PAGESIZE
-_MOST = 1 << 38  # bytes: a process maps those of every rank, and has 47 bits of address
+_MOST = 1 << 38  # bytes: a process maps every rank's file, and has 47 bits of address
 
 
 class SharedMemory:
@@ -29,7 +29,7 @@ class SharedMemory:
         descriptor: the file; it is closed here, as a mapping has its own.
 
     ``given_back``: the ranges that are free again. ``ended``: whether the process no
-    longer sends from it, and others may still read it: its pages are kept.
+    longer sends from it; others may still read it, so its pages stay.
     """
 
     ended = False
@@ -47,7 +47,7 @@ class SharedMemory:
         self.start = torch.frombuffer(self.bytes, dtype=torch.uint8).data_ptr()
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of what lies at ``offset``, in bytes."""
+        """Returns the memory at ``offset``, in bytes, as a tensor."""
         count = 1
         for n in shape:
             count *= n
@@ -55,33 +55,35 @@ class SharedMemory:
         return flat.view(shape)
 
     def leave(self, offset: int, size: int, last: int = 0) -> None:
-        """Takes pages that were read off this process's account; they stay as are.
+        """Unmaps pages of another process's memory that were read.
+
+        They would count as this process's memory too. Their contents stay.
 
         Args:
-            last: of how many ranges, with this one, they are left on it: a buffer that
-                is soon read again has its pages then.
+            last: how many ranges, with this one, stay mapped: a buffer that is soon
+                read again has its pages then.
         """
         self.recent[offset] = max(size, self.recent.pop(offset, 0))
         while len(self.recent) > last:
-            first = next(iter(self.recent))
-            start, end = first // PAGE * PAGE, first + self.recent.pop(first)
+            oldest = next(iter(self.recent))
+            start, end = oldest // PAGE * PAGE, oldest + self.recent.pop(oldest)
             self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def give_back(self, start: int, end: int) -> None:
         """Frees the pages of a range; any thread may, whenever a tensor is freed."""
-        # A fork has the mapping, and not the say.
+        # A fork has the mapping too, and must not free its parent's pages.
         if os.getpid() == self.pid and not self.ended:
             self.map.madvise(mmap.MADV_REMOVE, start, end - start)
             self.given_back.append((start, end))
 
     def offset(self, x: Tensor) -> int | None:
-        """The offset of the first element of ``x`` in this memory, if it lies there."""
-        at = x.data_ptr() - self.start
-        return at if 0 <= at < self.size else None
+        """Returns the offset of ``x`` in this memory; None if it lies elsewhere."""
+        offset = x.data_ptr() - self.start
+        return offset if 0 <= offset < self.size else None
 
 
 def shared_file() -> int:
-    """The descriptor of a new shared file; its pages are free until they are written.
+    """Makes a shared file, whose pages are free until they are written; its descriptor.
 
     Raises:
         OSError: this system refuses one.
@@ -95,16 +97,16 @@ class SharedPool(BufferPool):
     """A pool of buffers in shared memory; dropped ones give their pages back.
 
     A buffer is free when neither a tensor nor a message that another process has not
-    read yet has a handle on it.
+    read yet refers to it.
 
     Args:
-        progress: takes note of messages that have been read.
+        progress: reads the other processes' answers, which free buffers.
     """
 
     def __init__(self, memory: SharedMemory, progress: Callable[[], None]):
         super().__init__()
         self.memory, self.progress = memory, progress
-        self.taken: list[tuple[int, int]] = []  # (start, end) of storages, in order
+        self.taken: list[tuple[int, int]] = []  # (start, end) of storages, sorted
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor | None) -> Tensor:
         if os.getpid() != self.memory.pid:  # a fork: this memory is its parent's
@@ -113,28 +115,31 @@ class SharedPool(BufferPool):
         return super().get(count, dtype, like)
 
     def allocate(self, size: int) -> torch.UntypedStorage:
-        """A storage in the first gap that is large enough.
+        """Returns a storage in the first gap that is large enough.
 
         Raises:
             MemoryError: there is none.
         """
         size = max(1, size)  # torch takes no empty memory
+        # `SharedMemory.give_back` may run in any thread, between any two lines: it only
+        # appends, and the list changes here.
         while self.memory.given_back:
             self.taken.remove(self.memory.given_back.popleft())
-        room, start = -(-size // PAGE) * PAGE, 0
+        whole_pages, start = -(-size // PAGE) * PAGE, 0
         for begin, end in self.taken:
-            if begin - start >= room:
+            if begin - start >= whole_pages:
                 break
             start = end
-        if start + room > self.memory.size:
+        if start + whole_pages > self.memory.size:
             raise MemoryError(
                 f"{size} bytes to send to processes of this host, beside "
                 f"{sum(e - b for b, e in self.taken)} that are in use: more than the "
                 "machine has"
             )
-        self.taken = sorted([*self.taken, (start, start + room)])
+        end = start + whole_pages
+        self.taken = sorted([*self.taken, (start, end)])
         piece = self.memory.bytes[start : start + size]
         # Not a method of the pool's: it would live as long as its buffers.
-        gone = weakref.finalize(piece, self.memory.give_back, start, start + room)
-        gone.atexit = False
+        finalizer = weakref.finalize(piece, self.memory.give_back, start, end)
+        finalizer.atexit = False  # others may still read the pages
         return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()

@@ -3,7 +3,8 @@
 One rank runs at a time and hands over only where it has to wait for a collective, so
 a run is deterministic and any Python control flow works. When no rank can go on, that
 is seen at once: the error tabulates where each one waits. The states of torch's default
-generators go with the baton (numpy's and ``random``'s do not).
+generators go with the baton (numpy's and ``random``'s do not). ``spmd`` calls
+`run_simulated`; the scheduler is in ``baton``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
 from fsfunc.comm.backends.interrupts import Interrupts
-from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
-from fsfunc.comm.mesh import Here, Mesh, place_here
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    Handle,
+    Link,
+    call_signature,
+    checks_every_call,
+)
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.mesh import Here, Mesh, set_here
 
 
 class _Pending(Handle):
@@ -50,32 +58,34 @@ class SimulatedLink(Link):
 
     def __init__(self, baton: Baton, rank: int):
         self.baton, self.rank, self.notes = baton, rank, baton.notes
-        self.board, self.checks = baton.board, checks()
+        self.board, self.checks = baton.board, checks_every_call()
 
     def start(
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
+        name: str = "",
         any_order: bool = True,
-        spent: bool = False,
-        **how: Any,
+        read_only: bool = False,
+        **kwargs: Any,
     ) -> Handle:
         if self.checks:  # as over processes
-            what = what or current_label()[0]
-        new = Meeting(where.ranks, how)
-        return self._come(new, op, x.detach(), where, what, out)
+            name = name or current_label()[0]
+        new = Meeting(group.ranks, kwargs)
+        return self._come(new, op, x.detach(), group, name, out)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        new = SendMeeting((where.rank, where.ranks[to]))
-        return self._come(new, "send", x, where, what)
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+        new = SendMeeting((group.rank, group.ranks[to]))
+        return self._come(new, "send", x, group, name)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        new = SendMeeting((where.ranks[source], where.rank))
-        return self._come(new, "receive", like, where, what, like)
+    def receive(
+        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+    ) -> Handle:
+        new = SendMeeting((group.ranks[source], group.rank))
+        return self._come(new, "receive", like, group, name, like)
 
     def after_others(self) -> None:
         """Lets the others run first, each until it has to wait, or calls this too."""
@@ -83,9 +93,9 @@ class SimulatedLink(Link):
         if self.baton.error is not None:
             raise Aborted
 
-    def close(self, what: Any, error: BaseException) -> None:
+    def close(self, call: CollectiveCall | str, error: BaseException) -> None:
         if self.baton.error is None:
-            error.add_note(f"on simulated rank {self.rank}, in {what}")
+            error.add_note(f"on simulated rank {self.rank}, in {call}")
         self.baton.fail(error)
 
     def _come(
@@ -93,39 +103,40 @@ class SimulatedLink(Link):
         new: Meeting,
         op: str,
         x: Tensor,
-        where: Any,
-        what: str,
+        group: RankGroup,
+        name: str,
         out: Tensor | None = None,
     ) -> Handle:
-        call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
-        meeting = self.baton.come(self.rank, new, where.ranks, call, x)
+        call = CollectiveCall.now(call_signature(op, new.kwargs, group.axis, x, name))
+        meeting = self.baton.come(self.rank, new, group.ranks, call, x)
         return _Pending(self, meeting, out)
 
 
 def run_simulated(
     mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
+    """Returns ``[fn(*args[r]) on rank r for each r]``; raises the first error of any.
 
     Every rank begins with the state of the caller's default generator, which at the end
-    has that of rank 0's.
+    has the state of rank 0's.
     """
     _torch.ready_for_threads()
-    enter, baton = carry(), Baton(mesh.size)
-    interrupts = Interrupts(partial(_interrupted, baton))
+    enter_settings, baton = carry_settings(), Baton(mesh.size)
+    interrupts = Interrupts(partial(_interrupt_ranks, baton))
+    # `begin` is inside of the ``try``: an interrupt may come in it, too.
     try:
         interrupts.begin()
-        with _alone(baton), _torch.shared_forward_ad():
-            return _results(baton, interrupts, mesh, enter, fn, args)
+        with _only_run(baton), _torch.shared_forward_ad():
+            return _run_threads(baton, interrupts, mesh, enter_settings, fn, args)
     finally:
         interrupts.end()
 
 
-def _results(
+def _run_threads(
     baton: Baton,
     interrupts: Interrupts,
     mesh: Mesh,
-    enter: Callable[[], ExitStack],
+    enter_settings: Callable[[], ExitStack],
     fn: Callable[..., Any],
     args: Sequence[Sequence[Any]],
 ) -> list[Any]:
@@ -134,19 +145,19 @@ def _results(
     try:
         for rank in range(mesh.size):
             context, call = contextvars.copy_context(), partial(fn, *args[rank])
-            given = (_on_rank, baton, rank, mesh, enter, call)
-            thread = Thread(target=context.run, args=given, daemon=True)
+            thread_args = (_run_rank, baton, rank, mesh, enter_settings, call)
+            thread = Thread(target=context.run, args=thread_args, daemon=True)
             thread.start()
             threads.append(thread)
-    except (RuntimeError, MemoryError) as error:  # no more threads here
+    except (RuntimeError, MemoryError) as error:  # the system has no more threads
         baton.state[len(threads) :] = ["done"] * (mesh.size - len(threads))
         baton.fail(error)
     if threads:
         baton.wake[0].release()
-        _wait(baton, interrupts)
+        _wait_for_all(baton, interrupts)
     for thread in threads:
         thread.join()
-    restore(baton.states[0])
+    restore(baton.torch_states[0])
     error, baton.error = baton.error, None
     results, baton.results = baton.results, []
     try:
@@ -154,7 +165,8 @@ def _results(
             raise error
         return results
     finally:
-        # Its traceback holds this frame: no circle, in which tensors wait.
+        # Its traceback refers to this frame, and so to its tensors: without this circle
+        # they are freed at once.
         del error
 
 
@@ -162,7 +174,7 @@ _TICK = 0.1  # seconds; a signal that another thread receives does not end a wai
 _GRACE = 2.0  # seconds for ranks to come to a collective, after an interrupt
 
 
-def _wait(baton: Baton, interrupts: Interrupts) -> None:
+def _wait_for_all(baton: Baton, interrupts: Interrupts) -> None:
     """Waits until all ranks have ended.
 
     After an interrupt they end at their next collective; one that comes to none is
@@ -172,37 +184,38 @@ def _wait(baton: Baton, interrupts: Interrupts) -> None:
     while not baton.over:
         try:
             baton.done.acquire(timeout=_TICK)
-            if interrupts.kept is None:
+            if interrupts.deferred is None:
                 continue
             interrupted = interrupted or time.monotonic()
             if time.monotonic() - interrupted > _GRACE:
                 interrupted = time.monotonic()
                 _RUNS[-1].stop_running()
         except BaseException as error:  # of a handler that was set meanwhile
-            interrupts.keep(error)
+            interrupts.defer(error)
 
 
-def _interrupted(baton: Baton, error: BaseException) -> None:
+def _interrupt_ranks(baton: Baton, error: BaseException) -> None:
     """Ends the ranks of ``baton``, and those of runs that these have started."""
     for inner in _RUNS[_RUNS.index(baton) :] if baton in _RUNS else [baton]:
         inner.fail(error)
 
 
-_RUNS: list[Baton] = []  # under way, one within the other
+_RUNS: list[Baton] = []  # runs under way, each started by a rank of the one before
 os.register_at_fork(after_in_child=_RUNS.clear)  # they go on in the parent
 
 
 @contextmanager
-def _alone(baton: Baton) -> Iterator[Baton]:
+def _only_run(baton: Baton) -> Iterator[Baton]:
     """Raises if another thread runs simulated ranks.
 
-    A rank may call ``spmd``: it keeps running, and waits for that.
+    A rank may call ``spmd``: its thread is one of an outer run's, and waits for the
+    inner one.
     """
     _RUNS.append(baton)
     others = _RUNS[: _RUNS.index(baton)]
     try:
-        here = threading.get_ident()
-        if others and not any(here in b.threads.values() for b in others):
+        thread = threading.get_ident()
+        if others and not any(thread in b.threads.values() for b in others):
             raise RuntimeError(
                 "spmd on simulated ranks while another thread of this process is at "
                 "it: torch has one default generator, whose draws they would take "
@@ -213,38 +226,41 @@ def _alone(baton: Baton) -> Iterator[Baton]:
         _RUNS.remove(baton)
 
 
-def _on_rank(
+def _run_rank(
     baton: Baton,
     rank: int,
     mesh: Mesh,
-    enter: Callable[[], ExitStack],
+    enter_settings: Callable[[], ExitStack],
     call: Callable[[], Any],
 ) -> None:
-    """A rank's thread: waits for the baton, runs, and hands it over for good."""
+    """Runs one rank in its thread: waits for the baton, calls, hands it on for good."""
     baton.threads[rank] = threading.get_ident()
     baton.wake[rank].acquire()
     try:
-        restore(baton.states[rank])
+        restore(baton.torch_states[rank])
         if baton.error is None:
             link = SimulatedLink(baton, rank)
-            with enter(), place_here(Here(mesh, rank, link)):
+            with enter_settings(), set_here(Here(mesh, rank, link)):
                 baton.results[rank] = call()
     except Aborted:
-        pass  # the error that stopped this rank is kept with the baton
+        pass  # the error that stopped this rank is stored in the baton
     except BaseException as error:
         if baton.process != os.getpid():
-            _end(error)
+            _exit_fork(error)
         if baton.error is None:
             baton.fail(error)
             with suppress(TypeError):  # of notes that are no list
                 error.add_note(f"on simulated rank {rank} of {mesh}")
     if baton.process != os.getpid():
-        _end(None)
+        _exit_fork(None)
     baton.end(rank)
 
 
-def _end(error: BaseException | None) -> None:
-    """Ends a fork of a rank, which has this thread alone: Python would not."""
+def _exit_fork(error: BaseException | None) -> None:
+    """Ends the process of a fork that a rank made.
+
+    Its only thread is this one, and Python ends a process when its *main* thread ends.
+    """
     code = error.code if isinstance(error, SystemExit) else error and 1
     if error is not None and not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
@@ -253,8 +269,8 @@ def _end(error: BaseException | None) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def carry() -> Callable[[], ExitStack]:
-    """A function by which a new thread enters the caller's settings.
+def carry_settings() -> Callable[[], ExitStack]:
+    """Returns a function by which a new thread enters the caller's torch settings.
 
     Raises:
         RuntimeError: a setting that acts in one thread only.
@@ -275,10 +291,10 @@ def carry() -> Callable[[], ExitStack]:
             "one thread; enter them inside the function given to spmd"
         )
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
+    device_types = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    autocasts = [(k, torch.get_autocast_dtype(k)) for k in device_types]
     device, threads = torch.get_default_device(), torch.get_num_threads()
-    plain = device == torch.device("cpu")
+    is_default = device == torch.device("cpu")
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     modes = _torch.modes_of_ranks()
 
@@ -290,9 +306,9 @@ def carry() -> Callable[[], ExitStack]:
         # Backward stays in the rank's own thread, which can pass the baton. (After
         # inference_mode, which turns multithreading on.)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for kind, dtype in casts:
-            stack.enter_context(torch.autocast(kind, dtype))
-        if not plain:
+        for device_type, dtype in autocasts:
+            stack.enter_context(torch.autocast(device_type, dtype))
+        if not is_default:
             stack.enter_context(device)
         if stream is not None:
             stack.enter_context(torch.cuda.stream(stream))

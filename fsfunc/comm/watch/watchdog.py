@@ -62,9 +62,9 @@ class FlightRecord:
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
-    def __init__(self, said: Signature, where: Any, number: int):
-        self.said, self.number, self.ranks = said, number, where.ranks
-        link = where.link
+    def __init__(self, said: Signature, group: Any, number: int):
+        self.signature, self.number, self.ranks = said, number, group.ranks
+        link = group.link
         self.link: Callable[[], Any] = _nothing if link is None else weakref.ref(link)
         self.label = current_label()
         self.line = ""
@@ -90,7 +90,7 @@ class FlightRecord:
     @property
     def call(self) -> CollectiveCall:
         line = self.line or (self.waiting and line_of(self.thread)) or ""
-        return CollectiveCall(self.said, *self.label, line)
+        return CollectiveCall(self.signature, *self.label, line)
 
     def __str__(self) -> str:
         return f"#{self.number} {self.call}"
@@ -105,14 +105,14 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
-        self.said = ""  # the error that stopped it, if any
+        self.error_text = ""  # the error that stopped it, if any
         self.kept = ""  # where a recording of this process goes, if one is made
 
-    def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
-        record = FlightRecord(said, where, number)
+    def begin(self, said: Signature, group: Any, number: int) -> FlightRecord:
+        record = FlightRecord(said, group, number)
         self.records.append(record)
-        if self.said:
-            self.said = ""
+        if self.error_text:
+            self.error_text = ""
         return record
 
     def waiting(self) -> FlightRecord | None:
@@ -122,8 +122,8 @@ class FlightRecorder:
 
     def state(self) -> str:
         """The state of this process, as a table shows it after "rank 3"."""
-        if self.said:
-            return self.said
+        if self.error_text:
+            return self.error_text
         if (record := self.waiting()) is not None:
             return f"waits in {record}, for {time.monotonic() - record.waited:.1f} s"
         line = line_of(threading.main_thread().ident)
@@ -219,17 +219,19 @@ class Watchdog:
         if isinstance(error, SystemExit) and not error.code:
             return
         # What follows from a wait in vain is said already, and blames another rank.
-        if not isinstance(error, PeerFailed) and not self.flight.said.startswith(_GAVE):
+        if not isinstance(error, PeerFailed) and not self.flight.error_text.startswith(
+            _GAVE
+        ):
             what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self.flight.said = f"raised {what} at {traceback_line(error)}"
+            self.flight.error_text = f"raised {what} at {traceback_line(error)}"
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: Any
     ) -> None:
         if os.getpid() == self.pid:
             self.raised(error)
-            if self.flight.said and self.mailbox is not None:
-                self.mailbox.ends(self.flight.said)
+            if self.flight.error_text and self.mailbox is not None:
+                self.mailbox.ends(self.flight.error_text)
         self.hook(kind, error, trace)
 
     def failed(
@@ -249,7 +251,7 @@ class Watchdog:
         line = record.line or source_line()
         record.line, record.failed = line, True
         reason, became = _reason(error, other)
-        self.flight.said = f"{_GAVE}{record}: {reason}"
+        self.flight.error_text = f"{_GAVE}{record}: {reason}"
         if self.mailbox is not None:
             if link is not None:
                 self.mailbox.seen.update(dict.fromkeys(link.gone(), GONE))
@@ -273,7 +275,7 @@ class Watchdog:
             f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
         if blamed is not None:  # those who come later hear of it
-            self.flight.said += f"{_BLAMES}{blamed}"
+            self.flight.error_text += f"{_BLAMES}{blamed}"
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)
         failed = PeerFailed(text)
@@ -285,7 +287,7 @@ class Watchdog:
         if os.getpid() != self.pid or self.thread is None:
             return
         if self.mailbox is not None:
-            self.mailbox.close(self.flight.said)
+            self.mailbox.close(self.flight.error_text)
         self.over.set()
         self.thread.join(_TICK)
 
@@ -390,13 +392,13 @@ def _elsewhere(
     If fewer of its ranks are there than here it is them, if more it is this one. Two
     alone do not know; each names the other.
     """
-    here = f"#{record.number} {CollectiveCall(record.said, *record.label)}"
+    here = f"#{record.number} {CollectiveCall(record.signature, *record.label)}"
     at = [kind + here for kind in (_GAVE, "waits in ")]
     waiting = [r for r in states if states[r].startswith(_WAITS)]
     inside = [r for r in waiting if r in record.ranks]
     there = [r for r in inside if not states[r].startswith(tuple(at))]
     tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
-    if record.said[0] not in ("send", "receive") and there:
+    if record.signature[0] not in ("send", "receive") and there:
         mine = 1 + len(inside) - len(there)
         first = other if other in there else there[0]
         if mine < len(there):

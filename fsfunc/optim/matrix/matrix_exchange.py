@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import claim, issue
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.collective_ops import claim_equal, run_map
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
-from fsfunc.comm.mesh import asks, averaged_axes, here
+from fsfunc.comm.mesh import averaged_axes, here, note_axes_read
 from fsfunc.optim.element_rules import Codec, ElementRule
 from fsfunc.optim.leaves import Mask, Tree, check_real, local, paths_of, said, trainable
 from fsfunc.optim.matching import Matched, decays
@@ -297,8 +297,8 @@ class MatrixExchange:
                 each = [index_of(leaves[i], given[i], axes, what) for i in positions]
                 chosen = tuple(each)
             owners = owners_of(layouts, axes, copies, fixed, cost, chosen)
-            where = group(tuple(a for a, _ in axes)) if axes else None
-            if where is not None and where.link.level is not None:
+            where = get_group(tuple(a for a, _ in axes)) if axes else None
+            if where is not None and where.link.vmap_level is not None:
                 raise ValueError(
                     f"{what} on a vmap mesh: its ranks own other matrices each, and "
                     "there they all run as one program; use a simulated mesh"
@@ -314,7 +314,7 @@ class MatrixExchange:
             return False
         bucket, k = self._found[i]
         if bucket.where is not None:
-            asks(bucket.where.axis)
+            note_axes_read(bucket.where.axis)
         return bucket.is_here and bucket.owners.owner[k] == bucket.index
 
     def owner(self, i: int) -> tuple[Owned, ...]:
@@ -348,7 +348,7 @@ class MatrixExchange:
             if not bucket.is_here:
                 continue
             if bucket.where is not None:
-                asks(bucket.where.axis)
+                note_axes_read(bucket.where.axis)
             with label("", self.what):
                 wholes = self._gathered(bucket, parts)
                 made = fn({bucket.positions[k]: x for k, x in wholes.items()})
@@ -361,7 +361,7 @@ class MatrixExchange:
     def _gathered(self, bucket: _Bucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
-            claim(parts[k], self.what)
+            claim_equal(parts[k], self.what)
         rows = [parts[i].reshape(-1) for i in bucket.positions]
         sent = [
             rows[k]
@@ -409,8 +409,8 @@ class MatrixExchange:
             return [x[:0]] * len(sizes)
         parted = len(bucket.owners.copies) < len(bucket.owners.axes)
         to = "V" if parted else "I"  # of what every rank holds, one value again
-        how = LinearMap("all_to_all", "V", to, what=self.what, sizes=sizes)
-        y = issue(x, how, bucket.where)
+        how = LinearMap("all_to_all", "V", to, name=self.what, sizes=sizes)
+        y = run_map(x, how, bucket.where)
         return list(y.split([row[bucket.index] for row in sizes]))
 
 

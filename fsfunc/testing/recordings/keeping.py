@@ -17,7 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.baton import Aborted
 from fsfunc.comm.descriptions import checksums, has_values
-from fsfunc.comm.mesh import Here, Mesh, maybe_here, place_here
+from fsfunc.comm.mesh import Here, Mesh, maybe_here, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, recording, title
 from fsfunc.runtime.generators import generator_states, other_states
@@ -136,7 +136,7 @@ class CallRecorder:
                 stack.enter_context(ledger())  # so that what is silent is known
                 if at is not None:
                     link = RecordingLink(at.link, tape)
-                    stack.enter_context(place_here(replace(at, link=link)))
+                    stack.enter_context(set_here(replace(at, link=link)))
                     stack.enter_context(self._named(at))
                 out = run(*args, **keywords)
         except BaseException as error:
@@ -299,7 +299,7 @@ def _has_values(at: Here | None) -> bool:
     """True where a call computes with numbers of this rank alone."""
     if _torch.transforms_active() or _torch.fake_active():
         return False
-    return at is None or at.link.moves and at.link.level is None
+    return at is None or at.link.moves_data and at.link.vmap_level is None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import EchoLink
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.ledgers import is_silent
-from fsfunc.comm.mesh import Here, Mesh, place_here
+from fsfunc.comm.mesh import Here, Mesh, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.runtime.generators import (
@@ -114,7 +114,7 @@ def replay(
         stack.enter_context(inside(frame().replace(run_outermost=None)))
         if kept.axes is not None:
             mesh = _mesh(tuple(map(tuple, kept.axes)))
-            stack.enter_context(place_here(Here(mesh, rank, kept.link)))
+            stack.enter_context(set_here(Here(mesh, rank, kept.link)))
         try:
             out = step(*args, **keywords)
         except Exception as error:
@@ -259,21 +259,21 @@ class ReplayLink(Link):
         where: Any,
         *,
         out: Tensor | None = None,
-        what: str = "",
+        name: str = "",
         any_order: bool = False,
-        spent: bool = False,
+        read_only: bool = False,
         **how: Any,
     ) -> Handle:
         if is_silent() and not self.over:
-            return self.echo.start(op, x.detach(), where, out=out, what=what, **how)
-        return _Replayed(self, self._next(op, x.detach(), where, what, how), x, out)
+            return self.echo.start(op, x.detach(), where, out=out, name=name, **how)
+        return _Replayed(self, self._next(op, x.detach(), where, name, how), x, out)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        self._next(SENDS, x, where, what, {"to": to})
+    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
+        self._next(SENDS, x, where, name, {"to": to})
         return Done(torch.empty(0, device="cpu"))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        message = self._next("receive", like, where, what, {"source": source})
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
+        message = self._next("receive", like, where, name, {"source": source})
         return _Replayed(self, message, like, like)
 
     def after_others(self) -> None:

@@ -135,25 +135,27 @@ class RecordingLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def on(self, mesh: Any) -> Any:
-        link = self._link.on(mesh)
+    def for_mesh(self, mesh: Any) -> Any:
+        link = self._link.for_mesh(mesh)
         return self if link is self._link else RecordingLink(link, self._tape)
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, what: str = "", **how: Any
+        self, op: str, x: Tensor, where: Any, *, name: str = "", **how: Any
     ) -> Handle:
-        about = {k: v for k, v in how.items() if k not in ("out", "any_order", "spent")}
-        message = self._asks(op, x, where, what, about)
-        work = self._link.start(op, x, self._below(where), what=what, **how)
+        about = {
+            k: v for k, v in how.items() if k not in ("out", "any_order", "read_only")
+        }
+        message = self._asks(op, x, where, name, about)
+        work = self._link.start(op, x, self._below(where), name=name, **how)
         return work if message is None else _KeptHandle(work, self._tape, message)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        self._asks(SENDS, x, where, what, {"to": to})
-        return self._link.send(x, self._below(where), to, what)
+    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
+        self._asks(SENDS, x, where, name, {"to": to})
+        return self._link.send(x, self._below(where), to, name)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        message = self._asks("receive", like, where, what, {"source": source})
-        work = self._link.receive(like, self._below(where), source, what)
+    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
+        message = self._asks("receive", like, where, name, {"source": source})
+        work = self._link.receive(like, self._below(where), source, name)
         return work if message is None else _KeptHandle(work, self._tape, message)
 
     def _asks(

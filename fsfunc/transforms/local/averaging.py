@@ -18,8 +18,8 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import agree
-from fsfunc.comm.descriptions import whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.descriptions import section_of_values
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.coded_moments import decoded, encoded, is_coded
@@ -198,7 +198,7 @@ def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
     for positions in buckets(out):
         flat = in_one([out[i] for i in positions])
         if where.size > 1:
-            flights.append((positions, where.start("psum", flat, what="averages")))
+            flights.append((positions, where.start("psum", flat, name="averages")))
     for positions, work in flights:
         parts = work.wait().split([out[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
@@ -265,7 +265,7 @@ def consensus(state: LocalState[_State]) -> _State:
             "step under local_sgd, slowmo or gossip returns"
         )
     at = here()
-    where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
+    where, relabeled = get_group(state.axis, at), Relabeled(at.mesh, state.axis)
     copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
     given, spec = tree.flatten(copies, is_leaf=_is_whole)
     mine = tree.unflatten(spec, [decoded(x) if is_coded(x) else x for x in given])
@@ -274,12 +274,12 @@ def consensus(state: LocalState[_State]) -> _State:
     with internal(), torch.no_grad(), label("", "consensus"):
         found = averages(mine, where, weight)
         means: list[Any] = treedef.flatten_up_to(found)
-        if at.link.moves:
+        if at.link.moves_data:
             pairs = zip(leaves, means, strict=True)
             rest = [None if mean is not None else local(x) for x, mean in pairs]
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
-            agree(where, whole_values(paths, rest, at.link.notes, title, advice))
+            agree(where, section_of_values(paths, rest, at.link.notes, title, advice))
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.mesh import Axis, Mesh, asks
+from fsfunc.comm.mesh import Axis, Mesh, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
@@ -117,7 +117,7 @@ class Gossip(LocalUpdates):
         """The part that a step whose weight is not 1 leaves out of the numerator."""
         if not state.weights:
             return None
-        asks(where.axis)
+        note_axes_read(where.axis)
         weight = state.weights[where.index] - 1
         return map_flat(lambda xs: torch._foreach_mul(xs, weight), params, rest=None)
 
@@ -130,7 +130,7 @@ class Gossip(LocalUpdates):
             return params, {}
         shares = _shares(moves, where.size)
         if len(set(shares)) > 1:
-            asks(where.axis)
+            note_axes_read(where.axis)
         share = float(shares[where.index])
         mix = partial(_mixed, moves=moves, share=share, where=where)
         if not state.weights:
@@ -152,7 +152,7 @@ def _mixed(
     out = list(tensors)
     for positions in buckets(out):
         mine = in_one([tensors[i] for i in positions]) * share
-        works = [where.start("ppermute", mine, pairs=m, what="gossip") for m in moves]
+        works = [where.start("ppermute", mine, pairs=m, name="gossip") for m in moves]
         arrived = [work.wait() for work in works]
         total = mine
         for part in arrived:

@@ -16,8 +16,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import Section, agree
-from fsfunc.comm.descriptions import told, whole_values
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.descriptions import describe_lines, section_of_values
+from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
@@ -155,14 +155,14 @@ class LocalUpdates(Interpretation):
         if found := next(origins(state), None):
             raise ValueError(_ORIGINS.format(self.called, found[-1]))
         at = self.here(self.mesh)
-        where, at_mesh = group(self.axes, at), at.mesh.coordinates(at.rank)
+        where, at_mesh = get_group(self.axes, at), at.mesh.coordinates(at.rank)
         with internal(), torch.no_grad():
-            if at.link.moves:
+            if at.link.moves_data:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
-                said = told(self.called, self, answers(()))
+                said = describe_lines(self.called, self, answers(()))
                 steps = Section("ranks that train by themselves meet unlike", said)
-                agree(where, steps, whole_values(paths, parts, at.link.notes))
+                agree(where, steps, section_of_values(paths, parts, at.link.notes))
             more = self.remembers(state.params, where)
             copies = self.copies.stacked(state, at_mesh)
         return LocalState(copies, 0, axis=self.axes, **more)
@@ -177,7 +177,7 @@ class LocalUpdates(Interpretation):
                 f'"node", ...)'
             )
         at = self.here(self.mesh)
-        where, coordinates = group(self.axes, at), at.mesh.coordinates(at.rank)
+        where, coordinates = get_group(self.axes, at), at.mesh.coordinates(at.rank)
         state = self._own(args, keywords)
         mine = self.copies.copy(state.copies, coordinates)
         if (path := find_rank_local(mine)) is not None:
@@ -195,7 +195,7 @@ class LocalUpdates(Interpretation):
         finally:  # a donated step within has used the state up, or spoiled it
             _tell(mine, args[0])
         others = where.size < at.mesh.size  # along which a shard within has one value
-        if others and isinstance(args[0], LocalState) and at.link.moves:
+        if others and isinstance(args[0], LocalState) and at.link.moves_data:
             check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
         fields: dict[str, Any] = {}
         with internal(), torch.no_grad(), label("", self.called):
@@ -223,7 +223,7 @@ class LocalUpdates(Interpretation):
             (at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes
         )
         varies, handlers = (*before.batch_places, *mine), (*before.handlers, self)
-        at = replace(at, apart=(*at.apart, *self.axes))
+        at = replace(at, independent_axes=(*at.independent_axes, *self.axes))
         return replace(before, handlers=handlers, batch_places=varies, here=at)
 
     def _own(self, args: Any, keywords: Any) -> LocalState:

@@ -115,7 +115,7 @@ class QuantizedReduction(Reduction):
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         if whole:
             self.check(where.axis, 0)
-        return where.start("all_to_all", sent, what=what)
+        return where.start("all_to_all", sent, name=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         return dequantized(arrived, count, self.block).sum(0).to(dtype)

@@ -60,7 +60,7 @@ class HierarchicalGather(Gather):
         levels = _inwards(where, self.across)
         if len(levels) < 2:
             return self.of.move(sent, where, out, what)
-        first = levels[0].start("all_gather", sent, what=what)
+        first = levels[0].start("all_gather", sent, name=what)
         if self.keeps:
             return _Kept(first, where, levels, out, what)
         return _Gathered(first, levels[1:], *_target(where, levels, out), what)
@@ -161,7 +161,7 @@ class _Gathered(Handle):
             x, self.first = self.first.wait(), None
             for i, level in enumerate(self.rest):
                 out = self.target if i == len(self.rest) - 1 else None
-                x = level.start("all_gather", x, out=out, what=self.what).wait()
+                x = level.start("all_gather", x, out=out, name=self.what).wait()
             self.result = self.finish(x)
             self.target = None
         return self.result
@@ -199,7 +199,7 @@ class _Kept(KeptGather):
         level, *rest = self.levels[1:]
         target, finish = _target(self.where, self.levels, out)
         straight = None if rest else target
-        work = level.start("all_gather", self.near, out=straight, what=self.what)
+        work = level.start("all_gather", self.near, out=straight, name=self.what)
         return _Gathered(work, rest, target, finish, self.what)
 
 
@@ -209,8 +209,8 @@ def _summed_whole(sent: Tensor, levels: Sequence[RankGroup], what: str) -> Handl
     room = -len(sent) % math.prod(level.size for level in within)
     x = torch.nn.functional.pad(sent, (0, room))
     for level in within:
-        x = level.start("psum_scatter", x, what=what).wait()
-    first = across.start("psum", x, what=what)
+        x = level.start("psum_scatter", x, name=what).wait()
+    first = across.start("psum", x, name=what)
     count = len(sent)
     return _Gathered(first, within[::-1], None, lambda x: x[:count], what)
 

@@ -211,7 +211,7 @@ class _LowRank(Feedback):
         parts = [m @ f for m, f in zip(matrices, cut.rights(q), strict=True)]
         beside = [buffer[a:b].float() for a, b in cut.beside]
         sent = torch.cat([x.flatten() for x in (*parts, *beside)])
-        first = where.start("psum", sent, what=shard.name)
+        first = where.start("psum", sent, name=shard.name)
         work = _Sum(
             cut=cut,
             buffer=shard.buffer,
@@ -274,7 +274,7 @@ class _Sum(Handle):
         lefts = _orthonormal(cut.lefts(arrived))
         parts = [m.mT @ p for m, p in zip(matrices, lefts, strict=True)]
         q = torch.cat([x.flatten() for x in parts])
-        q = self.where.start("psum", q, what=self.name).wait()
+        q = self.where.start("psum", q, name=self.name).wait()
         total = self.owed.new_empty(self.count)
         approximate, rights = cut.of_buffer(total), cut.rights(q)
         for y, p, f in zip(approximate, lefts, rights, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.collective_ops import assumed
+from fsfunc.comm.collective_ops import declare_type
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import frame
@@ -183,7 +183,7 @@ class Feedback(ReductionFeedback):
         if name in self.new:
             return self.new[name]
         if all(name in kept for kept in self.kept):
-            return tuple(assumed(kept[name].local[0], "V") for kept in self.kept)
+            return tuple(declare_type(kept[name].local[0], "V") for kept in self.kept)
         if self.tried:
             return None
         raise RuntimeError(
@@ -198,7 +198,7 @@ class Feedback(ReductionFeedback):
         for name, rows in self.new.items():  # this rank's part of a tensor of them all
             for kept, row in zip(found, rows, strict=True):
                 if name in kept:
-                    kept[name] = kept[name].with_local(assumed(row[None], "S"))
+                    kept[name] = kept[name].with_local(declare_type(row[None], "S"))
         return found
 
 

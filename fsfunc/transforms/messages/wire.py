@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
-from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.comm.groups import RankGroup, to_strided
 from fsfunc.sharded.layout import View
 from fsfunc.sharded.leaf import FlatShard
 
@@ -124,7 +124,7 @@ class Gather(_Message):
         If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
         # `decode` may write what arrives, and this rank's part of it is what is sent.
-        return where.start("all_gather", sent, out=out, what=what, spent=self.exact)
+        return where.start("all_gather", sent, out=out, name=what, read_only=self.exact)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
         """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
@@ -171,7 +171,9 @@ class Reduction(_Message):
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Starts the sum; each rank receives its range, or the ``whole``."""
-        return where.start(("psum_scatter", "psum")[whole], sent, what=what, spent=True)
+        return where.start(
+            ("psum_scatter", "psum")[whole], sent, name=what, read_only=True
+        )
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         """The summed gradient: ``count`` elements in ``dtype``.
@@ -210,7 +212,7 @@ def by_offset(
     for (_, _, offset), g in zip(views, grads, strict=True):
         if g is None or not g.numel():
             continue
-        g = strided(g).reshape(-1)
+        g = to_strided(g).reshape(-1)
         g = found[offset] + g if offset in found else g  # a leaf that was given twice
         found[offset] = g.to(dtype)
     for offset, g in (later or {}).items():
