@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.coded_moments import MEAN, SQUARE, Codes, codec_of
-from fsfunc.optim.element_rules import ElementRule, elementwise
+from fsfunc.optim.element_rules import ElementRule, elementwise_optimizer
 from fsfunc.optim.leaves import Mask
-from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.matching import Decay, has_decay
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -59,7 +59,7 @@ class CodedAdamState(NamedTuple):
     coders = MEAN, SQUARE
 
 
-@described
+@optimizer_factory
 def sharded_adam(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -129,7 +129,7 @@ def sharded_adam(
 
 def with_moments(rule: ElementRule, moment_dtype: torch.dtype | None) -> Optimizer:
     """The optimizer of Adam's equation, with moments of a dtype."""
-    return elementwise(rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState))
+    return elementwise_optimizer(rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState))
 
 
 def adam_rule(
@@ -156,7 +156,7 @@ def adam_rule(
         def update() -> Tensor:
             denominator = v.sqrt() / root + eps
             u = m / denominator * (rate / mean)
-            return u + rate * decay * p if decays(decay) else u
+            return u + rate * decay * p if has_decay(decay) else u
 
         return update, m, v
 

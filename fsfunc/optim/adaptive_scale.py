@@ -25,8 +25,8 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
-from fsfunc.optim.leaves import Tree, check_unfollowed
-from fsfunc.optim.optimizer import Optimizer, Reading, State, described
+from fsfunc.optim.leaves import Tree, check_follows_no_params
+from fsfunc.optim.optimizer import Optimizer, GradientScope, State, optimizer_factory
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
 from fsfunc.sharded.inputs import check_function
@@ -247,7 +247,7 @@ class AdaScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def adascale(
     optimizer: Optimizer, scale: float | None = None, *, smoothing: float | None = None
 ) -> Optimizer:
@@ -324,14 +324,14 @@ class _AdaScale:
         variance, square, iterations = (torch.zeros((), **like) for _ in range(3))
         gain = torch.ones((), **like)
         inner = self.optimizer.init(params)
-        check_unfollowed("adascale", inner)
+        check_follows_no_params("adascale", inner)
         return AdaScaleState(variance, square, gain, iterations, inner)
 
-    def interprets(self, state: AdaScaleState) -> Reading:
+    def interprets(self, state: AdaScaleState) -> GradientScope:
         handlers, inner = self.optimizer.reading(state.inner)
         seen = _Squares()
         after = replace(self, optimizer=inner, seen=seen).functions()
-        return Reading((*handlers, seen), after)
+        return GradientScope((*handlers, seen), after)
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):
         if self.seen is None:

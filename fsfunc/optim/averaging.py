@@ -17,20 +17,20 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import warn
 from fsfunc.core.frames import frame, inside
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, along, chosen, copied, floating, held_dtype
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import Mask, Tree, flatten_like, select_leaves, trainable_copy, trainable_only, stored_dtype
 from fsfunc.optim.masking import left_out
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    added,
-    begun,
-    by_phases,
-    check_takes_plainly,
-    described,
-    finished,
-    summed,
+    apply_from_update,
+    begin_step,
+    from_phases,
+    check_takes_plain_gradients,
+    optimizer_factory,
+    finish_step,
+    sum_out_of_place,
 )
 from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.sharded.donated import Everything
@@ -56,7 +56,7 @@ class AverageState(NamedTuple):
         return self.average
 
 
-@described
+@optimizer_factory
 def ema(
     optimizer: Optimizer,
     decay: float = 0.999,
@@ -119,7 +119,7 @@ def warn_narrow(
         least: the least share of a change by which one moves, and how to say it;
             ``way``: what to give in place of `master_weights`.
     """
-    dtypes = {held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
+    dtypes = {stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
     stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
     if stuck:
         warn(
@@ -129,7 +129,7 @@ def warn_narrow(
         )
 
 
-@described
+@optimizer_factory
 def swa(
     optimizer: Optimizer,
     *,
@@ -194,12 +194,12 @@ class _Averaged:
     least: tuple[float, str]
 
     def functions(self) -> Optimizer:
-        check_takes_plainly(self.name, self.optimizer)
+        check_takes_plain_gradients(self.name, self.optimizer)
         each = self.optimizer.elementwise
-        return by_phases(self.init, self.phases, elementwise=each)
+        return from_phases(self.init, self.phases, elementwise=each)
 
     def init(self, params: Tree) -> AverageState:
-        average = copied(params, self.dtype)
+        average = trainable_copy(params, self.dtype)
         if self.dtype is None:
             warn_narrow(self.name, average, self.least, "dtype=torch.float32, or ")
         return AverageState(0, 0, average, self.optimizer.init(params))
@@ -208,17 +208,17 @@ class _Averaged:
         self, grads: Tree, state: AverageState, params: Tree, adds: bool
     ) -> Phases:
         check_params_given(params, self.name)
-        Matched.of(state.average, floating(params))  # which raises in time
+        Matched.of(state.average, trainable_only(params))  # which raises in time
         step = self.optimizer.phases(grads, state.inner, params, adds)
         result, inner = yield from step
         count, averaged, average, _ = state
         if count >= self.start and (count - self.start) % self.every == 0:
-            now = floating(result if adds else summed(params, result))
+            now = trainable_only(result if adds else sum_out_of_place(params, result))
             share = self.weight(averaged)
             matched = Matched.of(average, now)
             if adds:  # in place where that may be
                 kernel = partial(torch._foreach_lerp_, weight=share)
-                (average,) = fused(matched, kernel)
+                (average,) = run_kernel(matched, kernel)
             else:
                 average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), share))
             averaged += 1
@@ -265,7 +265,7 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     averages = params
     for average in found:
         averages = _filled(treedef, average, averages)
-    matched = Matched.of(floating(params), floating(averages))
+    matched = Matched.of(trainable_only(params), trainable_only(averages))
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
     if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
         return lay_as(averages, params)
@@ -275,8 +275,8 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
 
 def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
     """``values``, with ``others`` where they are None."""
-    there = [x is not None for x in along(treedef, values, "averages")]
-    return chosen(treedef, there, values, others, "averages")
+    there = [x is not None for x in flatten_like(treedef, values, "averages")]
+    return select_leaves(treedef, there, values, others, "averages")
 
 
 def _averaging(state: Any) -> Iterator[Any]:
@@ -312,11 +312,11 @@ class ScheduleFreeState(NamedTuple):
     def evaluated(self, params: Tree) -> Tree:
         """x, the average."""
         b1 = self.b1
-        matched = Matched.of(floating(params), self.z)
+        matched = Matched.of(trainable_only(params), self.z)
         return matched.summed(lambda y, z: (y - (1 - b1) * z) / b1)
 
 
-@described
+@optimizer_factory
 def schedule_free(
     base: Optimizer,
     learning_rate: float | Schedule,
@@ -368,7 +368,7 @@ def schedule_free(
     >>> y, state.z, state.evaluated(y)
     (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
     """
-    check_takes_plainly("schedule_free", base)
+    check_takes_plain_gradients("schedule_free", base)
     f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
     return Optimizer(f.init, f.update, f.apply, elementwise=base.elementwise)
 
@@ -399,7 +399,7 @@ class _ScheduleFree:
                 "averaged here all the same: put masked, or the partition that freezes "
                 "it, around: ff.masked(ff.schedule_free(...), mask)"
             )
-        z = copied(params)
+        z = trainable_copy(params)
         warn_narrow("schedule_free", z, (0.0, "1 / n of a change, if n is large"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
@@ -422,16 +422,16 @@ class _ScheduleFree:
         rate, c, state = self.weighed(state)
         steps, inner = self.base.update(grads, state.base, z)
         if self.weight_decay:
-            matched = Matched.of(floating(params), steps)
+            matched = Matched.of(trainable_only(params), steps)
             decays = matched.decays(self.weight_decay, self.mask)
             (steps,) = matched.composed(lambda y, u, d: [u - rate * d * y], decays)
-        new_z = summed(z, steps)
+        new_z = sum_out_of_place(z, steps)
         k = self.b1 * c + 1 - self.b1
 
         def moved(y: Tensor, u: Tensor, old: Tensor, _: Any) -> list[Tensor]:
             return [c * (old - y) + k * u, old]
 
-        matched = Matched.of(floating(params), steps, z)
+        matched = Matched.of(trainable_only(params), steps, z)
         updates, _ = matched.composed(moved)
         return updates, state._replace(z=new_z, base=inner)
 
@@ -439,21 +439,21 @@ class _ScheduleFree:
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            return (yield from added(self.update)(grads, state, params))
+            return (yield from apply_from_update(self.update)(grads, state, params))
         rate, c, counted = self.weighed(state)
         decays = matched.decays(rate * self.weight_decay, self.mask)
-        base = begun(self.base.phases(grads, state.base, z, True))
+        base = begin_step(self.base.phases(grads, state.base, z, True))
 
         def decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
             torch._foreach_add_(zs, ys, alpha=-weight_decay)
 
         yield
         # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
-        old = copied(_only(matched, params)) if self.weight_decay else None
+        old = trainable_copy(_only(matched, params)) if self.weight_decay else None
         y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
-        new_z, inner = finished(base)
+        new_z, inner = finish_step(base)
         if self.weight_decay:
-            (new_z,) = fused(Matched.of(new_z, old), decay, decays)
+            (new_z,) = run_kernel(Matched.of(new_z, old), decay, decays)
         k = self.b1 * c + 1 - self.b1
         with inside(frame().replace(donated=Everything())):  # y is ours by now
             y = _mixed(y, _only(matched, new_z), 1.0, k)
@@ -464,7 +464,7 @@ def _only(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
     active = set(matched.active)
     updated = [i in active for i in range(len(matched.trees[0]))]
-    return chosen(matched.treedef, updated, values, what="parameters")
+    return select_leaves(matched.treedef, updated, values, what="parameters")
 
 
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
@@ -475,4 +475,4 @@ def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
             torch._foreach_mul_(ys, by)
         torch._foreach_add_(ys, zs, alpha=add)
 
-    return fused(Matched.of(ys, zs), mix)[0]
+    return run_kernel(Matched.of(ys, zs), mix)[0]

@@ -15,20 +15,20 @@ from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
-from fsfunc.optim.leaves import Tree, along, paths_of, trainable
+from fsfunc.optim.leaves import Tree, flatten_like, paths_of, trainable
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    Reading,
+    GradientScope,
     State,
-    begun,
-    described,
-    finished,
+    begin_step,
+    optimizer_factory,
+    finish_step,
 )
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 
-@described
+@optimizer_factory
 def step_in_backward(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose step of a unit is made as soon as its gradient is there.
 
@@ -120,11 +120,11 @@ class _InBackward(Optimizer):
         self.inner = inner
         return self
 
-    def reading(self, state: State, params: Tree = None) -> Reading:
+    def reading(self, state: State, params: Tree = None) -> GradientScope:
         if params is None:  # something is around, and would see gradients used up
-            return Reading((), self)
+            return GradientScope((), self)
         steps = BackwardSteps(self.inner, state, params)
-        return Reading((steps,), steps.rest())
+        return GradientScope((steps,), steps.rest())
 
 
 APPLIED = (
@@ -238,7 +238,7 @@ class BackwardSteps(GradientSteps):
         return self.optimizer.phases(grads, self.kept.part(positions), params, True)
 
     def _commit(self, positions: list[int], phases: Phases) -> None:
-        params, state = finished(phases)
+        params, state = finish_step(phases)
         for i in positions:
             self.new[i] = params[self.paths[i]]
         self.kept.take(positions, state)
@@ -261,7 +261,7 @@ class BackwardSteps(GradientSteps):
         if not self.done:
             return (yield from self.optimizer.phases(grads, state, params, True))
         leaves, treedef = tree.flatten(params, is_sharded)
-        found = along(treedef, grads, "gradients")
+        found = flatten_like(treedef, grads, "gradients")
         stepped = {i for key in self.done for i in self.at[key]}
         same = len(leaves) == len(self.old) and state is self.state
         if not same or any(
@@ -273,7 +273,7 @@ class BackwardSteps(GradientSteps):
         step = None
         if rest:
             grads = {self.paths[i]: found[i] for i in rest}
-            step = begun(self._phases(rest, grads))
+            step = begin_step(self._phases(rest, grads))
         yield
         if step is not None:
             self._commit(rest, step)

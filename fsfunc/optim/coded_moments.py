@@ -25,18 +25,18 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable
-from fsfunc.optim.element_rules import CHUNK, Codec, ElementRule, Scaled
+from fsfunc.optim.element_rules import CHUNK, Codec, ElementRule, ScaledCodec
 from fsfunc.optim.in_place import Writing, count_write
-from fsfunc.optim.leaves import Tree, check_width, local, paths_of, split, trainable
+from fsfunc.optim.leaves import Tree, check_parts_dtype, local_tensor, paths_of, flat_buffers, trainable
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Phases, update_of
+from fsfunc.optim.optimizer import Phases, update_from_apply
 from fsfunc.optim.places import (
-    copied_to,
+    copy_to,
     device_with,
-    fetched,
-    kept_zeros,
-    meeting,
-    room_like,
+    fetch_to,
+    state_zeros,
+    meeting_device,
+    step_memory_like,
 )
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -184,7 +184,7 @@ def groups_of(
             size = used = first.numel()
         elif first.layout.flat is None:
             size = room(first.layout.shape, first.layout.parts)
-            used = local(first).numel()
+            used = local_tensor(first).numel()
         else:
             size, at = first.layout.flat.chunk, here().mesh.coordinates()
             spans = {i: leaves[i].layout.buffer_range(at) for i in members}
@@ -203,7 +203,7 @@ def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     first, count = group.first, group.room // per
     device = device_with(first)
     if not group.is_split:
-        return kept_zeros((count,), dtype, device)
+        return state_zeros((count,), dtype, device)
     owned = first.layout.owned
     apart = {p.axis for p in owned}
     over = {a: n for a, n in first.layout.sizes.items() if a not in apart}
@@ -211,7 +211,7 @@ def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     shape = (*over.values(), count)
     layout = Layout(shape, dtype, (*owned, *splits), first.layout.name)
     part = layout.local_shape(here().mesh.coordinates())
-    return Sharded(kept_zeros(part, dtype, device), layout)
+    return Sharded(state_zeros(part, dtype, device), layout)
 
 
 class Stretch(NamedTuple):
@@ -238,7 +238,7 @@ def stretches(
             packed = matched.buffers[0].groups[k][1] is not None
             param, grad, start = new.tensors[k], grads[k], 0 if packed else start
         else:
-            param, grad = local(new.leaves[j]), local(matched.trees[1][i])
+            param, grad = local_tensor(new.leaves[j]), local_tensor(matched.trees[1][i])
         found.setdefault(group, []).append(Stretch(param, grad, start, decay))
     return found
 
@@ -275,7 +275,7 @@ class CodedStep:
         """
         tensors = [t for pair in where for t in pair]
         tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
-        if (device := meeting(tensors)) is not None:
+        if (device := meeting_device(tensors)) is not None:
             self._write_on(device, number, group, cuts, where)
             return
         for start, stop in _blocks(cuts):
@@ -297,7 +297,7 @@ class CodedStep:
         where: Moved,
     ) -> None:
         """The same on the device, where some tensors are offloaded."""
-        come = lambda x: fetched(x, device, waits=True)  # noqa: E731
+        come = lambda x: fetch_to(x, device, waits=True)  # noqa: E731
         mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
         # What was brought is a copy, to be written over.
         work = [come(old) for old, _ in where]
@@ -308,7 +308,7 @@ class CodedStep:
         pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
         for target, source in pairs:
             if target is not source:
-                copied_to(target, source)
+                copy_to(target, source)
 
     def _write_chunk(
         self,
@@ -435,7 +435,7 @@ def _decoded(kept: Codes, coder: Coder) -> Any:
 def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
     made: tuple[list[Any], list[Any]] = [], []
     for codes, scales, x in zip(*kept, wide, strict=True):
-        new = [space_of(t).empty_like(t) for t in map(local, (codes, scales))]
+        new = [space_of(t).empty_like(t) for t in map(local_tensor, (codes, scales))]
         if x.numel():
             dither, (code, scale) = chance(x.device, x.numel(), seed), map(_flat, new)
             coder.encode(x.clone(), code, scale, dither, torch.empty_like(dither))
@@ -459,7 +459,7 @@ class Coded(Codec):
         self.state = state
 
     def init(self, rule: ElementRule, params: Tree) -> Any:
-        check_width(params, torch.uint8)
+        check_parts_dtype(params, torch.uint8)
         leaves, treedef = tree.flatten(params, is_sharded)
         groups, places = groups_of(leaves, paths_of(treedef))
 
@@ -479,7 +479,7 @@ class Coded(Codec):
             like = grads if params is None else params
             start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
             apply = partial(self.phases, rule, adds=True)
-            done = update_of(apply, grads, state, start)
+            done = update_from_apply(apply, grads, state, start)
             yield
             return done
         matched = rule.matched(grads, params, ())
@@ -504,7 +504,7 @@ class Coded(Codec):
             (new,) = writing.targets([matched.trees[0]])
             count_write(new.tensors)
             columns = [column for codes in state[1:-1] for column in codes]
-            held = [(x, writing.target(list(x), split([x])[0]).leaves) for x in columns]
+            held = [(x, writing.target(list(x), flat_buffers([x])[0]).leaves) for x in columns]
             cuts = stretches(matched, new, decays, groups)
             step = CodedStep(kernel, state.coders, count)
             for i, group in enumerate(groups):
@@ -526,19 +526,19 @@ def codec_of(
     if dtype == torch.uint8:
         return Coded(coded)
     if dtype == torch.float16 and scaled is not None:
-        return Scaled(scaled)
+        return ScaledCodec(scaled)
     return Codec(dtype)
 
 
 def _flat(leaf: Any) -> Tensor:
-    return local(leaf).view(-1)
+    return local_tensor(leaf).view(-1)
 
 
 def _wide(leaf: Any, rule: ElementRule) -> Any:
     """A parameter in float32, or zeros in its place where none decays."""
     if not trainable(leaf):
         return leaf
-    x = local(leaf).detach()
-    wide = room_like(x, torch.float32)
+    x = local_tensor(leaf).detach()
+    wide = step_memory_like(x, torch.float32)
     wide = wide.copy_(x) if rule.weight_decay else wide.zero_()
     return leaf.with_local(wide) if is_sharded(leaf) else wide

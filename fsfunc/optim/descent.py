@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.coded_moments import MEAN, Codes, codec_of
-from fsfunc.optim.element_rules import Codec, ElementRule, chunks, elementwise
+from fsfunc.optim.element_rules import Codec, ElementRule, cache_sized_chunks, elementwise_optimizer
 from fsfunc.optim.leaves import Mask
-from fsfunc.optim.matching import Decay, decayed, decays
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.matching import Decay, add_decay, has_decay
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -23,7 +23,7 @@ class SgdState(NamedTuple):
     momentum: Any
 
 
-@described
+@optimizer_factory
 def sgd(
     learning_rate: float | Schedule,
     *,
@@ -89,7 +89,7 @@ def sgd(
 
     def equation(numbers: Any, p: Tensor, g: Tensor, *rest: Any):
         (rate, starts), (*moments, decay) = numbers, rest
-        d = decayed(g, p, decay)
+        d = add_decay(g, p, decay)
         if not moments:
             return (lambda: -rate * d,)
         v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
@@ -115,7 +115,7 @@ def sgd(
         weight_decay=weight_decay,
         mask=mask,
     )
-    return elementwise(rule, Codec())
+    return elementwise_optimizer(rule, Codec())
 
 
 def _fused(
@@ -130,7 +130,7 @@ def _fused(
         return step(params, grads, momenta)
     columns = (params, grads, momenta) if momenta else (params, grads)
     for row in zip(*columns, strict=True):
-        for piece in chunks(row):
+        for piece in cache_sized_chunks(row):
             p, g, *m = (x.float() for x in piece)
             step([p], [g], m)
             for x, made in zip((piece[0], *piece[2:]), (p, *m), strict=True):
@@ -163,7 +163,7 @@ class CodedLionState(NamedTuple):
     coders = (MEAN,)
 
 
-@described
+@optimizer_factory
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,
@@ -219,7 +219,7 @@ def lion(
 
         def update() -> Tensor:
             u = m.lerp(g, 1 - b1).sign()
-            return -rate * (u + decay * p if decays(decay) else u)
+            return -rate * (u + decay * p if has_decay(decay) else u)
 
         return update, m.lerp(g, 1 - b2)
 
@@ -233,4 +233,4 @@ def lion(
         mask=mask,
         memory=b2,
     )
-    return elementwise(rule, codec_of(moment_dtype, CodedLionState))
+    return elementwise_optimizer(rule, codec_of(moment_dtype, CodedLionState))

@@ -5,7 +5,7 @@ differentiate, and perhaps a kernel of torch's that makes the same step in one p
 memory. What runs them knows no optimizer: an update composes the equation, an apply is
 given the kernel or writes what the equation gives, ``jit`` compiles it to one pass, and
 a `Codec` says how the moments are stored (also in float16 with a scale; in 8 bits, see
-`coded_moments`). `elementwise` makes the optimizer.
+`coded_moments`). `elementwise_optimizer` makes the optimizer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    chosen,
+    select_leaves,
     map_flat,
     warn_narrow_moments,
     zeros_like,
 )
-from fsfunc.optim.matching import Decay, Matched, Rule, unlike
-from fsfunc.optim.optimizer import Optimizer, Phases, apply_updates, by_phases
-from fsfunc.optim.places import brought_with, computing_device, some_offloaded
+from fsfunc.optim.matching import Decay, Matched, Rule, wrong_state_error
+from fsfunc.optim.optimizer import Optimizer, Phases, apply_updates, from_phases
+from fsfunc.optim.places import bring_with_decay, computing_device, some_offloaded
 from fsfunc.optim.reductions import all_finite, holds
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.sharded.leaf import is_sharded
@@ -95,7 +95,7 @@ class ElementRule:
 
         def step(p: Tensor, g: Tensor, *rest: Any) -> list[Tensor]:
             *moments, decay = rest
-            u, *new = _stepped(self.equation, numbers, (p, g, *moments), decay)
+            u, *new = _run_equation(self.equation, numbers, (p, g, *moments), decay)
             return [u(), *(x.to(m.dtype) for x, m in zip(new, moments, strict=True))]
 
         return step
@@ -108,7 +108,7 @@ class ElementRule:
 
         def write(*columns: Sequence[Tensor], weight_decay: float) -> None:
             for row in zip(*columns, strict=True):
-                for p, g, *moments in chunks(row):
+                for p, g, *moments in cache_sized_chunks(row):
                     u, *new = self.equation(numbers, p, g, *moments, weight_decay)
                     p.add_(u())
                     for m, x in zip(moments, new, strict=True):
@@ -117,7 +117,7 @@ class ElementRule:
         return write
 
 
-def _stepped(
+def _run_equation(
     equation: Equation, numbers: Any, row: Sequence[Tensor], decay: Decay
 ) -> Sequence[Any]:
     """The equation's results in the widest dtype of parameter and moments."""
@@ -127,7 +127,7 @@ def _stepped(
     return equation(numbers, *(x.to(dtype) for x in row), decay)
 
 
-def chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+def cache_sized_chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Tensors of one shape in pieces that stay in a CPU's cache."""
     first = row[0]
     if first.numel() <= CHUNK or first.device.type != "cpu":
@@ -140,7 +140,7 @@ def chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 class Codec:
     """Storage of moments: here as they are, in a dtype of their own if given."""
 
-    elementwise = compiles = True
+    elementwise_optimizer = compiles = True
     state: Any = None  # in place of a rule's
 
     def __init__(self, dtype: torch.dtype | None = None):
@@ -157,15 +157,15 @@ class Codec:
     ) -> Phases:
         kind = self.state or rule.state
         if type(state) is not kind:
-            raise unlike(rule.name.split(" ")[0], state, kind)
+            raise wrong_state_error(rule.name.split(" ")[0], state, kind)
         count, moments = state[0], state[1 : 1 + rule.moments]
         matched = rule.matched(grads, params, moments)
         decays = rule.decays(matched)
         if adds and not matched.differentiated:
-            write = compiled_writer(rule, count, matched) if self.compiles else None
+            write = compiled_kernel(rule, count, matched) if self.compiles else None
             kernel = write or rule.writer(count)
             yield
-            result, *new = fused(matched, kernel, decays, cast=write is None)
+            result, *new = run_kernel(matched, kernel, decays, cast=write is None)
         else:
             result, *new = matched.composed(rule.step(count), decays)
             yield
@@ -173,7 +173,7 @@ class Codec:
         return result, rule.after(count + 1, new)
 
 
-def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
+def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:
     """Makes the optimizer of an equation, whose moments are stored by a codec.
 
     >>> class State(NamedTuple):
@@ -191,14 +191,14 @@ def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
     (tensor([0.5000, 0.5000]), State(count=1, m=tensor([1., 1.])))
     """
     init, phases = partial(codec.init, rule), partial(codec.phases, rule)
-    return by_phases(init, phases, elementwise=codec.elementwise)
+    return from_phases(init, phases, elementwise=codec.elementwise)
 
 
-_LARGEST, _INTERVAL = 2.0**16, 2000
-_LIMIT = torch.finfo(torch.float16).max
+_MAX_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
+_FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
-class Scaled(Codec):
+class ScaledCodec(Codec):
     """Moments kept in float16, times a scale that ranks share.
 
     Moments that would overflow on one rank are set to 0 on all, after the step, and the
@@ -217,31 +217,31 @@ class Scaled(Codec):
     Source: FairScale 0.4.13, ``Adam(precision=Precision.PURE_FP16)``.
     """
 
-    elementwise = compiles = False  # one scale for all
+    elementwise_optimizer = compiles = False  # one scale for all
 
     def __init__(self, state: Callable[..., Any]):
         super().__init__(torch.float16)
         self.state = state
 
     def init(self, rule: ElementRule, params: Tree) -> Any:
-        return self.state(*super().init(rule, params), _LARGEST, 0)
+        return self.state(*super().init(rule, params), _MAX_SCALE, 0)
 
     def phases(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
     ) -> Phases:
         matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
-        scaled, scale, lost = _choose(rule, matched, state)
+        scaled, scale, lost = _choose_scale(rule, matched, state)
         step = super().phases(scaled, grads, state, params, adds)
         result, (count, *moments) = yield from step
         if not lost:
             good = 0 if scale != state.scale else state.good_steps + 1
             return result, self.state(count, *moments, scale, good)
-        if any(_resting(matched)):  # what has no gradient stands for what it did
-            moments = [_halved(matched, m) for m in moments]
+        if any(_without_gradient(matched)):  # what has no gradient stands for what it did
+            moments = [_halve_without_gradient(matched, m) for m in moments]
         return result, self.state(count, *moments, scale, 0)
 
 
-class _Choice(NamedTuple):
+class _ScaleChoice(NamedTuple):
     """The step of scaled moments that all ranks agree on."""
 
     rule: ElementRule
@@ -249,43 +249,43 @@ class _Choice(NamedTuple):
     lost: bool  # whether the moments are set to 0
 
 
-def _choose(rule: ElementRule, matched: Matched, state: Any) -> _Choice:
-    largest, scale = _largest(rule, matched, state), state.scale
-    more = state.good_steps + 1 >= _INTERVAL and scale < _LARGEST
-    more = more and not any(_resting(matched))
-    if more and _fit(matched, largest, scale * 2):
-        return _Choice(_scaled(rule, state.scale, scale * 2), scale * 2, False)
-    if _fit(matched, largest, scale):
-        return _Choice(_scaled(rule, state.scale, scale), scale, False)
+def _choose_scale(rule: ElementRule, matched: Matched, state: Any) -> _ScaleChoice:
+    largest, scale = _largest_magnitudes(rule, matched, state), state.scale
+    more = state.good_steps + 1 >= _GROWTH_INTERVAL and scale < _MAX_SCALE
+    more = more and not any(_without_gradient(matched))
+    if more and _fit_float16(matched, largest, scale * 2):
+        return _ScaleChoice(_scaled_rule(rule, state.scale, scale * 2), scale * 2, False)
+    if _fit_float16(matched, largest, scale):
+        return _ScaleChoice(_scaled_rule(rule, state.scale, scale), scale, False)
     if scale / 2 < 1:
         raise RuntimeError(
             f"float16 moments overflow at a scale of {scale:g}, and 1 is the "
             "least: gradients are not finite, or too large for float16; the state "
             "is as it was. Clip them, or give moment_dtype=torch.bfloat16"
         )
-    return _Choice(_scaled(rule, state.scale, 0.0), scale / 2, True)
+    return _ScaleChoice(_scaled_rule(rule, state.scale, 0.0), scale / 2, True)
 
 
-def _resting(matched: Matched) -> list[bool]:
+def _without_gradient(matched: Matched) -> list[bool]:
     """By leaf, true for moments of a parameter that has no gradient in this step."""
     active, moments = set(matched.active), matched.trees[2]
     return [m is not None and i not in active for i, m in enumerate(moments)]
 
 
-def _halved(matched: Matched, moments: Tree) -> Tree:
+def _halve_without_gradient(matched: Matched, moments: Tree) -> Tree:
     """``moments``, those that rest halved."""
-    resting = _resting(matched)
-    rest = chosen(matched.treedef, resting, moments)
+    resting = _without_gradient(matched)
+    rest = select_leaves(matched.treedef, resting, moments)
     halved = map_flat(lambda tensors: [t / 2 for t in tensors], rest)
-    return chosen(matched.treedef, resting, halved, moments)
+    return select_leaves(matched.treedef, resting, halved, moments)
 
 
-def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
+def _scaled_rule(rule: ElementRule, old: float, new: float) -> ElementRule:
     """The rule of moments that are kept times a scale; 0 forgets them."""
 
     def equation(numbers: Any, p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
         *moments, decay = rest
-        p, g, *moments = _wide([p, g, *moments])
+        p, g, *moments = _widen([p, g, *moments])
         u, *made = rule.equation(numbers, p, g, *(m / old for m in moments), decay)
         if new == 1:
             return [u, *made]
@@ -296,8 +296,8 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
 
         def scaled(*columns: Sequence[Tensor], weight_decay: float) -> None:
             for row in zip(*columns, strict=True):
-                for piece in chunks(row):
-                    wide = _wide(piece)
+                for piece in cache_sized_chunks(row):
+                    wide = _widen(piece)
                     torch._foreach_div_(wide[2:], old)
                     write(*([x] for x in wide), weight_decay=weight_decay)
                     for x in wide[2:]:
@@ -311,30 +311,30 @@ def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
     return replace(rule, equation=equation, kernel=kernel)
 
 
-def _wide(row: Sequence[Tensor]) -> list[Tensor]:
+def _widen(row: Sequence[Tensor]) -> list[Tensor]:
     """A row in the widest of its dtypes, float32 at least."""
     dtypes = [x.dtype for x in row]
     wide = reduce(torch.promote_types, dtypes, torch.float32)
     return [x.to(wide) for x in row]
 
 
-def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
+def _largest_magnitudes(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
     """By flat tensor, the largest magnitude of the next moments: [1]."""
-    plain = _scaled(rule, state.scale, 1.0)
+    plain = _scaled_rule(rule, state.scale, 1.0)
     step = partial(plain.equation, plain.numbers(state.count))
     columns = [b.tensors for b in matched.buffers]
     decays = matched.spread(rule.decays(matched))
     found = []
     with torch.no_grad():
         for *row, decay in zip(*columns, decays, strict=True):
-            *row, decay = brought_with(row, decay)
+            *row, decay = bring_with_decay(row, decay)
             most = torch.zeros(1, dtype=torch.float32, device=row[0].device)
             if not row[0].numel():
                 pieces = ()
             elif isinstance(decay, Tensor):
                 pieces = [row]  # whose decay is of the whole
             else:
-                pieces = chunks(row)
+                pieces = cache_sized_chunks(row)
             for piece in pieces:
                 for m in step(*piece, decay)[1:]:
                     low, high = torch.aminmax(m)  # of a NaN both are
@@ -343,13 +343,13 @@ def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
     return found
 
 
-def _fit(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
+def _fit_float16(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
     """True if the next moments, times ``scale``, fit float16 on every rank."""
     leaves = [matched.trees[0][matched.active[k[0]]] for k in matched.members]
     found = []
     for leaf, p, most in zip(leaves, matched.buffers[0].tensors, largest, strict=True):
         most = most.to(computing_device(p))  # ranks agree on their devices
-        flag = torch.where(most * scale < _LIMIT, torch.zeros_like(most), torch.inf)
+        flag = torch.where(most * scale < _FLOAT16_MAX, torch.zeros_like(most), torch.inf)
         found.append(leaf.with_local(flag) if is_sharded(leaf) else flag)
     return holds(all_finite(found))
 
@@ -360,7 +360,7 @@ def _fit(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
 # dtypes, with a decay and without.
 
 
-def compiled_writer(rule: ElementRule, count: Any, matched: Matched) -> Any:
+def compiled_kernel(rule: ElementRule, count: Any, matched: Matched) -> Any:
     """The compiled kernel that writes a rule's step; None where the plain one is run.
 
     That is outside of ``jit``, while a step is recorded, where something is offloaded,
@@ -369,11 +369,11 @@ def compiled_writer(rule: ElementRule, count: Any, matched: Matched) -> Any:
     compiler = frame().compiler
     if compiler is None or rule.kernel is not None and not compiler.whole:
         return None  # a fused kernel is no node of a graph
-    if not (matched.active if compiler.whole else _is_plain(matched)):
+    if not (matched.active if compiler.whole else _is_on_device(matched)):
         return None
-    if (numbers := _Numbers.of(rule, count, compiler.whole)) is None:
+    if (numbers := _StepNumbers.of(rule, count, compiler.whole)) is None:
         return None
-    made = partial(_writing, rule.equation, len(numbers.values))
+    made = partial(_writing_update, rule.equation, len(numbers.values))
     run = compiler.update(rule, made, f"the update of {rule.name}")
 
     def write(*columns: Sequence[Tensor], weight_decay: float) -> None:
@@ -381,7 +381,7 @@ def compiled_writer(rule: ElementRule, count: Any, matched: Matched) -> Any:
             if row[0].numel() > 1 and all(
                 x.is_contiguous() for x in (row[0], *row[2:])
             ):
-                flat = list(map(_flat, row))
+                flat = list(map(_uniform_view, row))
                 run(numbers.on(row[0].device, weight_decay), *flat)
             else:
                 u, *new = rule.step(count)(*row, weight_decay)
@@ -393,18 +393,18 @@ def compiled_writer(rule: ElementRule, count: Any, matched: Matched) -> Any:
 
 def compiled_direction(rule: ElementRule, count: Any, matched: Matched) -> Any:
     """``step(param, grad, *moments, decay) -> [update]``, compiled; None as above."""
-    if (compiler := frame().compiler) is None or not _is_plain(matched):
+    if (compiler := frame().compiler) is None or not _is_on_device(matched):
         return None
-    if (numbers := _Numbers.of(rule, count)) is None:
+    if (numbers := _StepNumbers.of(rule, count)) is None:
         return None
-    made = partial(_directing, rule.equation, len(numbers.values))
+    made = partial(_returning_update, rule.equation, len(numbers.values))
     run = compiler.update(rule, made, f"the direction of {rule.name}")
 
     def step(p: Tensor, *rest: Any) -> list[Tensor]:
         *others, decay = rest
         if p.numel() < 2:
             return [rule.step(count)(p, *rest)[0]]
-        shaped = list(map(_flat, (p, *others)))
+        shaped = list(map(_uniform_view, (p, *others)))
         if isinstance(decay, Tensor):
             at = (*numbers.on(p.device, 0.0), decay.reshape(-1))
         else:
@@ -414,19 +414,19 @@ def compiled_direction(rule: ElementRule, count: Any, matched: Matched) -> Any:
     return step
 
 
-def _is_plain(matched: Matched) -> bool:
+def _is_on_device(matched: Matched) -> bool:
     """True if real tensors are updated, all on the device."""
     if frame().tracer is not None or _torch.fake_active() or not matched.active:
         return False
     return not some_offloaded(*(b.tensors for b in matched.buffers))
 
 
-def _flat(x: Tensor) -> Tensor:
+def _uniform_view(x: Tensor) -> Tensor:
     """``x`` as all that is given look alike: of one dim, and a view of nothing."""
     return x.contiguous().view(-1).detach()
 
 
-class _Numbers:
+class _StepNumbers:
     """The numbers of one step, as tensors: no other number is compiled anew."""
 
     def __init__(self, values: Sequence[Any], plain: bool = False):
@@ -434,7 +434,7 @@ class _Numbers:
         self.made: dict[Any, tuple[Tensor, ...]] = {}
 
     @classmethod
-    def of(cls, rule: ElementRule, count: Any, whole: bool = False) -> _Numbers | None:
+    def of(cls, rule: ElementRule, count: Any, whole: bool = False) -> _StepNumbers | None:
         """Those of a rule; None where one is a choice, not a number.
 
         ``whole``: in a step that is one graph they stay what they are, choices too.
@@ -455,26 +455,26 @@ class _Numbers:
         return self.made[device, decay]
 
 
-def _writing(equation: Equation, count: int) -> Callable[..., None]:
+def _writing_update(equation: Equation, count: int) -> Callable[..., None]:
     def update(numbers: Any, p: Tensor, g: Tensor, *moments: Tensor) -> None:
         decay = numbers[count] if len(numbers) > count else 0.0
-        u, *new = _stepped(equation, numbers[:count], (p, g, *moments), decay)
+        u, *new = _run_equation(equation, numbers[:count], (p, g, *moments), decay)
         p.add_(u())
         for m, x in zip(moments, new, strict=True):
             m.copy_(x)
 
-    return _apart(update)
+    return _with_own_code(update)
 
 
-def _directing(equation: Equation, count: int) -> Callable[..., Tensor]:
+def _returning_update(equation: Equation, count: int) -> Callable[..., Tensor]:
     def update(numbers: Any, p: Tensor, g: Tensor, *moments: Tensor) -> Tensor:
         decay = numbers[count] if len(numbers) > count else 0.0
-        return _stepped(equation, numbers[:count], (p, g, *moments), decay)[0]()
+        return _run_equation(equation, numbers[:count], (p, g, *moments), decay)[0]()
 
-    return _apart(update)
+    return _with_own_code(update)
 
 
-def _apart(fn: Any) -> Any:
+def _with_own_code(fn: Any) -> Any:
     """``fn`` with a code of its own: what is compiled of a code is limited."""
     code = fn.__code__.replace()
     return types.FunctionType(code, fn.__globals__, closure=fn.__closure__)

@@ -16,22 +16,22 @@ from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    along,
+    flatten_like,
     check_real,
-    local,
+    local_tensor,
     paths_of,
-    said,
+    describe_leaf,
     trainable,
 )
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.places import (
-    brought,
+    bring_together,
     computing_device,
-    copied_to,
+    copy_to,
     device_with,
-    returned,
-    room_like,
+    return_beside,
+    step_memory_like,
 )
 from fsfunc.optim.reductions import over_axes
 from fsfunc.optim.schedules import (
@@ -50,8 +50,8 @@ class FactoredLeaf:
 
     def __init__(self, at: int, param: Any, grad: Any, moments: Sequence[Any]):
         self.at, self.shape = at, tuple(param.shape)
-        self.p: Tensor = local(param)
-        self.g: Any = local(grad)  # None when it is used
+        self.p: Tensor = local_tensor(param)
+        self.g: Any = local_tensor(grad)  # None when it is used
         self.wide = wide(self.p.dtype)
         self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
@@ -99,11 +99,11 @@ class FactoredLeaf:
     def learn(self, rows: Tensor, cols: Tensor, weight: Any) -> None:
         """Takes in the whole sums: the second moments are other tensors then."""
         if not self.factored:
-            self.g, self.variance = brought([self.g, self.variance])
+            self.g, self.variance = bring_together([self.g, self.variance])
             square = self.g.to(self.wide).square().view(self.variance.shape)
             self.variance = self.variance.lerp(square, weight)
             return
-        self.g, self.row, self.col = brought([self.g, self.row, self.col])
+        self.g, self.row, self.col = bring_together([self.g, self.row, self.col])
         r, c = self.shape[-2:]
         rows = rows.view(self.row.shape).to(self.row) / max(c, 1)
         cols = cols.view(self.col.shape).to(self.col) / max(r, 1)
@@ -115,7 +115,7 @@ class FactoredLeaf:
         if out.device != self.g.device:  # it is computed on the device, and goes back
             here = torch.empty_like(out, device=self.g.device)
             self._write(here, eps1)
-            copied_to(out, here)
+            copy_to(out, here)
         else:
             self._write(out, eps1)
         self.g = None  # or what was brought of all leaves would be held
@@ -135,7 +135,7 @@ class FactoredLeaf:
     def kept(self) -> list[Tensor | None]:
         """The second moments of the next step, where those of this one lie."""
         new = zip((self.row, self.col, self.variance), self.moments, strict=True)
-        return [x if x is old else returned(x, old, keeps=True) for x, old in new]
+        return [x if x is old else return_beside(x, old, keeps=True) for x, old in new]
 
     def rms(self, power: Tensor) -> Tensor:
         return (power / max(math.prod(self.shape), 1)).sqrt()
@@ -210,7 +210,7 @@ class AdafactorState(NamedTuple):
     variance: Any
 
 
-@described
+@optimizer_factory
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,
@@ -276,19 +276,19 @@ def adafactor(
             sums = whole_sums(leaves)
             flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [room_like(x, wide(x.dtype)).zero_() for x in flats]
+                [step_memory_like(x, wide(x.dtype)).zero_() for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)
-                leaf.direct(local(updates[leaf.at]), eps1)
+                leaf.direct(local_tensor(updates[leaf.at]), eps1)
                 leaf.power = power[0]
-            lengths = powers(leaves, [local(x) for x in updates])
+            lengths = powers(leaves, [local_tensor(x) for x in updates])
             step = min(rate, 1 / t**0.5)
             decays = matched.decays(rate * weight_decay, mask)
             for leaf, length in zip(leaves, lengths, strict=True):
                 rms_p, rms_u = leaf.rms(leaf.power), leaf.rms(length)
                 factor = step * rms_p.clamp(min=eps2) / (rms_u / d).clamp(min=1)
-                u = local(updates[leaf.at])
+                u = local_tensor(updates[leaf.at])
                 u.mul_(-factor.to(u.device, u.dtype))
                 if decays[leaf.at]:
                     u.sub_(leaf.p, alpha=decays[leaf.at])
@@ -315,7 +315,7 @@ def _init(params: Tree) -> AdafactorState:
         if not trainable(leaf) or leaf.ndim > 1:
             return None
         how: Any = {"dtype": wide(leaf.dtype), "device": device_with(leaf)}
-        zeros = torch.zeros_like(local(leaf), **how)
+        zeros = torch.zeros_like(local_tensor(leaf), **how)
         return leaf.with_local(zeros) if is_sharded(leaf) else zeros
 
     vectors = tree.map(variance, params, is_leaf=is_sharded)
@@ -334,12 +334,12 @@ def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
         param, grad = matched.trees[0][i], matched.trees[1][i]
         held = [column[i] for column in columns]
         leaf = FactoredLeaf(
-            at, param, grad, [None if x is None else local(x) for x in held]
+            at, param, grad, [None if x is None else local_tensor(x) for x in held]
         )
         if not leaf.fits(param.ndim):
             raise tree.TreeMismatch(
                 "optimizer state does not fit the parameters at "
-                f"{paths_of(matched.treedef)[i]!r}: {said(param)} has other second "
+                f"{paths_of(matched.treedef)[i]!r}: {describe_leaf(param)} has other second "
                 "moments; make them with this optimizer's own init(params)"
             )
         leaves.append(leaf)
@@ -348,7 +348,7 @@ def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
 
 def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
     trees = state.row, state.col, state.variance
-    return [along(matched.treedef, t, "optimizer state") for t in trees]
+    return [flatten_like(matched.treedef, t, "optimizer state") for t in trees]
 
 
 def _next(

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import Loose, Tree, held, local
+from fsfunc.optim.leaves import UnpackedTree, Tree, stored_tensors, local_tensor
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.places import brought, some_offloaded
+from fsfunc.optim.places import bring_together, some_offloaded
 from fsfunc.runtime.host_copies import settle
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.complex_numbers import as_real
@@ -37,7 +37,7 @@ class Target(NamedTuple):
     tensors: list[Tensor]
 
 
-def fused(
+def run_kernel(
     matched: Matched,
     kernel: Callable[..., None],
     decays: Sequence[Any] | None = None,
@@ -69,14 +69,14 @@ def fused(
             away = some_offloaded(
                 matched.buffers[1].tensors, *(target.tensors for target in new)
             )
-            groups = None if away else _alike(matched, new, by_leaf)
-            groups = _groups(matched, new, by_leaf) if groups is None else groups
+            groups = None if away else _single_group(matched, new, by_leaf)
+            groups = _group_rows(matched, new, by_leaf) if groups is None else groups
             for (_, dtype, decay), columns in groups.items():
                 # A kernel reads and writes columns that are dense, of its dtype, here.
                 ready = not (away and some_offloaded(*columns)) and (
                     matched.kind is not None
                     and matched.kind.dense
-                    or all(map(partial(_are, dtype), columns))
+                    or all(map(partial(_are_dense, dtype), columns))
                 )
                 if cast and not ready:
                     for row in zip(*columns, strict=True):
@@ -109,7 +109,7 @@ class Writing:
         """The trees to write, or copies of them."""
         matched = self.matched
         written = [matched.buffers[0], *matched.buffers[2:]]
-        mine = iter(self._mine([t for b in written for t in held(b)]))
+        mine = iter(self._mine([t for b in written for t in stored_tensors(b)]))
         return [
             self._over(
                 [x[i] for i in matched.active], b, [next(mine) for _ in b.tensors]
@@ -123,14 +123,14 @@ class Writing:
             donation.look()
             if donation.are_alone(tensors):
                 return [True] * len(tensors)
-            if not _overlap(self.matched):
+            if not _share_memory(self.matched):
                 return donation.may_write(tensors)
             self.donation = None
         return [False] * len(tensors)
 
     def target(self, leaves: list[Any], buffers: Any) -> Target:
         """Leaves to write, or copies of them; a donation has looked at what is held."""
-        donation, tensors = self.donation, held(buffers)
+        donation, tensors = self.donation, stored_tensors(buffers)
         none = donation is None
         mine = [False] * len(tensors) if none else donation.may_write(tensors)
         return self._over(leaves, buffers, mine)
@@ -144,7 +144,7 @@ class Writing:
         tensors = buffers.tensors
         if isinstance(self.donation, Everything):  # recorded leaves stay themselves
             return Target(old, tensors)
-        if isinstance(buffers, Loose) and all(mine):
+        if isinstance(buffers, UnpackedTree) and all(mine):
             leaves = list(map(Tensor.detach, old))
             self.old += old
             self.new += leaves
@@ -174,7 +174,7 @@ class Writing:
             self.donation.take(self.old, self.new)
 
 
-def _overlap(matched: Matched) -> bool:
+def _share_memory(matched: Matched) -> bool:
     """True if two tensors to write share memory: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [*params, *chain.from_iterable(moments)]
@@ -188,7 +188,7 @@ def _overlap(matched: Matched) -> bool:
     return not own.isdisjoint(map(Tensor.data_ptr, grads))
 
 
-def _groups(
+def _group_rows(
     matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay."""
@@ -199,7 +199,7 @@ def _groups(
     columns = [new[0], grads, *new[1:]]
     for decay, k, j in matched.cuts(decays):
         row = [
-            c.tensors[k] if j is None else as_real(local(c.leaves[j])) for c in columns
+            c.tensors[k] if j is None else as_real(local_tensor(c.leaves[j])) for c in columns
         ]
         p, _, *moments = row
         if p.numel():
@@ -214,7 +214,7 @@ def _groups(
     return groups
 
 
-def _alike(
+def _single_group(
     matched: Matched, new: list[Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
@@ -245,7 +245,7 @@ def count_write(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
-def _are(dtype: torch.dtype, column: list[Tensor]) -> bool:
+def _are_dense(dtype: torch.dtype, column: list[Tensor]) -> bool:
     of_it = {dtype}.issuperset(map(_dtype, column))
     return of_it and all(map(Tensor.is_contiguous, column))
 
@@ -259,14 +259,14 @@ def _write_row(
     sum) would give garbage, silently. Row by row, for of gradients in fewer bits there
     is to be no whole in ``dtype``.
     """
-    work = [dense(t, dtype) for t in brought(row, dtype)]
+    work = [as_dense(t, dtype) for t in bring_together(row, dtype)]
     kernel(*([x] for x in work), weight_decay=decay)
     for k, (target, source) in enumerate(zip(row, work, strict=True)):
         if k != 1 and target is not source:  # the gradients are only read
-            space_of(target).write(target, source)  # `fused` waits for all in the end
+            space_of(target).write(target, source)  # `run_kernel` waits for all in the end
 
 
-def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` itself where a kernel can read it, else a contiguous copy in ``dtype``."""
     if x.dtype == dtype and x.is_contiguous():
         return x

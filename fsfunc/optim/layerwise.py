@@ -17,18 +17,18 @@ from torch import Tensor
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.element_rules import compiled_direction
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
-from fsfunc.optim.matching import Matched, Rule, unlike
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import Mask, Tree, local_tensor, map_flat, scale_tensors
+from fsfunc.optim.matching import Matched, Rule, wrong_state_error
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
     State,
-    added,
-    by_phases,
-    described,
+    apply_from_update,
+    from_phases,
+    optimizer_factory,
 )
-from fsfunc.optim.places import brought_with, computing_device, room_like
+from fsfunc.optim.places import bring_with_decay, computing_device, step_memory_like
 from fsfunc.optim.reductions import Row, into_parts, row_norms, rows_of
 from fsfunc.optim.schedules import (
     Schedule,
@@ -39,7 +39,7 @@ from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
 
 
-@described
+@optimizer_factory
 def scale_by_trust_ratio(
     min_norm: float = 0.0,
     trust_coefficient: float = 1.0,
@@ -131,7 +131,7 @@ class Trust:
         buffers = matched.buffers[1]
         flats = buffers.tensors
         if not own:
-            flats = [room_like(t).copy_(t.detach()) for t in flats]
+            flats = [step_memory_like(t).copy_(t.detach()) for t in flats]
         with torch.no_grad():
             for flat, (_, packed), ratio in zip(
                 flats, buffers.groups, ratios, strict=True
@@ -155,7 +155,7 @@ def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
     for ratio, members in zip(ratios, matched.members, strict=True):
         for j, factor in zip(members, ratio.unbind(), strict=True):
             leaf = matched.trees[1][matched.active[j]]
-            x = local(leaf)
+            x = local_tensor(leaf)
             if is_sharded(leaf):
                 factor = into_parts(factor, leaf.layout.axes)
                 out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
@@ -164,7 +164,7 @@ def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
     return out
 
 
-@described
+@optimizer_factory
 def lamb(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -226,17 +226,17 @@ def lamb(
     ) -> tuple[Tree, AdamState]:
         rate = rate_at(learning_rate, state.count)
         updates, (state, _) = pure.update(grads, (state, ()), params)
-        return map_flat(lambda ts: scaled(ts, rate), updates), state
+        return map_flat(lambda ts: scale_tensors(ts, rate), updates), state
 
     if moment_dtype in (torch.float16, torch.uint8):
         return Optimizer(adam.init, update)
 
     def apply(grads: Tree, state: AdamState, params: Tree) -> Phases:
         if type(state) is not AdamState:
-            raise unlike("lamb", state, AdamState)
+            raise wrong_state_error("lamb", state, AdamState)
         matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
-            return (yield from added(update)(grads, state, params))
+            return (yield from apply_from_update(update)(grads, state, params))
         decays = rule.decays(matched)
         with torch.no_grad():
             step = compiled_direction(rule, state.count, matched)
@@ -257,7 +257,7 @@ def lamb(
         yield
         # A fused call has one rate, so each leaf is one of its own.
         leaf_by_leaf = [(d, j) for j, d in enumerate(decays)]
-        params, mu, nu = fused(matched, kernel, leaf_by_leaf)
+        params, mu, nu = run_kernel(matched, kernel, leaf_by_leaf)
         return params, AdamState(state.count + 1, mu, nu)
 
     return Optimizer(adam.init, update, apply)
@@ -269,11 +269,11 @@ def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Ro
     groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.spread(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
-        u = step(*brought_with(row, decay))[0]
+        u = step(*bring_with_decay(row, decay))[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
-@described
+@optimizer_factory
 def lars(
     learning_rate: float | Schedule,
     *,
@@ -339,4 +339,4 @@ def lars(
         directed = trust.scaled(grads, params, rate, own=own)
         return (yield from descent.phases(directed, state, params, adds))
 
-    return by_phases(descent.init, phases)
+    return from_phases(descent.init, phases)

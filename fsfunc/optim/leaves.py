@@ -16,10 +16,10 @@ from fsfunc.comm.groups import strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
 from fsfunc.optim.places import (
-    copied_to,
-    kept_like,
-    meet,
-    room_like,
+    copy_to,
+    state_memory_like,
+    can_meet,
+    step_memory_like,
     some_offloaded,
 )
 from fsfunc.sharded.complex_numbers import as_real
@@ -48,23 +48,23 @@ def check_real(params: Tree, what: str, why: str) -> None:
     for i, leaf in enumerate(leaves):
         if trainable(leaf) and leaf.dtype.is_complex:
             raise TypeError(
-                f"{paths_of(treedef)[i]!r} is {said(leaf)}, and {what} no complex "
+                f"{paths_of(treedef)[i]!r} is {describe_leaf(leaf)}, and {what} no complex "
                 f"numbers, {why}: keep torch.view_as_real(w) as the parameter, and "
                 "take torch.view_as_complex of it where it is read; or leave it to "
                 "another optimizer, by ff.partition"
             )
 
 
-def local(leaf: Any) -> Tensor:
+def local_tensor(leaf: Any) -> Tensor:
     """The tensor that this rank holds of a leaf."""
     return leaf.local if is_sharded(leaf) else leaf
 
 
-def held_dtype(leaf: Any) -> torch.dtype:
-    """The dtype of `local`, which a layout may not know, and without making it."""
+def stored_dtype(leaf: Any) -> torch.dtype:
+    """The dtype of `local_tensor`, which a layout may not know, and without making it."""
     if is_sharded(leaf) and leaf.packed is not None:
         return leaf.packed.flat.dtype
-    return local(leaf).dtype
+    return local_tensor(leaf).dtype
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -75,9 +75,9 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     Raises:
         TypeError: a ``dtype`` of which no complex numbers are made.
     """
-    check_width(params, dtype)
+    check_parts_dtype(params, dtype)
     return map_flat(
-        lambda tensors: [kept_like(t, _like(t, dtype), zeros=True) for t in tensors],
+        lambda tensors: [state_memory_like(t, _dtype_like(t, dtype), zeros=True) for t in tensors],
         params,
         rest=None,
     )
@@ -87,7 +87,7 @@ def filled_like(params: Tree, value: float) -> Tree:
     """The same, of any one number: of a complex leaf both parts are."""
 
     def filled(x: Tensor) -> Tensor:
-        made = kept_like(x)
+        made = state_memory_like(x)
         return made.fill_(complex(value, value) if made.is_complex() else value)
 
     return map_flat(
@@ -97,28 +97,28 @@ def filled_like(params: Tree, value: float) -> Tree:
     )
 
 
-def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+def trainable_copy(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """``params`` in memory of their own, and None for what is not trainable.
 
     Raises:
         TypeError: as `zeros_like`.
     """
-    check_width(params, dtype)
+    check_parts_dtype(params, dtype)
 
     def copy(x: Tensor) -> Tensor:
-        return copied_to(kept_like(x, _like(x, dtype)), x.detach())
+        return copy_to(state_memory_like(x, _dtype_like(x, dtype)), x.detach())
 
     return map_flat(lambda tensors: list(map(copy, tensors)), params, rest=None)
 
 
-def check_width(params: Tree, dtype: torch.dtype | None) -> None:
+def check_parts_dtype(params: Tree, dtype: torch.dtype | None) -> None:
     """Raise TypeError for complex leaves that would be kept in a narrow ``dtype``."""
     if dtype is not None and dtype.itemsize < 4:
         what = f"moments and averages in {dtype} hold"
         check_real(params, what, "as torch has none of such parts (float32 does)")
 
 
-def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+def _dtype_like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
     """``dtype``, or the complex one of such parts."""
     return dtype.to_complex() if dtype is not None and x.is_complex() else dtype
 
@@ -133,7 +133,7 @@ def warn_narrow_moments(
         asked: their dtype, if it is not that of each parameter.
     """
     leaves = tree.leaves(params, is_sharded)
-    dtypes = {asked or held_dtype(x) for x in leaves if trainable(x)}
+    dtypes = {asked or stored_dtype(x) for x in leaves if trainable(x)}
     faults = []
     if torch.float16 in dtypes:
         faults.append("in float16 one below 6e-8 is 0")
@@ -147,7 +147,7 @@ def warn_narrow_moments(
         )
 
 
-def floating(params: Tree) -> Tree:
+def trainable_only(params: Tree) -> Tree:
     """``params`` themselves, with None for leaves that are not trainable."""
     leaves, treedef = tree.flatten(params, is_sharded)
     return tree.unflatten(treedef, [x if trainable(x) else None for x in leaves])
@@ -160,7 +160,7 @@ def origins(values: Any) -> Iterator[tuple[str, str, str]]:
         (path of the state, path of the parameter, path of the leaf); a state names the
         field of such leaves as ``origins``.
     """
-    ends = lambda x: is_sharded(x) or _marked(x, "origins")  # noqa: E731
+    ends = lambda x: is_sharded(x) or _has_mark(x, "origins")  # noqa: E731
     paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=ends)
     for at, node in zip(paths, leaves, strict=True):
         if is_sharded(node) or not ends(node):
@@ -173,18 +173,18 @@ def origins(values: Any) -> Iterator[tuple[str, str, str]]:
 _MARKS = {"origins": str, "evaluated": Callable, "rounds": bool}  # and their kinds
 
 
-def _marked(x: Any, mark: str) -> bool:
+def _has_mark(x: Any, mark: str) -> bool:
     """True if the class of a state has the mark, and not a field of that name."""
     return isinstance(getattr(type(x), mark, None), _MARKS[mark])
 
 
-def check_unfollowed(what: str, state: Any) -> None:
+def check_follows_no_params(what: str, state: Any) -> None:
     """Raise ValueError where a state follows parameters as its own updates move them.
 
     What changes these updates afterwards would be undone (`master_weights`), or be of
     other parameters (`ema`).
     """
-    follows = lambda x: any(_marked(x, mark) for mark in _MARKS)  # noqa: E731
+    follows = lambda x: any(_has_mark(x, mark) for mark in _MARKS)  # noqa: E731
     ends = lambda x: is_sharded(x) or follows(x)  # noqa: E731
     for x in filter(follows, tree.leaves(state, ends)):
         raise ValueError(
@@ -194,11 +194,11 @@ def check_unfollowed(what: str, state: Any) -> None:
         )
 
 
-_SAME = object()
+_UNCHANGED = object()
 
 
 def map_flat(
-    fn: Callable[[list[Tensor]], Sequence[Tensor]], values: Tree, *, rest: Any = _SAME
+    fn: Callable[[list[Tensor]], Sequence[Tensor]], values: Tree, *, rest: Any = _UNCHANGED
 ) -> Tree:
     """``values`` with ``fn`` of its trainable leaves, taken as few flat tensors.
 
@@ -206,14 +206,14 @@ def map_flat(
     """
     leaves, treedef = tree.flatten(values, is_sharded)
     active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
-    out = list(leaves) if rest is _SAME else [rest] * len(leaves)
-    (buffers,) = split([[leaves[i] for i in active]])
+    out = list(leaves) if rest is _UNCHANGED else [rest] * len(leaves)
+    (buffers,) = flat_buffers([[leaves[i] for i in active]])
     for i, leaf in zip(active, buffers.rebuild(fn(buffers.tensors)), strict=True):
         out[i] = leaf
     return tree.unflatten(treedef, out)
 
 
-def along(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
+def flatten_like(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
     """The value in ``other`` at the place of each leaf of a tree, None included.
 
     Raises:
@@ -230,7 +230,7 @@ def along(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
         raise
 
 
-def chosen(
+def select_leaves(
     treedef: tree.TreeDef,
     mask: Sequence[bool],
     values: Tree,
@@ -238,8 +238,8 @@ def chosen(
     what: str = "optimizer state",
 ) -> Tree:
     """``values`` at the leaves where ``mask``; elsewhere ``others``, or None."""
-    rest = [None] * len(mask) if others is None else along(treedef, others, what)
-    rows = zip(mask, along(treedef, values, what), rest, strict=True)
+    rest = [None] * len(mask) if others is None else flatten_like(treedef, others, what)
+    rows = zip(mask, flatten_like(treedef, values, what), rest, strict=True)
     return tree.unflatten(treedef, [x if yes else other for yes, x, other in rows])
 
 
@@ -258,7 +258,7 @@ def _paths_of(treedef: tree.TreeDef) -> list[str]:
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
-def _alone(count: int) -> tuple[tuple[tuple[int], None], ...]:
+def _single_leaf_groups(count: int) -> tuple[tuple[tuple[int], None], ...]:
     return tuple(((i,), None) for i in range(count))
 
 
@@ -267,22 +267,22 @@ def are_strided(tensors: Sequence[Tensor]) -> bool:
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
-class Loose:
+class UnpackedTree:
     """Whole tensors, where a `PackedTree` would find nothing to join."""
 
     def __init__(self, tensors: Sequence[Tensor], known: bool = False):
         known = known or are_strided(tensors)
         self.tensors = list(tensors if known else map(strided, tensors))
-        self.groups = _alone(len(self.tensors))
+        self.groups = _single_leaf_groups(len(self.tensors))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
 
-def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
+def flat_buffers(columns: Sequence[Sequence[Any]]) -> list[Any]:
     """Equally long lists of leaves that fit together, each as few flat tensors."""
     if not any(map(is_sharded, columns[0])):
-        return [Loose(column) for column in columns]
+        return [UnpackedTree(column) for column in columns]
     return split_alike(*map(list, columns))
 
 
@@ -307,20 +307,20 @@ class RealViews:
         )
 
 
-def held(buffers: Any) -> list[Tensor]:
+def stored_tensors(buffers: Any) -> list[Tensor]:
     """The tensors of leaves as few flat ones, none of them a view made for this."""
     return buffers.within.tensors if isinstance(buffers, RealViews) else buffers.tensors
 
 
-def split_real(columns: Sequence[Sequence[Any]]) -> list[Any]:
-    """`split`, with complex tensors as `RealViews`."""
+def real_flat_buffers(columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """`flat_buffers`, with complex tensors as `RealViews`."""
     return [
         RealViews(b) if any(map(torch.is_complex, b.tensors)) else b
-        for b in split(columns)
+        for b in flat_buffers(columns)
     ]
 
 
-def first_unfit(
+def first_mismatch(
     leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
 ) -> int | None:
     """The first position where ``others`` does not lie as ``leaves`` does.
@@ -337,48 +337,48 @@ def first_unfit(
             continue
         mine, its = pair
         if mine is None or its is None or mine.coordinates != its.coordinates:
-            if not _fits(leaf, other):
+            if not _leaves_fit(leaf, other):
                 return i
-        elif leaf.layout is not other.layout and not _same_place(leaf, other):
+        elif leaf.layout is not other.layout and not _same_layout(leaf, other):
             return i
         elif pair not in alike:
-            if not _fits(mine.flat, its.flat):
+            if not _leaves_fit(mine.flat, its.flat):
                 return i
             alike.add(pair)
     return None
 
 
-def _same_place(leaf: Sharded, other: Sharded) -> bool:
+def _same_layout(leaf: Sharded, other: Sharded) -> bool:
     mine, its = leaf.layout, other.layout
     return mine is its or (mine.shape, mine.parts) == (its.shape, its.parts)
 
 
-def _fits(leaf: Any, other: Any) -> bool:
+def _leaves_fit(leaf: Any, other: Any) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
             if not plain or leaf.part_shape != other.shape:
                 return False
             return leaf.dtype.is_complex is other.dtype.is_complex
-        if not _same_place(leaf, other):
+        if not _same_layout(leaf, other):
             return False
         if leaf.part_shape != other.part_shape:
             return False
-        mine, its = held_dtype(leaf), held_dtype(other)
+        mine, its = stored_dtype(leaf), stored_dtype(other)
     elif not isinstance(other, Tensor) or leaf.shape != other.shape:
         return False
     else:
         mine, its = leaf.dtype, other.dtype
     if mine is not its and mine.is_complex is not its.is_complex:
         return False
-    return leaf.device == other.device or meet(leaf, other)
+    return leaf.device == other.device or can_meet(leaf, other)
 
 
-def said(leaf: Any) -> str:
+def describe_leaf(leaf: Any) -> str:
     """A leaf as error messages name it."""
     if is_sharded(leaf):
         said = str(leaf.layout)
-        held = None if leaf.spent else held_dtype(leaf)
+        held = None if leaf.spent else stored_dtype(leaf)
         if held is None or held.is_complex is leaf.dtype.is_complex:
             return said
         return f"{said}, held in {held}"
@@ -387,7 +387,7 @@ def said(leaf: Any) -> str:
     return "None" if leaf is None else f"a {type(leaf).__name__}"
 
 
-def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+def scale_tensors(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
@@ -396,8 +396,8 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
         return factor.to(t.device) if isinstance(factor, Tensor) else factor
 
     if some_offloaded(tensors):
-        return [torch.mul(t, by(t), out=room_like(t)) for t in tensors]
-    if isinstance(factor, Tensor) and _apart(factor, tensors):
+        return [torch.mul(t, by(t), out=step_memory_like(t)) for t in tensors]
+    if isinstance(factor, Tensor) and _cannot_multiply(factor, tensors):
         return [t * by(t) for t in tensors]
     found = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
     if isinstance(factor, Tensor) and not all(t.ndim for t in tensors):
@@ -406,7 +406,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     return found
 
 
-def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:
+def _cannot_multiply(number: Tensor, tensors: Sequence[Tensor]) -> bool:
     """True if a number does not multiply all of the tensors where it lies.
 
     A device multiplies by what is on the host, but not the other way.
@@ -417,7 +417,7 @@ def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:
     return number.device not in devices and number.device.type != "cpu"
 
 
-def differentiated(tensors: Sequence[Tensor]) -> bool:
+def may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
     """True if operations on ``tensors`` may be differentiated."""
     if composable():
         return True

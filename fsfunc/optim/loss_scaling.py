@@ -19,11 +19,11 @@ from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    Reading,
+    GradientScope,
     State,
-    by_phases,
-    check_takes_plainly,
-    described,
+    from_phases,
+    check_takes_plain_gradients,
+    optimizer_factory,
 )
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.reductions import all_finite, holds
@@ -67,7 +67,7 @@ class ApplyIfFiniteState(NamedTuple):
     inner_state: Any
 
 
-@described
+@optimizer_factory
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
     """``optimizer``, which makes no step where a gradient is infinite or NaN.
 
@@ -101,9 +101,9 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     >>> w, state.notfinite_count, state.total_notfinite, state.inner_state.count
     (tensor([0., 0.]), 0, 1, 1)
     """
-    check_takes_plainly("apply_if_finite", optimizer)
+    check_takes_plain_gradients("apply_if_finite", optimizer)
     f = _IfFinite(optimizer, max_consecutive_errors)
-    return by_phases(f.init, f.phases)
+    return from_phases(f.init, f.phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class LossScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def loss_scale(
     optimizer: Optimizer,
     initial: float = 2.0**16,
@@ -233,7 +233,7 @@ class _Scaled(Skipping):
     rule: ScaleRule
 
     def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LossScaleState:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
@@ -246,10 +246,10 @@ class _Scaled(Skipping):
         skipped = state.skipped + (not finite)
         return finite, LossScaleState(scale, good, skipped, state.inner)
 
-    def interprets(self, state: LossScaleState) -> Reading:
+    def interprets(self, state: LossScaleState) -> GradientScope:
         handlers, inner = self.optimizer.reading(state.inner)
         after = replace(self, optimizer=inner).functions()
-        return Reading((_Scaling(state.scale), *handlers), after)
+        return GradientScope((_Scaling(state.scale), *handlers), after)
 
 
 class _Scaling(Interpretation):
@@ -397,7 +397,7 @@ class LayerwiseLossScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def layerwise_loss_scale(
     optimizer: Optimizer,
     scales: Mapping[str, float],
@@ -484,7 +484,7 @@ class _Layerwise(Skipping):
     found: Mapping[str, Tensor] = field(default_factory=dict)
 
     def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
         counts = dict.fromkeys(self.firsts, 0)
@@ -522,8 +522,8 @@ class _Layerwise(Skipping):
                 blamed.add(name)
         return blamed or set(scales)
 
-    def interprets(self, state: LayerwiseLossScaleState) -> Reading:
+    def interprets(self, state: LayerwiseLossScaleState) -> GradientScope:
         handlers, inner = self.optimizer.reading(state.inner)
         scaling = UnitScaling(state.scales)
         after = replace(self, optimizer=inner, found=scaling.found).functions()
-        return Reading((*handlers, scaling), after)
+        return GradientScope((*handlers, scaling), after)

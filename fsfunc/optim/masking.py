@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
+from fsfunc.optim.leaves import Mask, Tree, flatten_like, select_leaves, paths_of, trainable
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    begun,
-    by_phases,
-    described,
-    finished,
+    begin_step,
+    from_phases,
+    optimizer_factory,
+    finish_step,
 )
 from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
 
 
-@described
+@optimizer_factory
 def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     """The optimizer that trains the leaves where ``mask(path, leaf)``, and no others.
 
@@ -51,7 +51,7 @@ def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     )
 
 
-@described
+@optimizer_factory
 def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     """The optimizer that gives each leaf to the one that its label names.
 
@@ -90,7 +90,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
             )
     each = all(x.elementwise for x in optimizers.values())
     f = _Partitioned(optimizers, labels)
-    return by_phases(f.init, f.phases, elementwise=each)
+    return from_phases(f.init, f.phases, elementwise=each)
 
 
 def left_out(optimizer: Optimizer, params: Tree) -> Iterator[str]:
@@ -120,12 +120,12 @@ class _Partition:
     def only(self, label: str, values: Tree, what: str) -> Tree:
         """``values``, with None in place of all leaves that are labelled otherwise."""
         mine = [its == label for its in self.labels]
-        return chosen(self.treedef, mine, values, what=what)
+        return select_leaves(self.treedef, mine, values, what=what)
 
     def merged(self, values: Mapping[str, Tree], frozen: list[Any]) -> Tree:
         """By leaf, what the tree of its label holds; of ``frozen`` without one."""
         columns = {
-            k: along(self.treedef, part, "updates") for k, part in values.items()
+            k: flatten_like(self.treedef, part, "updates") for k, part in values.items()
         }
         merged = [
             frozen[i] if label is None else columns[label][i]
@@ -169,7 +169,7 @@ class _Partitioned:
                 f"{list(self.optimizers)}: make it with this partition's own "
                 "init(params)"
             )
-        found = along(parts.treedef, grads, "gradients")
+        found = flatten_like(parts.treedef, grads, "gradients")
         given = zip(parts.labels, found, strict=True)
         if any(parts.labels) and all(label is None or g is None for label, g in given):
             raise ValueError(
@@ -189,10 +189,10 @@ class _Partitioned:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
         steps = {
-            k: begun(self.optimizers[k].phases(*x, adds)) for k, x in shares.items()
+            k: begin_step(self.optimizers[k].phases(*x, adds)) for k, x in shares.items()
         }
         yield
-        done = {label: finished(step) for label, step in steps.items()}
+        done = {label: finish_step(step) for label, step in steps.items()}
         frozen = parts.leaves if adds else [None] * len(parts.leaves)
         merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
         return merged, {label: state for label, (_, state) in done.items()}

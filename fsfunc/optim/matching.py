@@ -19,20 +19,20 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
-    Loose,
+    UnpackedTree,
     Mask,
     Tree,
-    along,
+    flatten_like,
     are_strided,
-    first_unfit,
-    held,
-    local,
+    first_mismatch,
+    stored_tensors,
+    local_tensor,
     paths_of,
-    said,
-    split_real,
+    describe_leaf,
+    real_flat_buffers,
     trainable,
 )
-from fsfunc.optim.places import computed
+from fsfunc.optim.places import run_rule
 from fsfunc.runtime.host_copies import settle
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
@@ -43,10 +43,10 @@ Rule = Callable[..., Sequence[Tensor]]  # (param, grad, *moments, decay) -> resu
 
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
 _shape = attrgetter("shape")
-_PLAIN = {Tensor, torch.nn.Parameter}
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """The properties that plain tensors, none of them sparse, have in common."""
 
     device: torch.device
@@ -55,29 +55,29 @@ class Kind(NamedTuple):
     asks: bool  # whether some ask for a gradient
 
 
-_KINDS: dict[tuple[int, int], tuple[Callable[..., bool], Kind]] = {}
+_KINDS: dict[tuple[int, int], tuple[Callable[..., bool], TensorKind]] = {}
 
 
-def one_kind(columns: list[list[Any]]) -> Kind | None:
+def common_kind(columns: list[list[Any]]) -> TensorKind | None:
     """The kind of equally long columns of plain tensors that fit each other.
 
     None where they are of several kinds, or do not fit. Of tensors like those before it
     is known: each step asks anew.
     """
     every = list(chain.from_iterable(columns))
-    if not _PLAIN.issuperset(map(type, every)):
+    if not _PLAIN_TYPES.issuperset(map(type, every)):
         return None
     counts = len(columns), len(every)
     check, kind = _KINDS.get(counts, (None, None))
     if check is None or not check(*every):
-        if (kind := _kind_of(columns, every)) is not None and not composable():
+        if (kind := _find_kind(columns, every)) is not None and not composable():
             if len(_KINDS) >= 64:
                 _KINDS.clear()
             _KINDS[counts] = _torch.alike(every), kind
     return kind
 
 
-def _kind_of(columns: list[list[Tensor]], every: list[Tensor]) -> Kind | None:
+def _find_kind(columns: list[list[Tensor]], every: list[Tensor]) -> TensorKind | None:
     devices, dtypes = set(map(_device, every)), set(map(_dtype, every))
     first, *others = (list(map(_shape, column)) for column in columns)
     if len(devices) != 1 or len(dtypes) != 1 or any(x != first for x in others):
@@ -86,7 +86,7 @@ def _kind_of(columns: list[list[Tensor]], every: list[Tensor]) -> Kind | None:
         return None
     dense = all(map(Tensor.is_contiguous, every))
     asks = any([x.requires_grad for x in every])
-    return Kind(devices.pop(), dtypes.pop(), dense, asks)
+    return TensorKind(devices.pop(), dtypes.pop(), dense, asks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Matched:
     trees: list[list[Any]]  # by tree (params, grads, *moments): all leaves
     active: list[int]  # which of them are updated
     buffers: list[Any]  # by tree: the active leaves as few flat tensors
-    kind: Kind | None = None  # of all leaves, where these are plain tensors of one kind
+    kind: TensorKind | None = None  # of all leaves, where these are plain tensors of one kind
 
     @classmethod
     def of(cls, params: Tree, grads: Tree, *moments: Tree) -> Matched:
@@ -113,33 +113,33 @@ class Matched:
         leaves, treedef = tree.flatten(params, is_sharded)
         names = ["gradients"] + ["optimizer state"] * len(moments)
         others = [
-            along(treedef, other, what)
+            flatten_like(treedef, other, what)
             for what, other in zip(names, (grads, *moments), strict=True)
         ]
         trees = [leaves, *others]
-        kind = one_kind(trees)
+        kind = common_kind(trees)
         if kind is not None and kind.dtype.is_floating_point:
-            loose = [Loose(x, True) for x in trees]
+            loose = [UnpackedTree(x, True) for x in trees]
             return cls(treedef, trees, list(range(len(leaves))), loose, kind)
         active = [
             i
             for i, (leaf, grad) in enumerate(zip(leaves, others[0], strict=True))
             if grad is not None and trainable(leaf)
         ]
-        columns = _chosen(trees, active)
+        columns = _select_positions(trees, active)
         for what, column in zip(names, others, strict=True):
-            if (i := first_unfit(leaves, column, active)) is not None:
-                at, its = paths_of(treedef)[i], said(column[i])
+            if (i := first_mismatch(leaves, column, active)) is not None:
+                at, its = paths_of(treedef)[i], describe_leaf(column[i])
                 raise tree.TreeMismatch(
                     f"{what} do not fit the parameters at {at!r}: expected one like "
-                    f"{said(leaves[i])}, found {its}{_way_out(leaves[i], column[i])}"
+                    f"{describe_leaf(leaves[i])}, found {its}{_advice(leaves[i], column[i])}"
                 )
-        return cls(treedef, trees, active, split_real(columns))
+        return cls(treedef, trees, active, real_flat_buffers(columns))
 
     @property
     def columns(self) -> list[list[Any]]:
         """By tree: the active leaves."""
-        return _chosen(self.trees, self.active)
+        return _select_positions(self.trees, self.active)
 
     @property
     def nothing(self) -> list[None]:
@@ -157,7 +157,7 @@ class Matched:
             return True
         if not torch.is_grad_enabled() or self.kind is not None and not self.kind.asks:
             return False
-        asking = [t for b in self.buffers for t in held(b) if t.requires_grad]
+        asking = [t for b in self.buffers for t in stored_tensors(b) if t.requires_grad]
         return any(t.grad_fn is not None for t in asking)
 
     def decays(self, weight_decay: float, mask: Mask | None) -> list[float]:
@@ -185,7 +185,7 @@ class Matched:
         params, grads, *moments = self.buffers
         columns = [b.tensors for b in self.buffers]
         rows = [
-            computed(rule, row, decay, as_params)
+            run_rule(rule, row, decay, as_params)
             for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
         settle()  # what was brought may be written by anybody from here on
@@ -228,7 +228,7 @@ class Matched:
         leaves = self.buffers[0].rebuild(flats)
         for group, c in zip(members, cut, strict=True):
             for j in group if c else ():
-                as_real(local(leaves[j])).fill_(decays[j])
+                as_real(local_tensor(leaves[j])).fill_(decays[j])
         return [
             t if c else decays[group[0]]
             for t, c, group in zip(flats, cut, members, strict=True)
@@ -244,7 +244,7 @@ class Matched:
         return tree.unflatten(self.treedef, out)
 
 
-def unlike(of: str, state: Any, kind: Any) -> ValueError:
+def wrong_state_error(of: str, state: Any, kind: Any) -> ValueError:
     """The error for a state that another optimizer has made."""
     return ValueError(
         f"{of} keeps {kind.__name__}, and is given {type(state).__name__}, which "
@@ -253,21 +253,21 @@ def unlike(of: str, state: Any, kind: Any) -> ValueError:
     )
 
 
-def _way_out(leaf: Any, other: Any) -> str:
+def _advice(leaf: Any, other: Any) -> str:
     """How leaves are made to lie alike, where that is all that differs; or ""."""
     if is_sharded(leaf) != is_sharded(other):
-        return _WHOLE
+        return _WHOLE_AND_SHARDED
     if is_sharded(leaf) and leaf.layout.shape == other.layout.shape:
-        return _ELSEWHERE.format(leaf.name, other.name)
+        return _OTHER_PLACES.format(leaf.name, other.name)
     return ""
 
 
-_ELSEWHERE = (
+_OTHER_PLACES = (
     ". They are cut at other places, as trees are that were packed apart. Have one lie "
     "as the other: ff.place(step, state, ..., like={{{!r}: {!r}}}), or with the paths "
     "of the two trees, either first"
 )
-_WHOLE = (
+_WHOLE_AND_SHARDED = (
     ". One is whole, the other sharded: ff.init_state(step, params, optimizer, *batch) "
     "makes the optimizer's state from the laid out parameters, as "
     "optimizer.init(placed) does; for a state that was made before, name what has the "
@@ -275,18 +275,18 @@ _WHOLE = (
 )
 
 
-def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
+def _select_positions(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
     if len(active) == len(trees[0]):
         return [list(column) for column in trees]
     return [[column[i] for i in active] for column in trees]
 
 
-def decays(decay: Decay) -> bool:
+def has_decay(decay: Decay) -> bool:
     """False where nothing decays."""
     return isinstance(decay, Tensor) or bool(decay)
 
 
-def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
+def add_decay(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
     """``g + decay * p``; ``g`` itself where nothing decays."""
     if isinstance(decay, Tensor):
         return g + decay * p

@@ -50,8 +50,8 @@ its kernel, make an `element_rules.ElementRule`, and the rest follows, with mome
 dtype of their own or in 8 bits, and one compiled pass under ``jit`` (see `adam`).
 
 An optimizer around another hands the phases on, in one function for update and apply:
-see `by_phases`. One that has a say in how gradients are taken, as what scales a loss,
-gives the interpretations to take them in: see `Reading`.
+see `from_phases`. One that has a say in how gradients are taken, as what scales a loss,
+gives the interpretations to take them in: see `GradientScope`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, Transformed, frame, inside
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.schedules import check_ranges
@@ -87,7 +87,7 @@ Phases = Generator[None, None, Any]  # ends with (params or updates, state)
 Apply = Callable[[Tree, State, Tree], Any]  # -> Phases, or (params, state) at once
 
 
-class Reading(NamedTuple):
+class GradientScope(NamedTuple):
     """How the gradients of one step are taken, and what applies them then.
 
     Args:
@@ -141,7 +141,7 @@ class Optimizer(_Functions):
 
     called: str
     configuration: tuple[tuple[str, Any], ...]
-    interprets: Callable[[State], Reading] | None
+    interprets: Callable[[State], GradientScope] | None
     elementwise: bool
     _how: SimpleNamespace  # its names, for what claims it: itself would be a circle
     _update: Update
@@ -153,22 +153,22 @@ class Optimizer(_Functions):
         update: Update,
         apply: Apply | None = None,
         *,
-        interprets: Callable[[State], Reading] | None = None,
+        interprets: Callable[[State], GradientScope] | None = None,
         elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
     ) -> Self:
-        apply = added(update) if apply is None else apply
-        phases = apply if inspect.isgeneratorfunction(apply) else _written(apply)
-        how, whole = SimpleNamespace(), _relaying(phases)
-        claimed = [claiming(f, _APPLIES, how) for f in (update, whole)]
-        self = super().__new__(cls, _laying(init), *claimed)
+        apply = apply_from_update(update) if apply is None else apply
+        phases = apply if inspect.isgeneratorfunction(apply) else _phases_of_writer(apply)
+        how, whole = SimpleNamespace(), _lay_out_results(phases)
+        claimed = [claiming(f, _COMPARED_AS, how) for f in (update, whole)]
+        self = super().__new__(cls, _lay_out_state(init), *claimed)
         self._how, self._update, self._phases = how, update, phases
         self.interprets, self.elementwise = interprets, elementwise
         known = {"init": init, "update": update, **(configuration or {})}
         return self.known_as("Optimizer", known)
 
     def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
-        """Itself, that says it was made by this call: see `described`."""
+        """Itself, that says it was made by this call: see `optimizer_factory`."""
         self.called, self.configuration = called, tuple(configuration.items())
         vars(self._how).update(called=called, configuration=self.configuration)
         return self
@@ -193,15 +193,15 @@ class Optimizer(_Functions):
         """
         if adds:
             return self._phases(grads, state, params)
-        return _computed(self._update, grads, state, params)
+        return _phases_of_update(self._update, grads, state, params)
 
-    def reading(self, state: State, params: Tree = None) -> Reading:
+    def reading(self, state: State, params: Tree = None) -> GradientScope:
         """Tells how the gradients of a step are taken that begins in this state.
 
         Args:
             params: those of the train step, where nothing is around this optimizer.
         """
-        return Reading((), self) if self.interprets is None else self.interprets(state)
+        return GradientScope((), self) if self.interprets is None else self.interprets(state)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -253,7 +253,7 @@ class Optimizer(_Functions):
 _P = ParamSpec("_P")
 
 
-def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
+def optimizer_factory(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     """``make``, whose arguments are checked; its optimizers are known by them.
 
     Raises:
@@ -275,11 +275,11 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
     return made
 
 
-def by_phases(
+def from_phases(
     init: Init,
     phases: Callable[..., Phases],
     *,
-    interprets: Callable[[State], Reading] | None = None,
+    interprets: Callable[[State], GradientScope] | None = None,
     elementwise: bool = False,
 ) -> Optimizer:
     """Makes an optimizer of one function for update and apply, as around another one.
@@ -289,13 +289,13 @@ def by_phases(
             is. Where it ``adds`` it ends with (params, state), otherwise with
             (updates, state). Of an optimizer within it runs ``yield from
             optimizer.phases(grads, state.inner, params, adds)``; of several, each up
-            to its ``yield`` by `begun`, and then, behind its own, each to its end by
-            `finished`. No ``with`` may be open at a ``yield``: what runs between the
+            to its ``yield`` by `begin_step`, and then, behind its own, each to its end by
+            `finish_step`. No ``with`` may be open at a ``yield``: what runs between the
             phases would be in it.
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return finished(phases(grads, state, params, False))
+        return finish_step(phases(grads, state, params, False))
 
     apply = partial(phases, adds=True)
     return Optimizer(
@@ -303,21 +303,21 @@ def by_phases(
     )
 
 
-def begun(phases: Phases) -> Phases:
-    """Runs the first phase of a step; what is left of it is for `finished`."""
+def begin_step(phases: Phases) -> Phases:
+    """Runs the first phase of a step; what is left of it is for `finish_step`."""
     try:
         next(phases)
     except StopIteration as end:  # it had nothing to write
-        return _ended(end.value)
+        return _ended_phases(end.value)
     return phases
 
 
-def _ended(result: Any) -> Phases:
+def _ended_phases(result: Any) -> Phases:
     return result
     yield
 
 
-def finished(phases: Phases) -> tuple[Any, State]:
+def finish_step(phases: Phases) -> tuple[Any, State]:
     """Runs the phases of a step that are left, and returns what it ends with."""
     while True:
         try:
@@ -326,42 +326,42 @@ def finished(phases: Phases) -> tuple[Any, State]:
             return end.value
 
 
-def added(update: Update) -> Apply:
+def apply_from_update(update: Update) -> Apply:
     """Makes the ``apply`` of an ``update``, which differentiates as that does."""
 
     def apply(grads: Tree, state: State, params: Tree) -> Phases:
         updates, state = update(grads, state, params)
         matched = Matched.of(params, updates)
         yield
-        return _sum_of(matched), state
+        return _sum_matched(matched), state
 
     return apply
 
 
-def update_of(
+def update_from_apply(
     apply: Apply, grads: Tree, state: State, params: Tree
 ) -> tuple[Tree, State]:
     """Makes an update of an ``apply``: the differences that it makes to parameters."""
     with inside(frame().replace(donated=None)):
-        new, after = finished(apply(grads, state, params))
+        new, after = finish_step(apply(grads, state, params))
     matched = Matched.of(params, grads, new)
     return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
 
 
-def _computed(update: Update, *args: Any) -> Phases:
+def _phases_of_update(update: Update, *args: Any) -> Phases:
     """Computes an update, which writes nothing, in the first phase."""
     done = update(*args)
     yield
     return done
 
 
-def _written(apply: Apply) -> Apply:
+def _phases_of_writer(apply: Apply) -> Apply:
     """Has an ``apply`` that writes from its beginning wait for the second phase."""
 
     def phases(grads: Tree, state: State, params: Tree) -> Phases:
         yield
         done = apply(grads, state, params)
-        return finished(done) if isinstance(done, Generator) else done
+        return finish_step(done) if isinstance(done, Generator) else done
 
     return phases
 
@@ -382,26 +382,26 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> apply_updates({"w": torch.ones(2), "n": 3}, {"w": torch.ones(2), "n": None})
     {'w': tensor([2., 2.]), 'n': 3}
     """
-    return _sum_of(Matched.of(params, updates))
+    return _sum_matched(Matched.of(params, updates))
 
 
-def summed(params: Tree, updates: Tree) -> Tree:
+def sum_out_of_place(params: Tree, updates: Tree) -> Tree:
     """The result of `apply_updates`, in memory of its own."""
-    return Matched.of(params, updates).summed(_sum)
+    return Matched.of(params, updates).summed(_sum_in_param_dtype)
 
 
-def _sum_of(matched: Matched) -> Tree:
+def _sum_matched(matched: Matched) -> Tree:
     """Adds two trees, in place where that may be and nobody asks for a graph."""
     if matched.differentiated:
-        return matched.summed(_sum)
-    return fused(matched, torch._foreach_add_)[0]
+        return matched.summed(_sum_in_param_dtype)
+    return run_kernel(matched, torch._foreach_add_)[0]
 
 
-def _sum(p: Tensor, u: Tensor) -> Tensor:
+def _sum_in_param_dtype(p: Tensor, u: Tensor) -> Tensor:
     return p + u.to(p.dtype)
 
 
-def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
+def check_takes_plain_gradients(what: str, optimizer: Optimizer) -> None:
     """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
     if optimizer.interprets is not None:
         raise ValueError(
@@ -410,12 +410,12 @@ def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
         )
 
 
-def _relaying(apply: Callable[..., Phases]) -> Apply:
+def _lay_out_results(apply: Callable[..., Phases]) -> Apply:
     """``apply`` at once; plain leaves outside of steps are laid out as those before."""
 
     @functools.wraps(apply)
     def laid(grads: Any, state: Any, params: Any) -> Any:
-        new = finished(apply(grads, state, params))
+        new = finish_step(apply(grads, state, params))
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
             lay_as(new, (params, state))
         return new
@@ -423,13 +423,13 @@ def _relaying(apply: Callable[..., Phases]) -> Apply:
     return laid
 
 
-def _laying(init: Init) -> Init:
+def _lay_out_state(init: Init) -> Init:
     """``init``, of which the plain leaves are laid out as the parameters are."""
 
     @functools.wraps(init)
     def laid(params: Any) -> Any:
         if (path := holds_own(params)) is not None:
-            raise ValueError(_OWN.format(path))
+            raise ValueError(_RANK_LOCAL.format(path))
         state = init(params)
         leaves = tree.leaves(params, is_sharded)
         some = any(is_sharded(x) or laid_as(x) is not None for x in leaves)
@@ -438,8 +438,8 @@ def _laying(init: Init) -> Init:
     return laid
 
 
-_APPLIES = "the optimizer that applies gradients"
-_OWN = (
+_COMPARED_AS = "the optimizer that applies gradients"
+_RANK_LOCAL = (
     "an optimizer is given {!r}, which is each rank's own: norms and moments over it "
     "and leaves that are one value have no meaning. Give it those alone, and keep the "
     "rank's own elsewhere, as in the extra of a TrainState"

@@ -43,7 +43,7 @@ def device_with(leaf: Sharded | Tensor) -> torch.device:
     return computing_device(leaf.local if leaf.packed is None else leaf.packed.flat)
 
 
-def meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
+def can_meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
     """True if leaves of two devices are computed with on one.
 
     Some of a state may be offloaded, others not; and what was computed of an offloaded
@@ -59,7 +59,7 @@ def some_offloaded(*columns: Sequence[Tensor]) -> bool:
     return any(space_of(x).offloaded for x in chain.from_iterable(columns))
 
 
-def meeting(row: Sequence[Tensor]) -> torch.device | None:
+def meeting_device(row: Sequence[Tensor]) -> torch.device | None:
     """The device to which tensors are brought; None: they meet where they lie."""
     if not any_offloaded():
         return None
@@ -75,7 +75,7 @@ def meeting(row: Sequence[Tensor]) -> torch.device | None:
 # On the way there, and back
 
 
-def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def bring_together(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Tensors that are computed with each other: on the device, if only some are.
 
     Where all of them lie with the host, it is the host that computes.
@@ -83,23 +83,23 @@ def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Ten
     Args:
         dtype: of those that are brought; by default their own.
     """
-    device = meeting(row)
+    device = meeting_device(row)
     if device is None:
         return list(row)
     # Who writes them back does so by a copy in the same stream, and an update of the
     # host's waits for all copies first: nobody waits here.
-    return [fetched(x, device, dtype) for x in row]
+    return [fetch_to(x, device, dtype) for x in row]
 
 
-def brought_with(row: Sequence[Tensor], decay: Any) -> list[Any]:
+def bring_with_decay(row: Sequence[Tensor], decay: Any) -> list[Any]:
     """The arguments of a rule: a row that is brought, and its decay beside it."""
-    row = brought(row)
+    row = bring_together(row)
     if isinstance(decay, Tensor) and any_offloaded():
         decay = decay.to(_torch.device_of(row[0]))
     return [*row, decay]
 
 
-def fetched(
+def fetch_to(
     x: Tensor,
     device: torch.device,
     dtype: torch.dtype | None = None,
@@ -116,12 +116,12 @@ def fetched(
     return x if _torch.device_of(x) == device else x.to(device, dtype)
 
 
-def on_device(x: Tensor, device: torch.device) -> Tensor:
+def readable_on(x: Tensor, device: torch.device) -> Tensor:
     """``x`` to be read on the device, where it may lie in a store already."""
-    return x if _torch.device_of(x) == device else fetched(x, device)
+    return x if _torch.device_of(x) == device else fetch_to(x, device)
 
 
-def copied_to(out: Tensor, x: Tensor) -> Tensor:
+def copy_to(out: Tensor, x: Tensor) -> Tensor:
     """Copies ``x`` into ``out``, wherever they lie; returns that, to be read next."""
     space = space_of(out)
     if not space.offloaded and (source := space_of(x)).offloaded:
@@ -130,16 +130,16 @@ def copied_to(out: Tensor, x: Tensor) -> Tensor:
     return wait_for(out)
 
 
-def copied_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+def copy_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Copies each of ``xs`` into one of ``outs``: a kernel for `in_place.fused`."""
-    if meeting([*outs, *xs]) is None:
+    if meeting_device([*outs, *xs]) is None:
         torch._foreach_copy_(list(outs), list(xs))
     else:
         for out, x in zip(outs, xs, strict=True):
-            copied_to(out, x)
+            copy_to(out, x)
 
 
-def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
+def return_beside(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
     """``x``, which was computed for ``to``: in the memory space of that one.
 
     Args:
@@ -153,7 +153,7 @@ def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
     return space.copied(x) if keeps else space.put(x)
 
 
-def computed(
+def run_rule(
     rule: Callable[..., Sequence[Tensor]],
     row: Sequence[Tensor],
     decay: Any,
@@ -165,19 +165,19 @@ def computed(
         rule: ``rule(param, grad, *moments, decay)``.
         as_params: whether its first result is the next parameter, not an update.
     """
-    made = rule(*brought_with(row, decay))
+    made = rule(*bring_with_decay(row, decay))
     if not any_offloaded():
         return made
     param, grad, *moments = row
-    first = returned(made[0], param if as_params else grad, keeps=as_params)
+    first = return_beside(made[0], param if as_params else grad, keeps=as_params)
     rest = zip(made[1:], moments, strict=True)
-    return [first, *(returned(x, m, keeps=True) for x, m in rest)]
+    return [first, *(return_beside(x, m, keeps=True) for x, m in rest)]
 
 
 # Memory
 
 
-def room_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def step_memory_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Dense memory for what is made of ``x`` in a step, in its memory space."""
     if (space := space_of(x)).offloaded:
         return space.new_empty(x, x.shape, dtype)
@@ -185,7 +185,7 @@ def room_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=form, requires_grad=False)
 
 
-def kept_like(
+def state_memory_like(
     x: Tensor, dtype: torch.dtype | None = None, *, zeros: bool = False
 ) -> Tensor:
     """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
@@ -197,7 +197,7 @@ def kept_like(
     return room.zero_() if zeros else room
 
 
-def kept_zeros(
+def state_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Zeros of a shape, in the same place."""

@@ -32,7 +32,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import composable, frame
-from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
+from fsfunc.optim.leaves import Tree, may_be_differentiated, map_flat, scale_tensors, flat_buffers, trainable
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.schedules import check_ranges
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -98,8 +98,8 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
     claim(factor, "tree_scale")
-    if not isinstance(factor, Tensor) or not differentiated([factor]):
-        return map_flat(lambda ts: scaled(ts, factor), values)
+    if not isinstance(factor, Tensor) or not may_be_differentiated([factor]):
+        return map_flat(lambda ts: scale_tensors(ts, factor), values)
 
     def times(leaf: Any) -> Any:
         if not trainable(leaf):
@@ -115,7 +115,7 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The ranks' sums over their parts as one sum, each rank's own."""
     if axes is None:
         return x  # each leaf entered by itself
-    if not differentiated([x]):
+    if not may_be_differentiated([x]):
         return issue(x, SUM, group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
@@ -160,7 +160,7 @@ def over_axes(
 
 def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
-    if differentiated([x]):
+    if may_be_differentiated([x]):
         for handler, runtime in frame().runtimes:
             if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
@@ -199,7 +199,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
     """
     leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
     summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
-    (buffers,) = split([leaves])
+    (buffers,) = flat_buffers([leaves])
     held: dict[Spread, list[Tensor]] = {}
     dtype = torch.float32
     for tensor, (positions, _) in zip(buffers.tensors, buffers.groups, strict=True):
@@ -267,7 +267,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     for axes, tensors in held:
         # The infinite norm has no identity: torch refuses an empty tensor.
         norms = _norms([t for t in tensors if t.numel()], p, dtype)
-        if differentiated(tensors):  # the psum's transpose is every rank's
+        if may_be_differentiated(tensors):  # the psum's transpose is every rank's
             norms += [_none(t, dtype) for t in tensors if not t.numel()]
         where = device_of([(axes, tensors)])
         local.append((axes, combined(norms, norm_of, where, dtype)))
@@ -347,7 +347,7 @@ def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
     leaves, treedef = tree.flatten(values, is_sharded)
     active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
     chosen = [leaves[i] for i in active]
-    (buffers,) = split([chosen])
+    (buffers,) = flat_buffers([chosen])
     out: list[Any] = [None] * len(leaves)
     found = row_norms(rows_of(chosen, buffers), p)
     for (positions, _), norms in zip(buffers.groups, found, strict=True):
@@ -406,7 +406,7 @@ def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tens
         kinds = [complex_ if t.is_complex() else dtype for t in tensors]
         pairs = zip(tensors, kinds, strict=True)
         return [torch.linalg.vector_norm(t, p, dtype=kind) for t, kind in pairs]
-    if math.isinf(p) and not differentiated(tensors):
+    if math.isinf(p) and not may_be_differentiated(tensors):
         if all(t.device.type == "cpu" for t in tensors):
             return [_largest(t, dtype) for t in tensors]
     return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
@@ -420,7 +420,7 @@ def _largest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _root(power: Tensor, p: float) -> Tensor:
     """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
-    if not differentiated([power]):
+    if not may_be_differentiated([power]):
         return power.sqrt() if p == 2 else power ** (1 / p)
     zero = power == 0
     return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))

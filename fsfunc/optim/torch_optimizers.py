@@ -19,10 +19,10 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.descent import is_misread
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import Tree, filled_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, Phases, update_of
+from fsfunc.optim.optimizer import Optimizer, Phases, update_from_apply
 from fsfunc.optim.schedules import Schedule, check_numbers, rate_at
 
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -234,7 +234,7 @@ class _TorchFunctions:
                     raise
 
         yield
-        params, *moments = fused(matched, kernel)
+        params, *moments = run_kernel(matched, kernel)
         kept_now = dict(zip(kept.moments, moments, strict=True))
         return params, TorchState(state.count + 1, after, kept_now)
 
@@ -255,7 +255,7 @@ class _TorchFunctions:
             raise ValueError(
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
-        return update_of(self.apply, grads, state, params)
+        return update_from_apply(self.apply, grads, state, params)
 
 
 def _check_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None:

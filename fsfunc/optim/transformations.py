@@ -11,25 +11,25 @@ from fsfunc.optim.leaves import (
     Mask,
     Tree,
     check_real,
-    check_unfollowed,
+    check_follows_no_params,
     map_flat,
-    scaled,
+    scale_tensors,
 )
-from fsfunc.optim.matching import Matched, decayed, unlike
+from fsfunc.optim.matching import Matched, add_decay, wrong_state_error
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    Reading,
+    GradientScope,
     State,
-    by_phases,
-    described,
+    from_phases,
+    optimizer_factory,
 )
-from fsfunc.optim.places import returned
+from fsfunc.optim.places import return_beside
 from fsfunc.optim.reductions import global_norm, tree_scale
 from fsfunc.optim.schedules import check_params_given
 
 
-@described
+@optimizer_factory
 def chain(*transforms: Optimizer) -> Optimizer:
     """The optimizer that passes gradients through each of ``transforms`` in order.
 
@@ -67,12 +67,12 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
 
     def init(params: Tree) -> tuple[State, ...]:
         states = tuple(t.init(params) for t in transforms)
-        check_unfollowed("chain", states[:-1])
+        check_follows_no_params("chain", states[:-1])
         return states
 
     def check(states: Any) -> None:
         if type(states) not in (tuple, list):
-            raise unlike("chain", states, tuple)
+            raise wrong_state_error("chain", states, tuple)
         if len(states) != len(transforms):
             raise ValueError(
                 f"a chain of {len(transforms)} was given a state of {len(states)}: "
@@ -88,13 +88,13 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         result, state = yield from last.phases(grads, states[-1], params, adds)
         return result, (*done, state)
 
-    def interprets(states: Any) -> Reading:
+    def interprets(states: Any) -> GradientScope:
         check(states)  # or the chain that is read would be as short as they are
         each = [t.reading(x) for t, x in zip(transforms, states, strict=True)]
         handlers = tuple(h for reading in each for h in reading.handlers)
-        return Reading(handlers, _chained([reading.optimizer for reading in each]))
+        return GradientScope(handlers, _chained([reading.optimizer for reading in each]))
 
-    return by_phases(
+    return from_phases(
         init,
         phases,
         interprets=interprets if any(t.interprets for t in transforms) else None,
@@ -102,7 +102,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
     )
 
 
-@described
+@optimizer_factory
 def scale(factor: float) -> Optimizer:
     """The transformation that multiplies gradients by ``factor``.
 
@@ -112,12 +112,12 @@ def scale(factor: float) -> Optimizer:
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return map_flat(lambda ts: scaled(ts, factor), grads), state
+        return map_flat(lambda ts: scale_tensors(ts, factor), grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-@described
+@optimizer_factory
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
     """The transformation ``g + weight_decay * p``.
 
@@ -140,13 +140,13 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
         check_params_given(params, "add_decayed_weights")
         matched = Matched.of(params, grads)
         decays = matched.decays(weight_decay, mask)
-        (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
+        (updates,) = matched.composed(lambda p, g, d: [add_decay(g, p, d)], decays)
         return updates, state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-@described
+@optimizer_factory
 def clip_by_global_norm(
     max_norm: float, eps: float = 1e-6, *, p: float = 2.0
 ) -> Optimizer:
@@ -181,7 +181,7 @@ def clip_by_global_norm(
     return Optimizer(lambda params: (), update)
 
 
-@described
+@optimizer_factory
 def clip_by_value(max_value: float) -> Optimizer:
     """The transformation that clips each element of gradients by itself.
 
@@ -207,7 +207,7 @@ def clip_by_value(max_value: float) -> Optimizer:
             if any(t.is_complex() for t in tensors):
                 check_real(grads, "clip_by_value takes", "which have no order")
             each = [(t.clamp(-max_value, max_value), t) for t in tensors]
-            return [returned(x, t) for x, t in each]
+            return [return_beside(x, t) for x, t in each]
 
         return map_flat(clipped, grads), state
 

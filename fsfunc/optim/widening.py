@@ -17,30 +17,30 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import (
     Tree,
-    along,
-    chosen,
-    copied,
-    local,
+    flatten_like,
+    select_leaves,
+    trainable_copy,
+    local_tensor,
     map_flat,
     paths_of,
     trainable,
 )
-from fsfunc.optim.matching import Matched, unlike
+from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    Reading,
+    GradientScope,
     State,
     apply_updates,
-    begun,
-    by_phases,
-    described,
-    finished,
+    begin_step,
+    from_phases,
+    optimizer_factory,
+    finish_step,
 )
-from fsfunc.optim.places import copied_all_to, room_like
+from fsfunc.optim.places import copy_all_to, step_memory_like
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -63,16 +63,16 @@ class Narrow:
 
     def only(self, values: Tree) -> Tree:
         """``values`` where the parameters have 16 bits; None at the place of others."""
-        return chosen(self.treedef, self.mask, values)
+        return select_leaves(self.treedef, self.mask, values)
 
     def merged(self, values: Tree, narrow: Tree) -> Tree:
         """``narrow`` where the parameters have 16 bits, ``values`` elsewhere."""
-        return chosen(self.treedef, self.mask, narrow, values)
+        return select_leaves(self.treedef, self.mask, narrow, values)
 
     def where(self, given: Tree, values: Tree) -> Tree:
         """``values``, but None where nothing is ``given``."""
-        there = [x is not None for x in along(self.treedef, given, "optimizer state")]
-        return chosen(self.treedef, there, values)
+        there = [x is not None for x in flatten_like(self.treedef, given, "optimizer state")]
+        return select_leaves(self.treedef, there, values)
 
     def floats(self) -> Tree:
         """Copies in float32 where the parameters have 16 bits; None elsewhere.
@@ -94,7 +94,7 @@ class Widened:
     state: ClassVar[Any] = None  # what they keep
 
     def functions(self) -> Optimizer:
-        return by_phases(
+        return from_phases(
             self.init,
             self.phases,
             interprets=self.interprets if self.optimizer.interprets else None,
@@ -118,7 +118,7 @@ class Widened:
     def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
         check_params_given(params, "an update of parameters of 16 bits")
         if type(state) is not self.state:
-            raise unlike(self.called, state, self.state)
+            raise wrong_state_error(self.called, state, self.state)
         low = Narrow(params)
         wide = self.wide(state, low)
         mine = low.only(params)
@@ -131,13 +131,13 @@ class Widened:
             # In place, where nobody asks for a graph.
             within = frame().replace(donated=self.donation(low.only(wide)))
             with inside(within):
-                step = begun(self.optimizer.phases(grads, state.inner, wide, True))
+                step = begin_step(self.optimizer.phases(grads, state.inner, wide, True))
             yield
             with inside(within):
-                new, inner = finished(step)
+                new, inner = finish_step(step)
             copies = low.only(new)
             matched = Matched.of(mine, self.rounded(state, copies))
-            (written,) = fused(matched, copied_all_to, cast=False)
+            (written,) = run_kernel(matched, copy_all_to, cast=False)
             return low.merged(new, written), self.after(state, copies, inner)
         updates, inner = self.optimizer.update(grads, state.inner, wide)
         with inside(frame().replace(donated=None)):
@@ -153,9 +153,9 @@ class Widened:
     def donation(self, wide: Tree) -> Donation | None:
         return frame().donated
 
-    def interprets(self, state: Any) -> Reading:
+    def interprets(self, state: Any) -> GradientScope:
         handlers, inner = self.optimizer.reading(state.inner)
-        return Reading(handlers, replace(self, optimizer=inner).functions())
+        return GradientScope(handlers, replace(self, optimizer=inner).functions())
 
 
 class MasterState(NamedTuple):
@@ -172,7 +172,7 @@ class MasterState(NamedTuple):
     origins = "master"
 
 
-@described
+@optimizer_factory
 def master_weights(optimizer: Optimizer) -> Optimizer:
     """``optimizer`` on float32 copies of float16 and bfloat16 parameters.
 
@@ -212,7 +212,7 @@ class _Masters(Widened):
 
     def init(self, params: Tree) -> MasterState:
         low = Narrow(params)
-        master = copied(low.only(params), torch.float32)
+        master = trainable_copy(low.only(params), torch.float32)
         return MasterState(master, self.optimizer.init(low.merged(params, master)))
 
     def wide(self, state: MasterState, low: Narrow) -> Tree:
@@ -231,7 +231,7 @@ class RoundingState(NamedTuple):
     rounds = True
 
 
-@described
+@optimizer_factory
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     """``optimizer`` on bfloat16 parameters, which are rounded stochastically.
 
@@ -308,14 +308,14 @@ class _Rounded(Widened):
 
     def rounded(self, state: RoundingState, wide: Tree) -> Tree:
         out = map_flat(
-            lambda ts: [room_like(t, torch.bfloat16).zero_() for t in ts], wide
+            lambda ts: [step_memory_like(t, torch.bfloat16).zero_() for t in ts], wide
         )
         leaves, treedef = tree.flatten(wide, is_sharded)
         places = zip(leaves, tree.leaves(out, is_sharded), strict=True)
         with torch.no_grad():
             for path, (leaf, target) in zip(paths_of(treedef), places, strict=True):
                 stream = mix(self.seed, zlib.crc32(path.encode())), state.count
-                _round_by_chance(leaf, local(target), stream)
+                _round_by_chance(leaf, local_tensor(target), stream)
         return out
 
     def after(self, state: RoundingState, wide: Tree, inner: State) -> RoundingState:
@@ -324,7 +324,7 @@ class _Rounded(Widened):
 
 def _round_by_chance(leaf: Any, target: Tensor, stream: tuple[int, int]) -> None:
     """Writes a float32 leaf into ``target``: below what is cut off chance is added."""
-    x = local(leaf).contiguous()
+    x = local_tensor(leaf).contiguous()
     chance = _drawn(leaf, x, stream).view(x.shape)
     bits = x.view(torch.int32) + chance  # from -2^15 to 2^15 - 1
     bits.add_(1 << 15).bitwise_and_(-1 << 16)

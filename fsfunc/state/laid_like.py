@@ -23,7 +23,7 @@ from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.typed_maps import LAY, MEAN, REDUCE
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.leaves import may_be_differentiated
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -195,7 +195,7 @@ def _laid(
         elements_by_rank(at, where) for at in like if at is not None
     ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.sends is None and not differentiated(values):
+    if parts.sends is None and not may_be_differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []

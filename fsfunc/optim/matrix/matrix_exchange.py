@@ -23,9 +23,9 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import asks, averaged_axes, here
 from fsfunc.optim.element_rules import Codec, ElementRule
-from fsfunc.optim.leaves import Mask, Tree, check_real, local, paths_of, said, trainable
-from fsfunc.optim.matching import Matched, decays
-from fsfunc.optim.places import copied_to, device_with, on_device, room_like
+from fsfunc.optim.leaves import Mask, Tree, check_real, local_tensor, paths_of, describe_leaf, trainable
+from fsfunc.optim.matching import Matched, has_decay
+from fsfunc.optim.places import copy_to, device_with, readable_on, step_memory_like
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.leaf import is_sharded
@@ -439,7 +439,7 @@ def check_matrices(params: Tree, name: str) -> None:
             )
         if trainable(leaf) and leaf.ndim != 2:
             raise ValueError(
-                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
+                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {describe_leaf(leaf)}: "
                 f'write ff.partition({{"matrix": ff.{name}(...), "other": '
                 'ff.sharded_adam(...)}, lambda path, leaf: "matrix" if leaf.ndim == 2 '
                 'else "other"), and name embeddings and heads as other too'
@@ -474,7 +474,7 @@ def descent_rule(
 
         def update() -> Tensor:
             way = -rate * (new[0] if new else u)
-            return way - rate * decay * p if decays(decay) else way
+            return way - rate * decay * p if has_decay(decay) else way
 
         return update, *new
 
@@ -508,7 +508,7 @@ def directions(
     leaves = matched.columns[0]
     # Products of matrices and messages are the device's.
     pairs = zip(parts, leaves, strict=True)
-    parts = [on_device(x, device_with(leaf)) for x, leaf in pairs]
+    parts = [readable_on(x, device_with(leaf)) for x, leaf in pairs]
     made = exchange.map(parts, fn)
     factors = [1.0] * len(made) if factors is None else factors
     rows = list(zip(leaves, made, factors, strict=True))
@@ -519,9 +519,9 @@ def directions(
             for leaf, x in zip(leaves, out, strict=True)
         ]
         return matched.restore(out, matched.nothing)
-    out = params.rebuild([room_like(x).zero_() for x in params.tensors])
+    out = params.rebuild([step_memory_like(x).zero_() for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
-        room = copied_to(local(leaf), x)
+        room = copy_to(local_tensor(leaf), x)
         if factor != 1:
             room.mul_(factor)
     return matched.restore(out, matched.nothing)

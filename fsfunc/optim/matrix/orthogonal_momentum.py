@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
-from fsfunc.optim.matching import Matched, unlike
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import Mask, Tree, local_tensor, zeros_like
+from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
     Descent,
@@ -25,8 +25,8 @@ from fsfunc.optim.matrix.matrix_exchange import (
     directions,
     matched_matrices,
 )
-from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described, finished
-from fsfunc.optim.places import brought
+from fsfunc.optim.optimizer import Optimizer, Phases, from_phases, optimizer_factory, finish_step
+from fsfunc.optim.places import bring_together
 from fsfunc.optim.schedules import Schedule
 
 Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
@@ -103,7 +103,7 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-@described
+@optimizer_factory
 def muon(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -186,7 +186,7 @@ def muon(
     rule = descent_rule("muon", learning_rate, weight_decay, mask)
     ratio = _RATIOS[adjust_lr_fn]
     functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
-    return by_phases(functions.init, functions.phases)
+    return from_phases(functions.init, functions.phases)
 
 
 def _original(rows: int, columns: int) -> float:
@@ -217,7 +217,7 @@ class _Muon:
 
     def phases(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Phases:
         if type(state) is not MuonState:
-            raise unlike("muon", state, MuonState)
+            raise wrong_state_error("muon", state, MuonState)
         like = grads if params is None else params
         matched = matched_matrices("muon", like, grads, state.momentum)
         ways, before = self._ways(matched), Descent(state.count, None)
@@ -226,10 +226,10 @@ class _Muon:
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         yield
         if adds and not matched.differentiated:
-            (v,) = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
+            (v,) = run_kernel(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
             v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
-        result, _ = finished(move)
+        result, _ = finish_step(move)
         return result, MuonState(state.count + 1, v)
 
     def _ways(self, matched: Matched) -> Tree:
@@ -240,7 +240,7 @@ class _Muon:
             exchange = MatrixExchange(
                 leaves, newton_schulz_flops, "muon", share=not differentiated
             )
-            parts = [local(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
+            parts = [local_tensor(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             room = None if differentiated else {}
             fn = partial(self.orthogonal, room=room)
@@ -252,7 +252,7 @@ class _Muon:
         _, grads, momenta = (b.tensors for b in matched.buffers)
         out = []
         for g, v in zip(grads, momenta, strict=True):
-            g, v = brought([g, v])
+            g, v = bring_together([g, v])
             g = g.to(v.dtype)
             u = v.lerp(g, 1 - self.momentum)
             u = g.lerp(u, self.momentum) if self.nesterov else u

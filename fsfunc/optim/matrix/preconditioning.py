@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
+from fsfunc.optim.leaves import Mask, Tree, flatten_like, local_tensor, trainable, zeros_like
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
@@ -23,8 +23,8 @@ from fsfunc.optim.matrix.matrix_exchange import (
     directions,
     matched_matrices,
 )
-from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described
-from fsfunc.optim.places import device_with, on_device, returned
+from fsfunc.optim.optimizer import Optimizer, Phases, from_phases, optimizer_factory
+from fsfunc.optim.places import device_with, readable_on, return_beside
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -132,8 +132,8 @@ class Preconditioning:
         for (rows, columns), kept in zip(
             _blocks(g.shape, self.block), zip(*old, strict=True), strict=True
         ):
-            before = list(map(local, kept))
-            here = [on_device(x, g.device) for x in before]
+            before = list(map(local_tensor, kept))
+            here = [readable_on(x, g.device) for x in before]
             left, right, left_root, right_root = here
             x = g[rows, columns].to(left.dtype)
             left = torch.addmm(left, x, x.T, beta=self.b2, alpha=weight)
@@ -144,7 +144,7 @@ class Preconditioning:
             out[rows, columns] = left_root @ x @ right_root
             made = (left, right, left_root, right_root)
             made = [
-                old if x is it else returned(x, old, keeps=True)
+                old if x is it else return_beside(x, old, keeps=True)
                 for old, it, x in zip(before, here, made, strict=True)
             ]
             pairs = zip(kept, made, strict=True)
@@ -163,7 +163,7 @@ class ShampooState(NamedTuple):
     momentum: Any
 
 
-@described
+@optimizer_factory
 def shampoo(
     learning_rate: float | Schedule = 1e-1,
     *,
@@ -233,7 +233,7 @@ def shampoo(
     preconditioning = Preconditioning(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
     functions = _Shampoo(preconditioning, rule)
-    return by_phases(functions.init, functions.phases)
+    return from_phases(functions.init, functions.phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +278,7 @@ class _Shampoo:
 
     def _ways(self, matched: Matched, state: ShampooState) -> tuple[Tree, Tree]:
         """The direction of each parameter, and all preconditioners."""
-        kept = along(matched.treedef, state.preconditioners, "optimizer state")
+        kept = flatten_like(matched.treedef, state.preconditioners, "optimizer state")
         leaves, grads, *_ = matched.columns
         wide = torch.float32
         for leaf in leaves:
@@ -300,6 +300,6 @@ class _Shampoo:
                 where.append(blocks[0].layout.parts if laid else ())
             cost = self.preconditioning.cost
             exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
-            parts = [local(x).to(wide) for x in grads]
+            parts = [local_tensor(x).to(wide) for x in grads]
             ways = directions(matched, exchange, parts, precondition)
         return ways, tree.unflatten(matched.treedef, kept)

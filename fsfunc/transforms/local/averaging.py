@@ -23,8 +23,8 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.coded_moments import decoded, encoded, is_coded
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import local, map_flat
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import local_tensor, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -232,7 +232,7 @@ def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
         kernel: ``kernel(params, means, *moments)`` over lists of tensors.
     """
     matched = Matched.of(params, means, *moments)
-    return fused(matched, kernel)
+    return run_kernel(matched, kernel)
 
 
 def assign(params: Any, means: Any) -> None:
@@ -274,7 +274,7 @@ def consensus(state: LocalState) -> Any:
         means: list[Any] = treedef.flatten_up_to(found)
         if at.link.moves:
             pairs = zip(leaves, means, strict=True)
-            rest = [None if mean is not None else local(x) for x, mean in pairs]
+            rest = [None if mean is not None else local_tensor(x) for x, mean in pairs]
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
             agree(where, whole_values(paths, rest, at.link.notes, title, advice))

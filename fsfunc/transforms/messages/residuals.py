@@ -21,10 +21,10 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    Reading,
+    GradientScope,
     State,
-    by_phases,
-    described,
+    from_phases,
+    optimizer_factory,
 )
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -41,7 +41,7 @@ class ErrorFeedbackState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def error_feedback(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose steps send later what their reductions lose.
 
@@ -118,7 +118,7 @@ class WithFeedback:
     fed: Feedback | None = None
 
     def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> Any:
         found: dict[str, list[Sharded]] = {}
@@ -142,11 +142,11 @@ class WithFeedback:
         result, inner = yield from step
         return result, self.state(*self.fed.after(), inner)
 
-    def interprets(self, state: Any) -> Reading:
+    def interprets(self, state: Any) -> GradientScope:
         handlers, inner = self.optimizer.reading(state.inner)
         fed = self.feed(state[:-1])
         after = replace(self, optimizer=inner, fed=fed).functions()
-        return Reading((*handlers, fed), after)
+        return GradientScope((*handlers, fed), after)
 
 
 @dataclass(eq=False)
