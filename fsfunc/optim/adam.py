@@ -129,7 +129,9 @@ def sharded_adam(
 
 def with_moments(rule: ElementRule, moment_dtype: torch.dtype | None) -> Optimizer:
     """The optimizer of Adam's equation, with moments of a dtype."""
-    return elementwise_optimizer(rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState))
+    return elementwise_optimizer(
+        rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState)
+    )
 
 
 def adam_rule(

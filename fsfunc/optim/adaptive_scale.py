@@ -26,7 +26,7 @@ from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
 from fsfunc.optim.leaves import Tree, check_follows_no_params
-from fsfunc.optim.optimizer import Optimizer, GradientScope, State, optimizer_factory
+from fsfunc.optim.optimizer import GradientScope, Optimizer, State, optimizer_factory
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
 from fsfunc.sharded.inputs import check_function
@@ -328,7 +328,7 @@ class _AdaScale:
         return AdaScaleState(variance, square, gain, iterations, inner)
 
     def interprets(self, state: AdaScaleState) -> GradientScope:
-        handlers, inner = self.optimizer.reading(state.inner)
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         seen = _Squares()
         after = replace(self, optimizer=inner, seen=seen).functions()
         return GradientScope((*handlers, seen), after)

@@ -18,7 +18,15 @@ from fsfunc import tree
 from fsfunc.comm.attribution import warn
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import run_kernel
-from fsfunc.optim.leaves import Mask, Tree, flatten_like, select_leaves, trainable_copy, trainable_only, stored_dtype
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    select_leaves,
+    stored_dtype,
+    trainable_copy,
+    trainable_only,
+)
 from fsfunc.optim.masking import left_out
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
@@ -26,10 +34,10 @@ from fsfunc.optim.optimizer import (
     Phases,
     apply_from_update,
     begin_step,
-    from_phases,
     check_takes_plain_gradients,
-    optimizer_factory,
     finish_step,
+    from_phases,
+    optimizer_factory,
     sum_out_of_place,
 )
 from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
@@ -119,7 +127,9 @@ def warn_narrow(
         least: the least share of a change by which one moves, and how to say it;
             ``way``: what to give in place of `master_weights`.
     """
-    dtypes = {stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
+    dtypes = {
+        stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
+    }
     stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
     if stuck:
         warn(
@@ -205,22 +215,24 @@ class _Averaged:
         return AverageState(0, 0, average, self.optimizer.init(params))
 
     def phases(
-        self, grads: Tree, state: AverageState, params: Tree, adds: bool
+        self, grads: Tree, state: AverageState, params: Tree, returns_params: bool
     ) -> Phases:
         check_params_given(params, self.name)
         Matched.of(state.average, trainable_only(params))  # which raises in time
-        step = self.optimizer.phases(grads, state.inner, params, adds)
+        step = self.optimizer.phases(grads, state.inner, params, returns_params)
         result, inner = yield from step
         count, averaged, average, _ = state
         if count >= self.start and (count - self.start) % self.every == 0:
-            now = trainable_only(result if adds else sum_out_of_place(params, result))
+            now = trainable_only(
+                result if returns_params else sum_out_of_place(params, result)
+            )
             share = self.weight(averaged)
             matched = Matched.of(average, now)
-            if adds:  # in place where that may be
+            if returns_params:  # in place where that may be
                 kernel = partial(torch._foreach_lerp_, weight=share)
                 (average,) = run_kernel(matched, kernel)
             else:
-                average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), share))
+                average = matched.map_params(lambda a, p: a.lerp(p.to(a.dtype), share))
             averaged += 1
         return result, AverageState(count + 1, averaged, average, inner)
 
@@ -269,7 +281,7 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
     if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
         return lay_as(averages, params)
-    cast = matched.summed(lambda p, average: average.to(p.dtype))
+    cast = matched.map_params(lambda p, average: average.to(p.dtype))
     return lay_as(_filled(treedef, cast, averages), params)
 
 
@@ -313,7 +325,7 @@ class ScheduleFreeState(NamedTuple):
         """x, the average."""
         b1 = self.b1
         matched = Matched.of(trainable_only(params), self.z)
-        return matched.summed(lambda y, z: (y - (1 - b1) * z) / b1)
+        return matched.map_params(lambda y, z: (y - (1 - b1) * z) / b1)
 
 
 @optimizer_factory
@@ -424,7 +436,7 @@ class _ScheduleFree:
         if self.weight_decay:
             matched = Matched.of(trainable_only(params), steps)
             decays = matched.decays(self.weight_decay, self.mask)
-            (steps,) = matched.composed(lambda y, u, d: [u - rate * d * y], decays)
+            (steps,) = matched.map_rule(lambda y, u, d: [u - rate * d * y], decays)
         new_z = sum_out_of_place(z, steps)
         k = self.b1 * c + 1 - self.b1
 
@@ -432,7 +444,7 @@ class _ScheduleFree:
             return [c * (old - y) + k * u, old]
 
         matched = Matched.of(trainable_only(params), steps, z)
-        updates, _ = matched.composed(moved)
+        updates, _ = matched.map_rule(moved)
         return updates, state._replace(z=new_z, base=inner)
 
     def apply(self, grads: Tree, state: ScheduleFreeState, params: Tree) -> Phases:

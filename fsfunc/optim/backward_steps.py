@@ -17,13 +17,13 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
 from fsfunc.optim.leaves import Tree, flatten_like, paths_of, trainable
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    GradientScope,
     State,
     begin_step,
-    optimizer_factory,
     finish_step,
+    optimizer_factory,
 )
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
@@ -120,7 +120,7 @@ class _InBackward(Optimizer):
         self.inner = inner
         return self
 
-    def reading(self, state: State, params: Tree = None) -> GradientScope:
+    def gradient_scope(self, state: State, params: Tree = None) -> GradientScope:
         if params is None:  # something is around, and would see gradients used up
             return GradientScope((), self)
         steps = BackwardSteps(self.inner, state, params)
@@ -255,7 +255,7 @@ class BackwardSteps(GradientSteps):
             return inner.update(grads, state, params)
 
         made = Optimizer(inner.init, update, self._apply)
-        return made.known_as(inner.called, dict(inner.configuration))
+        return made.described_as(inner.called, dict(inner.configuration))
 
     def _apply(self, grads: Tree, state: State, params: Tree) -> Phases:
         if not self.done:

@@ -27,15 +27,22 @@ from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable
 from fsfunc.optim.element_rules import CHUNK, Codec, ElementRule, ScaledCodec
 from fsfunc.optim.in_place import Writing, count_write
-from fsfunc.optim.leaves import Tree, check_parts_dtype, local_tensor, paths_of, flat_buffers, trainable
+from fsfunc.optim.leaves import (
+    Tree,
+    check_parts_dtype,
+    flat_buffers,
+    local_tensor,
+    paths_of,
+    trainable,
+)
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Phases, update_from_apply
 from fsfunc.optim.places import (
     copy_to,
     device_with,
     fetch_to,
-    state_zeros,
     meeting_device,
+    state_zeros,
     step_memory_like,
 )
 from fsfunc.runtime.generators import mix
@@ -231,8 +238,8 @@ def stretches(
         i: (k, start) for k, g in enumerate(groups) for i, start in g.starts.items()
     }
     grads, found = matched.buffers[1].tensors, {}
-    for decay, k, j in matched.cuts(decays):
-        i = matched.active[matched.members[k][0] if j is None else j]
+    for decay, k, j in matched.cut_by_decay(decays):
+        i = matched.active[matched.leaf_positions[k][0] if j is None else j]
         group, start = place[i]
         if j is None:
             packed = matched.buffers[0].groups[k][1] is not None
@@ -472,17 +479,24 @@ class Coded(Codec):
         return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
     def phases(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
+        self,
+        rule: ElementRule,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        returns_params: bool,
     ) -> Phases:
-        if not adds:
-            rule.matched(grads, params, ())  # which checks that parameters are given
+        if not returns_params:
+            rule.match_trees(
+                grads, params, ()
+            )  # which checks that parameters are given
             like = grads if params is None else params
             start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-            apply = partial(self.phases, rule, adds=True)
+            apply = partial(self.phases, rule, returns_params=True)
             done = update_from_apply(apply, grads, state, start)
             yield
             return done
-        matched = rule.matched(grads, params, ())
+        matched = rule.match_trees(grads, params, ())
         if composable() or matched.differentiated:
             raise RuntimeError(
                 f"{rule.name} with moments in 8 bits: this update is differentiated, "
@@ -496,21 +510,24 @@ class Coded(Codec):
                 "other mesh, zero or units: make them by init(params) of parameters "
                 "with these layouts (ff.init_state does), and load them there"
             )
-        decays, count = rule.decays(matched), state.count
-        kernel = rule.writer(count)
+        decays, count = rule.leaf_decays(matched), state.count
+        kernel = rule.kernel_at(count)
         yield
         writing = Writing(matched)
         with torch.no_grad():
             (new,) = writing.targets([matched.trees[0]])
             count_write(new.tensors)
             columns = [column for codes in state[1:-1] for column in codes]
-            held = [(x, writing.target(list(x), flat_buffers([x])[0]).leaves) for x in columns]
+            held = [
+                (x, writing.target(list(x), flat_buffers([x])[0]).leaves)
+                for x in columns
+            ]
             cuts = stretches(matched, new, decays, groups)
             step = CodedStep(kernel, state.coders, count)
             for i, group in enumerate(groups):
                 where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
                 step.write(i, group, cuts.get(i, []), where)
-        writing.end()
+        writing.finish()
         made = [tuple(to) for _, to in held]
         moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
         params = matched.restore(new.leaves, matched.trees[0])

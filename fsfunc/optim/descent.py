@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.coded_moments import MEAN, Codes, codec_of
-from fsfunc.optim.element_rules import Codec, ElementRule, cache_sized_chunks, elementwise_optimizer
+from fsfunc.optim.element_rules import (
+    Codec,
+    ElementRule,
+    cache_sized_chunks,
+    elementwise_optimizer,
+)
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, add_decay, has_decay
 from fsfunc.optim.optimizer import Optimizer, optimizer_factory

@@ -25,8 +25,8 @@ from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    select_leaves,
     map_flat,
+    select_leaves,
     warn_narrow_moments,
     zeros_like,
 )
@@ -76,20 +76,22 @@ class ElementRule:
     mask: Mask | None = None
     memory: float = 0.0
 
-    def after(self, count: Any, moments: Sequence[Tree], *more: Any) -> Any:
+    def make_state(self, count: Any, moments: Sequence[Tree], *more: Any) -> Any:
         """The state of these moments."""
         return self.state(count, *(moments or (None,)), *more)
 
-    def matched(self, grads: Tree, params: Tree, moments: Sequence[Tree]) -> Matched:
+    def match_trees(
+        self, grads: Tree, params: Tree, moments: Sequence[Tree]
+    ) -> Matched:
         """The trees of an update, which may have no ``params``."""
         if self.weight_decay:
             check_params_given(params, self.name)
         return Matched.of(grads if params is None else params, grads, *moments)
 
-    def decays(self, matched: Matched) -> list[float]:
+    def leaf_decays(self, matched: Matched) -> list[float]:
         return matched.decays(self.weight_decay, self.mask)
 
-    def step(self, count: Any) -> Rule:
+    def rule_at(self, count: Any) -> Rule:
         """The equation in the widest dtype of parameter and moments."""
         numbers = self.numbers(count)
 
@@ -100,7 +102,7 @@ class ElementRule:
 
         return step
 
-    def writer(self, count: Any) -> Kernel:
+    def kernel_at(self, count: Any) -> Kernel:
         """The fused kernel, or one that writes what the equation gives."""
         if self.kernel is not None:
             return self.kernel(count)
@@ -150,27 +152,32 @@ class Codec:
         if rule.memory and self.state is None:  # moments without a scale
             warn_narrow_moments(rule.name, rule.memory, params, self.dtype)
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
-        return rule.after(0, moments)
+        return rule.make_state(0, moments)
 
     def phases(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
+        self,
+        rule: ElementRule,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        returns_params: bool,
     ) -> Phases:
         kind = self.state or rule.state
         if type(state) is not kind:
             raise wrong_state_error(rule.name.split(" ")[0], state, kind)
         count, moments = state[0], state[1 : 1 + rule.moments]
-        matched = rule.matched(grads, params, moments)
-        decays = rule.decays(matched)
-        if adds and not matched.differentiated:
+        matched = rule.match_trees(grads, params, moments)
+        decays = rule.leaf_decays(matched)
+        if returns_params and not matched.differentiated:
             write = compiled_kernel(rule, count, matched) if self.compiles else None
-            kernel = write or rule.writer(count)
+            kernel = write or rule.kernel_at(count)
             yield
             result, *new = run_kernel(matched, kernel, decays, cast=write is None)
         else:
-            result, *new = matched.composed(rule.step(count), decays)
+            result, *new = matched.map_rule(rule.rule_at(count), decays)
             yield
-            result = apply_updates(params, result) if adds else result
-        return result, rule.after(count + 1, new)
+            result = apply_updates(params, result) if returns_params else result
+        return result, rule.make_state(count + 1, new)
 
 
 def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:
@@ -227,16 +234,23 @@ class ScaledCodec(Codec):
         return self.state(*super().init(rule, params), _MAX_SCALE, 0)
 
     def phases(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree, adds: bool
+        self,
+        rule: ElementRule,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        returns_params: bool,
     ) -> Phases:
-        matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
+        matched = rule.match_trees(grads, params, state[1 : 1 + rule.moments])
         scaled, scale, lost = _choose_scale(rule, matched, state)
-        step = super().phases(scaled, grads, state, params, adds)
+        step = super().phases(scaled, grads, state, params, returns_params)
         result, (count, *moments) = yield from step
         if not lost:
             good = 0 if scale != state.scale else state.good_steps + 1
             return result, self.state(count, *moments, scale, good)
-        if any(_without_gradient(matched)):  # what has no gradient stands for what it did
+        if any(
+            _without_gradient(matched)
+        ):  # what has no gradient stands for what it did
             moments = [_halve_without_gradient(matched, m) for m in moments]
         return result, self.state(count, *moments, scale, 0)
 
@@ -254,7 +268,9 @@ def _choose_scale(rule: ElementRule, matched: Matched, state: Any) -> _ScaleChoi
     more = state.good_steps + 1 >= _GROWTH_INTERVAL and scale < _MAX_SCALE
     more = more and not any(_without_gradient(matched))
     if more and _fit_float16(matched, largest, scale * 2):
-        return _ScaleChoice(_scaled_rule(rule, state.scale, scale * 2), scale * 2, False)
+        return _ScaleChoice(
+            _scaled_rule(rule, state.scale, scale * 2), scale * 2, False
+        )
     if _fit_float16(matched, largest, scale):
         return _ScaleChoice(_scaled_rule(rule, state.scale, scale), scale, False)
     if scale / 2 < 1:
@@ -292,7 +308,7 @@ def _scaled_rule(rule: ElementRule, old: float, new: float) -> ElementRule:
         return [u, *(m * new if new else torch.zeros_like(m) for m in made)]
 
     def kernel(count: Any) -> Kernel:
-        write = rule.writer(count)
+        write = rule.kernel_at(count)
 
         def scaled(*columns: Sequence[Tensor], weight_decay: float) -> None:
             for row in zip(*columns, strict=True):
@@ -318,12 +334,14 @@ def _widen(row: Sequence[Tensor]) -> list[Tensor]:
     return [x.to(wide) for x in row]
 
 
-def _largest_magnitudes(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
+def _largest_magnitudes(
+    rule: ElementRule, matched: Matched, state: Any
+) -> list[Tensor]:
     """By flat tensor, the largest magnitude of the next moments: [1]."""
     plain = _scaled_rule(rule, state.scale, 1.0)
     step = partial(plain.equation, plain.numbers(state.count))
     columns = [b.tensors for b in matched.buffers]
-    decays = matched.spread(rule.decays(matched))
+    decays = matched.decays_by_buffer(rule.leaf_decays(matched))
     found = []
     with torch.no_grad():
         for *row, decay in zip(*columns, decays, strict=True):
@@ -345,11 +363,13 @@ def _largest_magnitudes(rule: ElementRule, matched: Matched, state: Any) -> list
 
 def _fit_float16(matched: Matched, largest: Sequence[Tensor], scale: float) -> bool:
     """True if the next moments, times ``scale``, fit float16 on every rank."""
-    leaves = [matched.trees[0][matched.active[k[0]]] for k in matched.members]
+    leaves = [matched.trees[0][matched.active[k[0]]] for k in matched.leaf_positions]
     found = []
     for leaf, p, most in zip(leaves, matched.buffers[0].tensors, largest, strict=True):
         most = most.to(computing_device(p))  # ranks agree on their devices
-        flag = torch.where(most * scale < _FLOAT16_MAX, torch.zeros_like(most), torch.inf)
+        flag = torch.where(
+            most * scale < _FLOAT16_MAX, torch.zeros_like(most), torch.inf
+        )
         found.append(leaf.with_local(flag) if is_sharded(leaf) else flag)
     return holds(all_finite(found))
 
@@ -384,7 +404,7 @@ def compiled_kernel(rule: ElementRule, count: Any, matched: Matched) -> Any:
                 flat = list(map(_uniform_view, row))
                 run(numbers.on(row[0].device, weight_decay), *flat)
             else:
-                u, *new = rule.step(count)(*row, weight_decay)
+                u, *new = rule.rule_at(count)(*row, weight_decay)
                 for x, y in zip((row[0], *row[2:]), (row[0] + u, *new), strict=True):
                     x.copy_(y)
 
@@ -403,7 +423,7 @@ def compiled_direction(rule: ElementRule, count: Any, matched: Matched) -> Any:
     def step(p: Tensor, *rest: Any) -> list[Tensor]:
         *others, decay = rest
         if p.numel() < 2:
-            return [rule.step(count)(p, *rest)[0]]
+            return [rule.rule_at(count)(p, *rest)[0]]
         shaped = list(map(_uniform_view, (p, *others)))
         if isinstance(decay, Tensor):
             at = (*numbers.on(p.device, 0.0), decay.reshape(-1))
@@ -434,7 +454,9 @@ class _StepNumbers:
         self.made: dict[Any, tuple[Tensor, ...]] = {}
 
     @classmethod
-    def of(cls, rule: ElementRule, count: Any, whole: bool = False) -> _StepNumbers | None:
+    def of(
+        cls, rule: ElementRule, count: Any, whole: bool = False
+    ) -> _StepNumbers | None:
         """Those of a rule; None where one is a choice, not a number.
 
         ``whole``: in a step that is one graph they stay what they are, choices too.

@@ -16,11 +16,11 @@ from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    flatten_like,
     check_real,
+    describe_leaf,
+    flatten_like,
     local_tensor,
     paths_of,
-    describe_leaf,
     trainable,
 )
 from fsfunc.optim.matching import Matched

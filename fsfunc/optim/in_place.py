@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import UnpackedTree, Tree, stored_tensors, local_tensor
+from fsfunc.optim.leaves import Tree, UnpackedTree, local_tensor, stored_tensors
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.places import bring_together, some_offloaded
 from fsfunc.runtime.host_copies import settle
@@ -83,7 +83,7 @@ def run_kernel(
                         _write_row(run, row, dtype, decay)
                 else:
                     run(*columns, weight_decay=decay)
-        writing.end()
+        writing.finish()
     except BaseException:
         settle(failed=True)
         raise
@@ -168,7 +168,7 @@ class Writing:
                 leaves[i] = leaf
         return Target(leaves, tensors)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """The step is written: what was donated is taken."""
         if self.donation is not None:
             self.donation.take(self.old, self.new)
@@ -197,9 +197,10 @@ def _group_rows(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
     columns = [new[0], grads, *new[1:]]
-    for decay, k, j in matched.cuts(decays):
+    for decay, k, j in matched.cut_by_decay(decays):
         row = [
-            c.tensors[k] if j is None else as_real(local_tensor(c.leaves[j])) for c in columns
+            c.tensors[k] if j is None else as_real(local_tensor(c.leaves[j]))
+            for c in columns
         ]
         p, _, *moments = row
         if p.numel():
@@ -263,7 +264,9 @@ def _write_row(
     kernel(*([x] for x in work), weight_decay=decay)
     for k, (target, source) in enumerate(zip(row, work, strict=True)):
         if k != 1 and target is not source:  # the gradients are only read
-            space_of(target).write(target, source)  # `run_kernel` waits for all in the end
+            space_of(target).write(
+                target, source
+            )  # `run_kernel` waits for all in the end
 
 
 def as_dense(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -95,13 +95,13 @@ class Trust:
 
         ``updates`` are made as they are asked for: only their norms are kept.
         """
-        count = len(matched.members)
+        count = len(matched.leaf_positions)
         rows = joined(_rows(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
         adapted = matched.decays(1, self.mask)
         out = []
         flats = matched.buffers[0].tensors
-        columns = norms[:count], norms[count:], matched.members, flats
+        columns = norms[:count], norms[count:], matched.leaf_positions, flats
         for of_params, of_updates, members, flat in zip(*columns, strict=True):
             if of_params.device != of_updates.device:  # one of them lies with the host
                 where = computing_device(flat)
@@ -127,7 +127,7 @@ class Trust:
         matched = Matched.of(params, updates)
         ratios = [rate * r for r in self.ratios(matched, _rows(matched, 1))]
         if matched.differentiated:
-            return matched.restore(_times(matched, ratios), matched.nothing)
+            return matched.restore(_times(matched, ratios), matched.no_updates)
         buffers = matched.buffers[1]
         flats = buffers.tensors
         if not own:
@@ -142,7 +142,7 @@ class Trust:
                 parts = [flat[a:b] for a, b in packed.ranges]
                 factors = ratio.to(flat.device, flat.dtype).unbind()
                 torch._foreach_mul_(parts, list(factors))
-        return matched.restore(buffers.rebuild(flats), matched.nothing)
+        return matched.restore(buffers.rebuild(flats), matched.no_updates)
 
 
 def _rows(matched: Matched, column: int) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _rows(matched: Matched, column: int) -> Iterator[Row]:
 def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
     """Leaves times their ratios, by operations that differentiate."""
     out: list[Any] = [None] * len(matched.active)
-    for ratio, members in zip(ratios, matched.members, strict=True):
+    for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
         for j, factor in zip(members, ratio.unbind(), strict=True):
             leaf = matched.trees[1][matched.active[j]]
             x = local_tensor(leaf)
@@ -234,17 +234,17 @@ def lamb(
     def apply(grads: Tree, state: AdamState, params: Tree) -> Phases:
         if type(state) is not AdamState:
             raise wrong_state_error("lamb", state, AdamState)
-        matched = rule.matched(grads, params, (state.mu, state.nu))
+        matched = rule.match_trees(grads, params, (state.mu, state.nu))
         if matched.differentiated:
             return (yield from apply_from_update(update)(grads, state, params))
-        decays = rule.decays(matched)
+        decays = rule.leaf_decays(matched)
         with torch.no_grad():
             step = compiled_direction(rule, state.count, matched)
-            steps = _steps(matched, step or rule.step(state.count), decays)
+            steps = _steps(matched, step or rule.rule_at(state.count), decays)
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
-        for ratio, members in zip(ratios, matched.members, strict=True):
+        for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
             for j, own in zip(members, (rate * ratio).unbind(), strict=True):
                 rates[j] = own
         how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
@@ -267,7 +267,7 @@ def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Ro
     """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
     groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
-    rows = zip(columns, matched.spread(decays), groups, strict=True)
+    rows = zip(columns, matched.decays_by_buffer(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
         u = step(*bring_with_decay(row, decay))[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
@@ -330,13 +330,15 @@ def lars(
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
 
-    def phases(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Phases:
+    def phases(
+        grads: Tree, state: SgdState, params: Tree, returns_params: bool
+    ) -> Phases:
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
         directed = trust.scaled(grads, params, rate, own=own)
-        return (yield from descent.phases(directed, state, params, adds))
+        return (yield from descent.phases(directed, state, params, returns_params))
 
     return from_phases(descent.init, phases)

@@ -16,11 +16,11 @@ from fsfunc.comm.groups import strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
 from fsfunc.optim.places import (
-    copy_to,
-    state_memory_like,
     can_meet,
-    step_memory_like,
+    copy_to,
     some_offloaded,
+    state_memory_like,
+    step_memory_like,
 )
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -77,7 +77,9 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """
     check_parts_dtype(params, dtype)
     return map_flat(
-        lambda tensors: [state_memory_like(t, _dtype_like(t, dtype), zeros=True) for t in tensors],
+        lambda tensors: [
+            state_memory_like(t, _dtype_like(t, dtype), zeros=True) for t in tensors
+        ],
         params,
         rest=None,
     )
@@ -198,7 +200,10 @@ _UNCHANGED = object()
 
 
 def map_flat(
-    fn: Callable[[list[Tensor]], Sequence[Tensor]], values: Tree, *, rest: Any = _UNCHANGED
+    fn: Callable[[list[Tensor]], Sequence[Tensor]],
+    values: Tree,
+    *,
+    rest: Any = _UNCHANGED,
 ) -> Tree:
     """``values`` with ``fn`` of its trainable leaves, taken as few flat tensors.
 

@@ -17,12 +17,12 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    GradientScope,
     State,
-    from_phases,
     check_takes_plain_gradients,
+    from_phases,
     optimizer_factory,
 )
 from fsfunc.optim.places import computing_device
@@ -42,15 +42,19 @@ class Skipping:
         """True if all ranks make the step, and the state that has counted it."""
         raise NotImplementedError
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: Any, params: Tree, returns_params: bool
+    ) -> Phases:
         makes, after = self.counted(grads, state)
         if not makes:
             zeros = lambda ts: list(map(torch.zeros_like, ts))  # noqa: E731
-            still = params if adds else map_flat(zeros, grads, rest=None)
+            still = params if returns_params else map_flat(zeros, grads, rest=None)
             yield
             return still, after
         inner = getattr(state, self.inner)
-        result, inner = yield from self.optimizer.phases(grads, inner, params, adds)
+        result, inner = yield from self.optimizer.phases(
+            grads, inner, params, returns_params
+        )
         return result, after._replace(**{self.inner: inner})
 
 
@@ -247,7 +251,7 @@ class _Scaled(Skipping):
         return finite, LossScaleState(scale, good, skipped, state.inner)
 
     def interprets(self, state: LossScaleState) -> GradientScope:
-        handlers, inner = self.optimizer.reading(state.inner)
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         after = replace(self, optimizer=inner).functions()
         return GradientScope((_Scaling(state.scale), *handlers), after)
 
@@ -523,7 +527,7 @@ class _Layerwise(Skipping):
         return blamed or set(scales)
 
     def interprets(self, state: LayerwiseLossScaleState) -> GradientScope:
-        handlers, inner = self.optimizer.reading(state.inner)
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         scaling = UnitScaling(state.scales)
         after = replace(self, optimizer=inner, found=scaling.found).functions()
         return GradientScope((*handlers, scaling), after)

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, flatten_like, select_leaves, paths_of, trainable
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    paths_of,
+    select_leaves,
+    trainable,
+)
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
     begin_step,
+    finish_step,
     from_phases,
     optimizer_factory,
-    finish_step,
 )
 from fsfunc.sharded.leaf import is_sharded
 
@@ -185,14 +192,17 @@ class _Partitioned:
             for label in self.optimizers
         }
 
-    def phases(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, states: Any, params: Tree, returns_params: bool
+    ) -> Phases:
         parts = self.parted(grads if params is None else params)
         shares = self.shares(parts, grads, states, params)
         steps = {
-            k: begin_step(self.optimizers[k].phases(*x, adds)) for k, x in shares.items()
+            k: begin_step(self.optimizers[k].phases(*x, returns_params))
+            for k, x in shares.items()
         }
         yield
         done = {label: finish_step(step) for label, step in steps.items()}
-        frozen = parts.leaves if adds else [None] * len(parts.leaves)
+        frozen = parts.leaves if returns_params else [None] * len(parts.leaves)
         merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
         return merged, {label: state for label, (_, state) in done.items()}

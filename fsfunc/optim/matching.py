@@ -19,17 +19,17 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
-    UnpackedTree,
     Mask,
     Tree,
-    flatten_like,
+    UnpackedTree,
     are_strided,
+    describe_leaf,
     first_mismatch,
-    stored_tensors,
+    flatten_like,
     local_tensor,
     paths_of,
-    describe_leaf,
     real_flat_buffers,
+    stored_tensors,
     trainable,
 )
 from fsfunc.optim.places import run_rule
@@ -97,7 +97,9 @@ class Matched:
     trees: list[list[Any]]  # by tree (params, grads, *moments): all leaves
     active: list[int]  # which of them are updated
     buffers: list[Any]  # by tree: the active leaves as few flat tensors
-    kind: TensorKind | None = None  # of all leaves, where these are plain tensors of one kind
+    kind: TensorKind | None = (
+        None  # of all leaves, where these are plain tensors of one kind
+    )
 
     @classmethod
     def of(cls, params: Tree, grads: Tree, *moments: Tree) -> Matched:
@@ -142,7 +144,7 @@ class Matched:
         return _select_positions(self.trees, self.active)
 
     @property
-    def nothing(self) -> list[None]:
+    def no_updates(self) -> list[None]:
         """None for each leaf, as what stands where a leaf takes no part."""
         return [None] * len(self.trees[0])
 
@@ -155,7 +157,11 @@ class Matched:
         """
         if composable():
             return True
-        if not torch.is_grad_enabled() or self.kind is not None and not self.kind.asks:
+        if (
+            not torch.is_grad_enabled()
+            or self.kind is not None
+            and not self.kind.requires_grad
+        ):
             return False
         asking = [t for b in self.buffers for t in stored_tensors(b) if t.requires_grad]
         return any(t.grad_fn is not None for t in asking)
@@ -167,16 +173,16 @@ class Matched:
         paths, leaves = paths_of(self.treedef), self.trees[0]
         return [weight_decay if mask(paths[i], leaves[i]) else 0 for i in self.active]
 
-    def composed(
+    def map_rule(
         self,
         rule: Rule,
         decays: Sequence[float] | None = None,
         *,
-        as_params: bool = False,
+        returns_params: bool = False,
     ) -> list[Tree]:
         """The trees that ``rule(param, grad, *moments, decay)`` gives, out of place.
 
-        The rule's first result is the update (or, ``as_params``, the new parameter),
+        The rule's first result is the update (or, ``returns_params``, the new parameter),
         the others are the new moments. A leaf that takes no part has None for an
         update, and keeps its parameter and moments. ``decay`` is a number, or a tensor
         where it differs within a flat buffer.
@@ -185,40 +191,42 @@ class Matched:
         params, grads, *moments = self.buffers
         columns = [b.tensors for b in self.buffers]
         rows = [
-            run_rule(rule, row, decay, as_params)
-            for *row, decay in zip(*columns, self.spread(decays), strict=True)
+            run_rule(rule, row, decay, returns_params)
+            for *row, decay in zip(*columns, self.decays_by_buffer(decays), strict=True)
         ]
         settle()  # what was brought may be written by anybody from here on
-        made = [params if as_params else grads, *moments]
+        made = [params if returns_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
-        kept = [self.trees[0] if as_params else self.nothing, *self.trees[2:]]
+        kept = [self.trees[0] if returns_params else self.no_updates, *self.trees[2:]]
         return [
             self.restore(b.rebuild(list(new)), old)
             for b, new, old in zip(made, results, kept, strict=True)
         ]
 
-    def summed(self, rule: Callable[[Tensor, Tensor], Tensor]) -> Tree:
+    def map_params(self, rule: Callable[[Tensor, Tensor], Tensor]) -> Tree:
         """Params, with ``rule(param, grad)`` for what is updated, out of place."""
-        return self.composed(lambda p, g, _: [rule(p, g)], as_params=True)[0]
+        return self.map_rule(lambda p, g, _: [rule(p, g)], returns_params=True)[0]
 
     @property
-    def members(self) -> list[list[int]]:
+    def leaf_positions(self) -> list[list[int]]:
         """By flat tensor: the positions in ``active`` of its leaves."""
         return [positions for positions, _ in self.buffers[0].groups]
 
-    def cuts(self, decays: Sequence[Any]) -> Iterator[tuple[Any, int, int | None]]:
+    def cut_by_decay(
+        self, decays: Sequence[Any]
+    ) -> Iterator[tuple[Any, int, int | None]]:
         """(decay, flat tensor, None), or leaf by leaf where decays differ within it."""
-        for k, members in enumerate(self.members):
+        for k, members in enumerate(self.leaf_positions):
             each = [decays[j] for j in members]
             if each.count(each[0]) == len(each):
                 yield each[0], k, None
             else:
                 yield from ((decays[j], k, j) for j in members)
 
-    def spread(self, decays: Sequence[float]) -> list[Decay]:
+    def decays_by_buffer(self, decays: Sequence[float]) -> list[Decay]:
         """By flat tensor: the decay of its elements."""
         flats = self.buffers[0].tensors
-        members = self.members
+        members = self.leaf_positions
         cut = [len({decays[j] for j in group}) > 1 for group in members]
         if not any(cut):
             return [decays[group[0]] for group in members]

@@ -75,7 +75,9 @@ def meeting_device(row: Sequence[Tensor]) -> torch.device | None:
 # On the way there, and back
 
 
-def bring_together(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def bring_together(
+    row: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Tensors that are computed with each other: on the device, if only some are.
 
     Where all of them lie with the host, it is the host that computes.
@@ -157,19 +159,21 @@ def run_rule(
     rule: Callable[..., Sequence[Tensor]],
     row: Sequence[Tensor],
     decay: Any,
-    as_params: bool,
+    returns_params: bool,
 ) -> Sequence[Tensor]:
     """Runs a rule; each result lies where that lies of which it is the next.
 
     Args:
         rule: ``rule(param, grad, *moments, decay)``.
-        as_params: whether its first result is the next parameter, not an update.
+        returns_params: whether its first result is the next parameter, not an update.
     """
     made = rule(*bring_with_decay(row, decay))
     if not any_offloaded():
         return made
     param, grad, *moments = row
-    first = return_beside(made[0], param if as_params else grad, keeps=as_params)
+    first = return_beside(
+        made[0], param if returns_params else grad, keeps=returns_params
+    )
     rest = zip(made[1:], moments, strict=True)
     return [first, *(return_beside(x, m, keeps=True) for x, m in rest)]
 

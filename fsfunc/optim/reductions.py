@@ -32,7 +32,14 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import composable, frame
-from fsfunc.optim.leaves import Tree, may_be_differentiated, map_flat, scale_tensors, flat_buffers, trainable
+from fsfunc.optim.leaves import (
+    Tree,
+    flat_buffers,
+    map_flat,
+    may_be_differentiated,
+    scale_tensors,
+    trainable,
+)
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.schedules import check_ranges
 from fsfunc.runtime.scopes import refuse_in_graph

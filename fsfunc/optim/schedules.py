@@ -272,7 +272,7 @@ def answers(params: Tree) -> Ask:
     >>> import torch
     >>> from fsfunc.comm.descriptions import told
     >>> from fsfunc.optim.transformations import scale
-    >>> halving = scale(1.0).known_as("sgd", {"learning_rate": lambda n: 0.5**n})
+    >>> halving = scale(1.0).described_as("sgd", {"learning_rate": lambda n: 0.5**n})
     >>> told("sgd", halving, answers(torch.ones(2)))[2:4]
     [('sgd/learning_rate at count 0', '1.0'), ('sgd/learning_rate at count 1', '0.5')]
     """

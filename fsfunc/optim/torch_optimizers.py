@@ -149,7 +149,7 @@ def from_torch(
     described = {"kind": kind, **word, **functions.defaults}
     if lr is not None:
         described["lr"] = lr
-    return made.known_as("from_torch", described)
+    return made.described_as("from_torch", described)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,16 +10,16 @@ from torch import Tensor
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    check_real,
     check_follows_no_params,
+    check_real,
     map_flat,
     scale_tensors,
 )
 from fsfunc.optim.matching import Matched, add_decay, wrong_state_error
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    GradientScope,
     State,
     from_phases,
     optimizer_factory,
@@ -79,20 +79,24 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
                 "make one with its own init(params)"
             )
 
-    def phases(grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
+    def phases(grads: Tree, states: Any, params: Tree, returns_params: bool) -> Phases:
         check(states)
         done = []
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
             done.append(state)
-        result, state = yield from last.phases(grads, states[-1], params, adds)
+        result, state = yield from last.phases(
+            grads, states[-1], params, returns_params
+        )
         return result, (*done, state)
 
     def interprets(states: Any) -> GradientScope:
         check(states)  # or the chain that is read would be as short as they are
-        each = [t.reading(x) for t, x in zip(transforms, states, strict=True)]
+        each = [t.gradient_scope(x) for t, x in zip(transforms, states, strict=True)]
         handlers = tuple(h for reading in each for h in reading.handlers)
-        return GradientScope(handlers, _chained([reading.optimizer for reading in each]))
+        return GradientScope(
+            handlers, _chained([reading.optimizer for reading in each])
+        )
 
     return from_phases(
         init,
@@ -140,7 +144,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
         check_params_given(params, "add_decayed_weights")
         matched = Matched.of(params, grads)
         decays = matched.decays(weight_decay, mask)
-        (updates,) = matched.composed(lambda p, g, d: [add_decay(g, p, d)], decays)
+        (updates,) = matched.map_rule(lambda p, g, d: [add_decay(g, p, d)], decays)
         return updates, state
 
     return Optimizer(lambda params: (), update, elementwise=True)

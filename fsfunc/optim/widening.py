@@ -21,24 +21,24 @@ from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import (
     Tree,
     flatten_like,
-    select_leaves,
-    trainable_copy,
     local_tensor,
     map_flat,
     paths_of,
+    select_leaves,
     trainable,
+    trainable_copy,
 )
 from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    GradientScope,
     State,
     apply_updates,
     begin_step,
+    finish_step,
     from_phases,
     optimizer_factory,
-    finish_step,
 )
 from fsfunc.optim.places import copy_all_to, step_memory_like
 from fsfunc.optim.schedules import check_params_given
@@ -71,7 +71,9 @@ class Narrow:
 
     def where(self, given: Tree, values: Tree) -> Tree:
         """``values``, but None where nothing is ``given``."""
-        there = [x is not None for x in flatten_like(self.treedef, given, "optimizer state")]
+        there = [
+            x is not None for x in flatten_like(self.treedef, given, "optimizer state")
+        ]
         return select_leaves(self.treedef, there, values)
 
     def floats(self) -> Tree:
@@ -115,7 +117,9 @@ class Widened:
     def after(self, state: Any, wide: Tree, inner: State) -> Any:
         raise NotImplementedError
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: Any, params: Tree, returns_params: bool
+    ) -> Phases:
         check_params_given(params, "an update of parameters of 16 bits")
         if type(state) is not self.state:
             raise wrong_state_error(self.called, state, self.state)
@@ -127,7 +131,7 @@ class Widened:
         pairs = (params, grads), (mine, low.only(wide))
         graph = any([Matched.of(*pair).differentiated for pair in pairs])
         del pairs
-        if adds and not graph:
+        if returns_params and not graph:
             # In place, where nobody asks for a graph.
             within = frame().replace(donated=self.donation(low.only(wide)))
             with inside(within):
@@ -144,9 +148,9 @@ class Widened:
             new = low.only(apply_updates(wide, updates))
         # In float32: the difference that the addition will round back to `new`.
         change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
-        (change,) = Matched.of(mine, self.rounded(state, new)).composed(change)
+        (change,) = Matched.of(mine, self.rounded(state, new)).map_rule(change)
         moved = low.merged(updates, low.where(updates, change))
-        result = apply_updates(params, moved) if adds else moved
+        result = apply_updates(params, moved) if returns_params else moved
         yield
         return result, self.after(state, new, inner)
 
@@ -154,7 +158,7 @@ class Widened:
         return frame().donated
 
     def interprets(self, state: Any) -> GradientScope:
-        handlers, inner = self.optimizer.reading(state.inner)
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         return GradientScope(handlers, replace(self, optimizer=inner).functions())
 
 

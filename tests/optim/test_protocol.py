@@ -30,7 +30,7 @@ def heavy_ball(apply=None):
 
     def update(grads, m, params=None):
         like = grads if params is None else params
-        return tuple(Matched.of(like, grads, m).composed(step))
+        return tuple(Matched.of(like, grads, m).map_rule(step))
 
     return ff.Optimizer(zeros_like, update, apply, elementwise=True)
 

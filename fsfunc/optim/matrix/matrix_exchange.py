@@ -23,7 +23,15 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import asks, averaged_axes, here
 from fsfunc.optim.element_rules import Codec, ElementRule
-from fsfunc.optim.leaves import Mask, Tree, check_real, local_tensor, paths_of, describe_leaf, trainable
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    check_real,
+    describe_leaf,
+    local_tensor,
+    paths_of,
+    trainable,
+)
 from fsfunc.optim.matching import Matched, has_decay
 from fsfunc.optim.places import copy_to, device_with, readable_on, step_memory_like
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -449,7 +457,7 @@ def check_matrices(params: Tree, name: str) -> None:
 def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
     """The trees matched; raises where an active leaf is no matrix."""
     matched = Matched.of(params, grads, *moments)
-    check_matrices(matched.restore(matched.columns[0], matched.nothing), name)
+    check_matrices(matched.restore(matched.columns[0], matched.no_updates), name)
     return matched
 
 
@@ -518,10 +526,10 @@ def directions(
             leaf.with_local(x) if is_sharded(leaf) else x
             for leaf, x in zip(leaves, out, strict=True)
         ]
-        return matched.restore(out, matched.nothing)
+        return matched.restore(out, matched.no_updates)
     out = params.rebuild([step_memory_like(x).zero_() for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
         room = copy_to(local_tensor(leaf), x)
         if factor != 1:
             room.mul_(factor)
-    return matched.restore(out, matched.nothing)
+    return matched.restore(out, matched.no_updates)

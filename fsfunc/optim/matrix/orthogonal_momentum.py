@@ -25,7 +25,13 @@ from fsfunc.optim.matrix.matrix_exchange import (
     directions,
     matched_matrices,
 )
-from fsfunc.optim.optimizer import Optimizer, Phases, from_phases, optimizer_factory, finish_step
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Phases,
+    finish_step,
+    from_phases,
+    optimizer_factory,
+)
 from fsfunc.optim.places import bring_together
 from fsfunc.optim.schedules import Schedule
 
@@ -215,20 +221,22 @@ class _Muon:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
-    def phases(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: MuonState, params: Tree, returns_params: bool
+    ) -> Phases:
         if type(state) is not MuonState:
             raise wrong_state_error("muon", state, MuonState)
         like = grads if params is None else params
         matched = matched_matrices("muon", like, grads, state.momentum)
         ways, before = self._ways(matched), Descent(state.count, None)
-        move = PLAIN.phases(self.rule, ways, before, params, adds)
+        move = PLAIN.phases(self.rule, ways, before, params, returns_params)
         next(move)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         yield
-        if adds and not matched.differentiated:
+        if returns_params and not matched.differentiated:
             (v,) = run_kernel(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
-            v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
+            v = momenta.map_params(lambda v, g: v.lerp(g.to(v.dtype), weight))
         result, _ = finish_step(move)
         return result, MuonState(state.count + 1, v)
 
@@ -240,7 +248,10 @@ class _Muon:
             exchange = MatrixExchange(
                 leaves, newton_schulz_flops, "muon", share=not differentiated
             )
-            parts = [local_tensor(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
+            parts = [
+                local_tensor(x)
+                for x in matched.buffers[1].rebuild(self._ahead(matched))
+            ]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             room = None if differentiated else {}
             fn = partial(self.orthogonal, room=room)

@@ -12,7 +12,14 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.leaves import Mask, Tree, flatten_like, local_tensor, trainable, zeros_like
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    local_tensor,
+    trainable,
+    zeros_like,
+)
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
     PLAIN,
@@ -257,12 +264,12 @@ class _Shampoo:
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
     def phases(
-        self, grads: Tree, state: ShampooState, params: Tree, adds: bool
+        self, grads: Tree, state: ShampooState, params: Tree, returns_params: bool
     ) -> Phases:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
         before = Descent(state.count, state.momentum)
-        step = PLAIN.phases(self.rule, ways, before, params, adds)
+        step = PLAIN.phases(self.rule, ways, before, params, returns_params)
         result, (count, momentum) = yield from step
         return result, ShampooState(count, kept, momentum)
 

@@ -19,9 +19,9 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import ReductionFeedback
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    GradientScope,
     State,
     from_phases,
     optimizer_factory,
@@ -132,18 +132,20 @@ class WithFeedback:
         kept = [{name: rows[i] for name, rows in found.items()} for i in range(count)]
         return self.state(*kept, self.optimizer.init(params))
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: Any, params: Tree, returns_params: bool
+    ) -> Phases:
         if self.fed is None:
             raise RuntimeError(
                 f"{self.feed(state[:-1]).called} saw no gradients being reduced: have "
                 "it make the train step, optimizer(grad_fn)"
             )
-        step = self.optimizer.phases(grads, state.inner, params, adds)
+        step = self.optimizer.phases(grads, state.inner, params, returns_params)
         result, inner = yield from step
         return result, self.state(*self.fed.after(), inner)
 
     def interprets(self, state: Any) -> GradientScope:
-        handlers, inner = self.optimizer.reading(state.inner)
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         fed = self.feed(state[:-1])
         after = replace(self, optimizer=inner, fed=fed).functions()
         return GradientScope((*handlers, fed), after)
