@@ -476,7 +476,7 @@ def _only(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
     active = set(matched.active)
     updated = [i in active for i in range(len(matched.trees[0]))]
-    return select_leaves(matched.treedef, updated, values, what="parameters")
+    return select_leaves(matched.treedef, updated, values, title="parameters")
 
 
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:

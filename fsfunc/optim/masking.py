@@ -127,7 +127,7 @@ class _Partition:
     def only(self, label: str, values: Tree, what: str) -> Tree:
         """``values``, with None in place of all leaves that are labelled otherwise."""
         mine = [its == label for its in self.labels]
-        return select_leaves(self.treedef, mine, values, what=what)
+        return select_leaves(self.treedef, mine, values, title=what)
 
     def merged(self, values: Mapping[str, Tree], frozen: list[Any]) -> Tree:
         """By leaf, what the tree of its label holds; of ``frozen`` without one."""

@@ -185,7 +185,7 @@ def averages(tree_: Any, where: RankGroup, weight: float = 1.0) -> Any:
             for total, x in zip(sums, tensors, strict=True)
         ]
 
-    return map_flat(means, tree_, rest=None)
+    return map_flat(means, tree_, untrainable=None)
 
 
 def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
