@@ -358,7 +358,9 @@ class RealViews:
 
 def stored_tensors(buffers: Buffers) -> list[Tensor]:
     """Returns the flat tensors as they are stored, also complex ones: no views."""
-    return buffers.buffers.tensors if isinstance(buffers, RealViews) else buffers.tensors
+    return (
+        buffers.buffers.tensors if isinstance(buffers, RealViews) else buffers.tensors
+    )
 
 
 def real_flat_buffers(columns: Sequence[Sequence[Leaf]]) -> list[Any]:

@@ -48,7 +48,9 @@ class Skipping:
         makes, after = self.counted(grads, state)
         if not makes:
             zeros = lambda ts: list(map(torch.zeros_like, ts))  # noqa: E731
-            still = params if returns_params else map_flat(zeros, grads, untrainable=None)
+            still = (
+                params if returns_params else map_flat(zeros, grads, untrainable=None)
+            )
             yield
             return still, after
         inner = getattr(state, self.inner)

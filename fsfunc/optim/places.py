@@ -1,9 +1,9 @@
-"""Tensors of one step that lie in different memory: where they meet, and their results.
+"""Decides where an update computes when some of its tensors are offloaded.
 
-All that optimizers ask of offloading is asked here. One rule: what is computed with
-each other is brought to the device, unless all of it lies with the host, which computes
-then. What is made for a tensor that is offloaded goes to where that lies, at once, so
-that the device never has it of all leaves.
+All that optimizers ask of offloading is asked here. Tensors of one row (a parameter,
+its gradient and its moments) are fetched to the device, unless all of them lie in host
+memory: then the host computes. A result that belongs to an offloaded tensor goes to
+that one's memory at once, so the device never has all results at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fsfunc.sharded.leaf import Sharded
 
 
 def computing_device(x: Tensor) -> torch.device:
-    """The device that computes with ``x``, also where it lies with the host."""
+    """Returns the device that computes with ``x``, also if ``x`` is offloaded."""
     return _torch.device_of(space_of(x).on_device(x))
 
 
 def device_with(leaf: Sharded | Tensor) -> torch.device:
-    """The device that computes with a leaf; see `computing_device`."""
+    """Returns the device that computes with a leaf; see `computing_device`."""
     if not any_offloaded():
         return leaf.device
     if not isinstance(leaf, Sharded):
@@ -44,18 +44,18 @@ def device_with(leaf: Sharded | Tensor) -> torch.device:
 
 
 def can_meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
-    """True if leaves of two devices are computed with on one.
+    """Returns whether leaves on two devices are computed with on one.
 
-    Some of a state may be offloaded, others not; and what was computed of an offloaded
-    one, by the host, lies beside it and is no part of its store.
+    A part of a state may be offloaded, and the rest not. What the host computed of an
+    offloaded leaf lies in host memory too, without being in its store.
     """
     return any_offloaded() and device_with(leaf) == device_with(other)
 
 
 def some_offloaded(*columns: Sequence[Tensor]) -> bool:
-    """True if one of these tensors is; memory of others (activations) may be too."""
+    """Returns whether any of these tensors is offloaded."""
     if not any_offloaded():
-        return False
+        return False  # nothing in this process is; activations may be and not these
     return any(space_of(x).offloaded for x in chain.from_iterable(columns))
 
 
@@ -108,7 +108,7 @@ def fetch_to(
     *,
     waits: bool = False,
 ) -> Tensor:
-    """``x`` on the device; a copy, in ``dtype``, of what is offloaded or on the host.
+    """Returns ``x`` on the device; a copy in ``dtype`` if it was elsewhere.
 
     Args:
         waits: whether Python may write ``x`` next.
@@ -119,12 +119,15 @@ def fetch_to(
 
 
 def readable_on(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` to be read on the device, where it may lie in a store already."""
+    """Returns ``x`` to be read on the device.
+
+    A store may hold device memory, as that of another GPU's: then it is read in place.
+    """
     return x if _torch.device_of(x) == device else fetch_to(x, device)
 
 
 def copy_to(out: Tensor, x: Tensor) -> Tensor:
-    """Copies ``x`` into ``out``, wherever they lie; returns that, to be read next."""
+    """Copies ``x`` into ``out``, wherever they lie; returns ``out``, ready to read."""
     space = space_of(out)
     if not space.offloaded and (source := space_of(x)).offloaded:
         return source.fetch(x, out=out)
@@ -141,35 +144,36 @@ def copy_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
             copy_to(out, x)
 
 
-def return_beside(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
-    """``x``, which was computed for ``to``: in the memory space of that one.
+def return_beside(x: Tensor, to: Tensor, *, outlives_step: bool = False) -> Tensor:
+    """Returns ``x``, which was computed for ``to``, in the memory space of ``to``.
 
     Args:
-        keeps: whether it outlives the step; else it takes memory of a pool.
+        outlives_step: whether ``x`` is part of the next state; otherwise it takes
+            memory of a pool.
     """
     if not any_offloaded() or _torch.is_wrapped(x) or x.requires_grad:
         return x
     space = space_of(to)
     if not space.offloaded or space_of(x).offloaded:
         return x
-    return space.copied(x) if keeps else space.put(x)
+    return space.copied(x) if outlives_step else space.put(x)
 
 
 def run_rule(
     rule: Callable[..., Sequence[Tensor]],
     row: Sequence[Tensor],
-    decay: Any,
+    decay: float | Tensor,
     returns_params: bool,
 ) -> Sequence[Tensor]:
-    """Runs a rule; each result lies where that lies of which it is the next.
+    """Runs a rule; each result lies where its old value lies.
 
     Args:
         rule: ``rule(param, grad, *moments, decay)``.
         returns_params: whether its first result is the next parameter, not an update.
     """
-    made = rule(*bring_with_decay(row, decay))
+    results = rule(*bring_with_decay(row, decay))
     if not any_offloaded():
-        return made
+        return results
     param, grad, *moments = row
     first = return_beside(
         made[0], param if returns_params else grad, keeps=returns_params
@@ -182,17 +186,20 @@ def run_rule(
 
 
 def step_memory_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dense memory for what is made of ``x`` in a step, in its memory space."""
+    """Returns dense memory for what a step computes of ``x``, in its memory space."""
     if (space := space_of(x)).offloaded:
         return space.new_empty(x, x.shape, dtype)
-    form = torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=form, requires_grad=False)
+    dense = torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=dense, requires_grad=False)
 
 
 def state_memory_like(
     x: Tensor, dtype: torch.dtype | None = None, *, zeros: bool = False
 ) -> Tensor:
-    """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
+    """Returns memory like ``x`` for a part of an optimizer's state.
+
+    On the device of ``x``, or in the store that `init_state` was told for moments.
+    """
     store, device = moments_store(), computing_device(x)
     if store is None:
         make = torch.zeros_like if zeros else torch.empty_like
@@ -204,7 +211,7 @@ def state_memory_like(
 def state_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Zeros of a shape, in the same place."""
+    """Returns zeros of any shape where `state_memory_like` makes memory."""
     if (store := moments_store()) is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     return store.empty(math.prod(shape), dtype, device).view(shape).zero_()
