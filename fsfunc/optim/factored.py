@@ -135,7 +135,10 @@ class FactoredLeaf:
     def kept(self) -> list[Tensor | None]:
         """The second moments of the next step, where those of this one lie."""
         new = zip((self.row, self.col, self.variance), self.moments, strict=True)
-        return [x if x is old else return_beside(x, old, keeps=True) for x, old in new]
+        return [
+            x if x is old else return_beside(x, old, outlives_step=True)
+            for x, old in new
+        ]
 
     def rms(self, power: Tensor) -> Tensor:
         return (power / max(math.prod(self.shape), 1)).sqrt()

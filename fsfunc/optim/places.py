@@ -60,41 +60,42 @@ def some_offloaded(*columns: Sequence[Tensor]) -> bool:
 
 
 def meeting_device(row: Sequence[Tensor]) -> torch.device | None:
-    """The device to which tensors are brought; None: they meet where they lie."""
+    """Returns the device to fetch tensors to; None if they need not be moved."""
     if not any_offloaded():
         return None
     spaces = map(space_of, row)
-    away = [space.device for space in spaces if isinstance(space, Offloaded)]
-    if not away or len(away) == len(row):
+    devices = [space.device for space in spaces if isinstance(space, Offloaded)]
+    if not devices or len(devices) == len(row):
         return None
-    # What was computed on the host of what lies there is in no store.
-    device = away[0]
+    # A tensor outside of the stores may lie on the host all the same, as a result of
+    # the host's: only one that is on the device makes all of them meet there.
+    device = devices[0]
     return device if any(_torch.device_of(x) == device for x in row) else None
 
 
-# On the way there, and back
+# To the device, and back
 
 
 def bring_together(
     row: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Tensors that are computed with each other: on the device, if only some are.
+    """Returns tensors that can be computed with each other.
 
-    Where all of them lie with the host, it is the host that computes.
+    On the device if any of them lies there; where they are if all lie on the host.
 
     Args:
-        dtype: of those that are brought; by default their own.
+        dtype: of those that are fetched; by default their own.
     """
     device = meeting_device(row)
     if device is None:
         return list(row)
-    # Who writes them back does so by a copy in the same stream, and an update of the
-    # host's waits for all copies first: nobody waits here.
+    # Nobody waits for these copies here: what is written back is copied in the same
+    # stream, and an update that the host computes waits for all copies first.
     return [fetch_to(x, device, dtype) for x in row]
 
 
-def bring_with_decay(row: Sequence[Tensor], decay: Any) -> list[Any]:
-    """The arguments of a rule: a row that is brought, and its decay beside it."""
+def bring_with_decay(row: Sequence[Tensor], decay: float | Tensor) -> list[Any]:
+    """Returns the arguments of a rule: `bring_together`, and the decay beside them."""
     row = bring_together(row)
     if isinstance(decay, Tensor) and any_offloaded():
         decay = decay.to(_torch.device_of(row[0]))
@@ -119,9 +120,9 @@ def fetch_to(
 
 
 def readable_on(x: Tensor, device: torch.device) -> Tensor:
-    """Returns ``x`` to be read on the device.
+    """Returns ``x`` to be read on the device; itself if it lies there.
 
-    A store may hold device memory, as that of another GPU's: then it is read in place.
+    So may a tensor that is offloaded, where the device is a CPU: no copy is needed.
     """
     return x if _torch.device_of(x) == device else fetch_to(x, device)
 
@@ -136,7 +137,7 @@ def copy_to(out: Tensor, x: Tensor) -> Tensor:
 
 
 def copy_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copies each of ``xs`` into one of ``outs``: a kernel for `in_place.fused`."""
+    """Copies ``xs`` into ``outs``, one by one: a kernel for `in_place.run_kernel`."""
     if meeting_device([*outs, *xs]) is None:
         torch._foreach_copy_(list(outs), list(xs))
     else:
@@ -175,11 +176,13 @@ def run_rule(
     if not any_offloaded():
         return results
     param, grad, *moments = row
-    first = return_beside(
-        made[0], param if returns_params else grad, keeps=returns_params
-    )
-    rest = zip(made[1:], moments, strict=True)
-    return [first, *(return_beside(x, m, keeps=True) for x, m in rest)]
+    old = param if returns_params else grad
+    first = return_beside(results[0], old, outlives_step=returns_params)
+    new_moments = [
+        return_beside(x, moment, outlives_step=True)
+        for x, moment in zip(results[1:], moments, strict=True)
+    ]
+    return [first, *new_moments]
 
 
 # Memory

@@ -151,7 +151,7 @@ class Preconditioning:
             out[rows, columns] = left_root @ x @ right_root
             made = (left, right, left_root, right_root)
             made = [
-                old if x is it else return_beside(x, old, keeps=True)
+                old if x is it else return_beside(x, old, outlives_step=True)
                 for old, it, x in zip(before, here, made, strict=True)
             ]
             pairs = zip(kept, made, strict=True)
