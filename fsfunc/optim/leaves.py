@@ -65,12 +65,12 @@ def check_real(params: Tree, subject: str, why: str) -> None:
             )
 
 
-def local_tensor(leaf: Sharded | Tensor) -> Tensor:
+def local_tensor(leaf: Leaf) -> Tensor:
     """Returns the tensor that this rank holds of a leaf."""
     return leaf.local if is_sharded(leaf) else leaf
 
 
-def stored_dtype(leaf: Sharded | Tensor) -> torch.dtype:
+def stored_dtype(leaf: Leaf) -> torch.dtype:
     """Returns the dtype of `local_tensor`.
 
     It may differ from ``leaf.dtype``, the layout's: that of moments, say.
@@ -406,7 +406,7 @@ def _same_layout(leaf: Sharded, other: Sharded) -> bool:
     return a is b or (a.shape, a.parts) == (b.shape, b.parts)
 
 
-def _leaves_fit(leaf: Sharded | Tensor, other: Leaf) -> bool:
+def _leaves_fit(leaf: Leaf, other: Leaf) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts

@@ -37,7 +37,7 @@ from fsfunc.optim.leaves import (
 from fsfunc.optim.places import run_rule
 from fsfunc.runtime.host_copies import settle
 from fsfunc.sharded.complex_numbers import as_real
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.types import Leaf, PyTree
 
 Decay = float | Tensor  # a tensor where the leaves of one buffer decay differently
@@ -296,7 +296,7 @@ def wrong_state_error(name: str, state: PyTree, expected: type) -> ValueError:
     )
 
 
-def _advice(leaf: Sharded | Tensor, other: Leaf) -> str:
+def _advice(leaf: Leaf, other: Leaf) -> str:
     """Returns how to lay two leaves out alike, if only that differs; otherwise ""."""
     if is_sharded(leaf) != is_sharded(other):
         return _WHOLE_AND_SHARDED
