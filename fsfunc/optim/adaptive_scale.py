@@ -28,7 +28,7 @@ from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
 from fsfunc.optim.leaves import Tree, check_follows_no_params
 from fsfunc.optim.optimizer import GradientScope, Optimizer, State, optimizer_factory
 from fsfunc.optim.places import computing_device
-from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
+from fsfunc.optim.reductions import global_norm, tensors_by_axes, tree_scale
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -316,7 +316,7 @@ class _AdaScale:
         return Optimizer(self.init, self.update, interprets=self.interprets)
 
     def init(self, params: Tree) -> AdaScaleState:
-        wide = by_axes(params)[1].to_real()
+        wide = tensors_by_axes(params)[1].to_real()
         # Where updates will leave them: what is loaded or compiled finds it so.
         tensors = (x for x in tree.leaves(params) if isinstance(x, Tensor))
         devices = map(computing_device, tensors)

@@ -38,7 +38,7 @@ from fsfunc.optim.leaves import (
 from fsfunc.optim.matching import Decay, Matched, Rule, wrong_state_error
 from fsfunc.optim.optimizer import Optimizer, Phases, State, apply_updates, from_phases
 from fsfunc.optim.places import bring_with_decay, computing_device, some_offloaded
-from fsfunc.optim.reductions import all_finite, holds
+from fsfunc.optim.reductions import all_finite, read_flag
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.sharded.leaf import is_sharded
 
@@ -401,7 +401,7 @@ def _fit_float16(matched: Matched, magnitudes: Sequence[Tensor], scale: float) -
         fits = largest * scale < _FLOAT16_MAX
         flag = torch.where(fits, torch.zeros_like(largest), torch.inf)
         flags.append(leaf.with_local(flag) if is_sharded(leaf) else flag)
-    return holds(all_finite(flags))
+    return read_flag(all_finite(flags))
 
 
 # Under ``jit`` an update is one pass over memory, where the equation alone takes one

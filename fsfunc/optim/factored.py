@@ -33,7 +33,7 @@ from fsfunc.optim.places import (
     return_beside,
     step_memory_like,
 )
-from fsfunc.optim.reductions import over_axes
+from fsfunc.optim.reductions import reduce_over_axes
 from fsfunc.optim.schedules import (
     Schedule,
     check_params_given,
@@ -180,7 +180,7 @@ def _over_axes(
     leaves: Sequence[FactoredLeaf], numbers: Sequence[Tensor]
 ) -> list[Tensor]:
     pairs = zip(leaves, numbers, strict=True)
-    return over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
+    return reduce_over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
 
 
 def _boxes(layout: Layout) -> list[Box]:

@@ -29,7 +29,7 @@ from fsfunc.optim.optimizer import (
     optimizer_factory,
 )
 from fsfunc.optim.places import bring_with_decay, computing_device, step_memory_like
-from fsfunc.optim.reductions import Row, into_parts, row_norms, rows_of
+from fsfunc.optim.reductions import Row, leaf_rows, row_norms, spread_into_parts
 from fsfunc.optim.schedules import (
     Schedule,
     check_params_given,
@@ -146,7 +146,7 @@ class Trust:
 
 
 def _rows(matched: Matched, column: int) -> Iterator[Row]:
-    return rows_of(matched.columns[column], matched.buffers[column])
+    return leaf_rows(matched.columns[column], matched.buffers[column])
 
 
 def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
@@ -157,7 +157,7 @@ def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
             leaf = matched.trees[1][matched.active[j]]
             x = local_tensor(leaf)
             if is_sharded(leaf):
-                factor = into_parts(factor, leaf.layout.axes)
+                factor = spread_into_parts(factor, leaf.layout.axes)
                 out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
             else:
                 out[j] = x * factor.to(x.device, x.dtype)

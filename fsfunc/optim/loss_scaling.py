@@ -26,7 +26,7 @@ from fsfunc.optim.optimizer import (
     optimizer_factory,
 )
 from fsfunc.optim.places import computing_device
-from fsfunc.optim.reductions import all_finite, holds
+from fsfunc.optim.reductions import all_finite, read_flag
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
@@ -124,7 +124,7 @@ class _IfFinite(Skipping):
     def counted(
         self, grads: Tree, state: ApplyIfFiniteState
     ) -> tuple[bool, ApplyIfFiniteState]:
-        finite = holds(all_finite(grads))
+        finite = read_flag(all_finite(grads))
         row = 0 if finite else state.notfinite_count + 1
         total = state.total_notfinite + (not finite)
         after = ApplyIfFiniteState(row, finite, total, state.inner_state)
@@ -247,7 +247,7 @@ class _Scaled(Skipping):
     def counted(
         self, grads: Tree, state: LossScaleState
     ) -> tuple[bool, LossScaleState]:
-        finite = holds(all_finite(grads))
+        finite = read_flag(all_finite(grads))
         scale, good = self.rule.next(state.scale, state.good_steps, not finite)
         skipped = state.skipped + (not finite)
         return finite, LossScaleState(scale, good, skipped, state.inner)
@@ -500,7 +500,7 @@ class _Layerwise(Skipping):
     def counted(
         self, grads: Tree, state: LayerwiseLossScaleState
     ) -> tuple[bool, LayerwiseLossScaleState]:
-        finite = holds(all_finite(grads))
+        finite = read_flag(all_finite(grads))
         blamed = () if finite else self._overflowed(grads, state.scales)
         after = {
             name: self.rule.next(
@@ -524,7 +524,7 @@ class _Layerwise(Skipping):
         for name in sorted(scales):
             one = self.found.get(name)
             mine = fine if one is None else torch.where(one, torch.inf, fine)
-            if not holds(all_finite([mine])):
+            if not read_flag(all_finite([mine])):
                 blamed.add(name)
         return blamed or set(scales)
 
