@@ -84,7 +84,7 @@ def observe_gradients(
 
     @functools.partial(Transformed, grad_fn, "observe_gradients", tuple)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:
-        seen, f = _Measure(measure), frame()
+        seen, f = _GradientMeasure(measure), frame()
         with inside(f.replace(handlers=(*f.handlers, seen))):
             out = grad_fn(*args, **keywords)
         return out, seen.total(), seen.samples
@@ -92,7 +92,7 @@ def observe_gradients(
     return observed
 
 
-class _Measure(GradientObserver):
+class _GradientMeasure(GradientObserver):
     """Shows the gradients of the gradient calls in its reach to ``measure``."""
 
     called = "observe_gradients"
@@ -183,7 +183,7 @@ class _Measure(GradientObserver):
         return psum(found.to(zero.dtype), axes)
 
 
-class _Samples(NamedTuple):
+class _SampleSquares(NamedTuple):
     """The sum of all samples' squares, how many they are, the square of their mean."""
 
     squares: Tensor
@@ -191,7 +191,7 @@ class _Samples(NamedTuple):
     mean: Tensor
 
 
-class _Squares(_Measure):
+class _SquareMeasure(_GradientMeasure):
     """Measures the squares of one step's samples, and that of their mean."""
 
     sees_mean = True
@@ -203,7 +203,7 @@ class _Squares(_Measure):
     def take_mean(self, grads: Tree) -> None:
         self.means.append(global_norm(grads) ** 2)
 
-    def all(self) -> _Samples:
+    def all(self) -> _SampleSquares:
         """What the samples of all ranks gave.
 
         Raises:
@@ -222,7 +222,7 @@ class _Squares(_Measure):
                 "adascale compares the samples of a step, and this step has one: shard "
                 "it over two ranks or more, or accumulate(step, 2)"
             )
-        return _Samples(squares, n, self.means[0])
+        return _SampleSquares(squares, n, self.means[0])
 
 
 def _square(gradient: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class _AdaScale:
     optimizer: Optimizer
     scale: float | None
     smoothing: float | None
-    seen: _Squares | None = None
+    seen: _SquareMeasure | None = None
 
     def functions(self) -> Optimizer:
         return Optimizer(self.init, self.update, interprets=self.interprets)
@@ -329,7 +329,7 @@ class _AdaScale:
 
     def interprets(self, state: AdaScaleState) -> GradientScope:
         handlers, inner = self.optimizer.gradient_scope(state.inner)
-        seen = _Squares()
+        seen = _SquareMeasure()
         after = replace(self, optimizer=inner, seen=seen).functions()
         return GradientScope((*handlers, seen), after)
 

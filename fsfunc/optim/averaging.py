@@ -27,7 +27,7 @@ from fsfunc.optim.leaves import (
     trainable_copy,
     trainable_only,
 )
-from fsfunc.optim.masking import left_out
+from fsfunc.optim.masking import frozen_paths
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -110,12 +110,12 @@ def ema(
 
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
     least = 1 - decay, f"1 - {decay} of a change"
-    f = _Averaged("ema", optimizer, weight, start, every, dtype, least)
+    f = _Averaging("ema", optimizer, weight, start, every, dtype, least)
     return f.functions()
 
 
 # Of a number a change of less than this share of it is lost.
-_HALF_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+_SMALLEST_CHANGE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def warn_narrow(
@@ -130,7 +130,7 @@ def warn_narrow(
     dtypes = {
         stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
     }
-    stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
+    stuck = [str(k) for k in dtypes if least[0] < _SMALLEST_CHANGE.get(k, 0.0)]
     if stuck:
         warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
@@ -182,12 +182,12 @@ def swa(
     """
     weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
     least = 0.0, "1 / n of a change, if n is large"
-    f = _Averaged("swa", optimizer, weight, start, every, dtype, least)
+    f = _Averaging("swa", optimizer, weight, start, every, dtype, least)
     return f.functions()
 
 
 @dataclass(frozen=True, eq=False)
-class _Averaged:
+class _Averaging:
     """The functions of an optimizer with an average, moved by a share at each update.
 
     Args:
@@ -267,7 +267,7 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     >>> w, eval_params(state, w)
     (tensor([1.]), tensor([0.7500]))
     """
-    found = [state.evaluated(params) for state in _averaging(opt_state)]
+    found = [state.evaluated(params) for state in _averaging_states(opt_state)]
     if not found:
         raise ValueError(
             "nothing in this state is averaged: give the state of an optimizer made by "
@@ -276,31 +276,31 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     _, treedef = tree.flatten(params, is_sharded)
     averages = params
     for average in found:
-        averages = _filled(treedef, average, averages)
+        averages = _fill_none(treedef, average, averages)
     matched = Matched.of(trainable_only(params), trainable_only(averages))
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
     if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
         return lay_as(averages, params)
     cast = matched.map_params(lambda p, average: average.to(p.dtype))
-    return lay_as(_filled(treedef, cast, averages), params)
+    return lay_as(_fill_none(treedef, cast, averages), params)
 
 
-def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
+def _fill_none(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
     """``values``, with ``others`` where they are None."""
     there = [x is not None for x in flatten_like(treedef, values, "averages")]
     return select_leaves(treedef, there, values, others, "averages")
 
 
-def _averaging(state: Any) -> Iterator[Any]:
+def _averaging_states(state: Any) -> Iterator[Any]:
     """The outermost states in ``state`` that keep averages."""
     if callable(getattr(type(state), "evaluated", None)):
         yield state
     elif isinstance(state, Mapping):
         for inner in state.values():
-            yield from _averaging(inner)
+            yield from _averaging_states(inner)
     elif isinstance(state, (tuple, list)):
         for inner in state:
-            yield from _averaging(inner)
+            yield from _averaging_states(inner)
 
 
 class ScheduleFreeState(NamedTuple):
@@ -385,7 +385,7 @@ def schedule_free(
     return Optimizer(f.init, f.update, f.apply, elementwise=base.elementwise)
 
 
-class _Weighed(NamedTuple):
+class _WeightedStep(NamedTuple):
     """The rate, the weight c of the next z, and a state that has counted it."""
 
     rate: Any
@@ -405,7 +405,7 @@ class _ScheduleFree:
     mask: Mask | None
 
     def init(self, params: Tree) -> ScheduleFreeState:
-        if (path := next(left_out(self.base, params), None)) is not None:
+        if (path := next(frozen_paths(self.base, params), None)) is not None:
             raise ValueError(
                 f"the base of schedule_free leaves {path!r} out, which decays and is "
                 "averaged here all the same: put masked, or the partition that freezes "
@@ -415,7 +415,7 @@ class _ScheduleFree:
         warn_narrow("schedule_free", z, (0.0, "1 / n of a change, if n is large"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
-    def weighed(self, state: ScheduleFreeState) -> _Weighed:
+    def weighed(self, state: ScheduleFreeState) -> _WeightedStep:
         if state.b1 != self.b1:
             raise ValueError(
                 f"the state is of schedule_free(b1={state.b1}), between whose z and x "
@@ -426,7 +426,7 @@ class _ScheduleFree:
         weight = max_lr**self.weight_lr_power
         total = state.weight_sum + weight
         counted = state._replace(count=state.count + 1, weight_sum=total, max_lr=max_lr)
-        return _Weighed(rate, weight / total if total else 0.0, counted)
+        return _WeightedStep(rate, weight / total if total else 0.0, counted)
 
     def update(self, grads: Tree, state: ScheduleFreeState, params: Tree = None):
         check_params_given(params, "schedule_free")
@@ -461,25 +461,27 @@ class _ScheduleFree:
 
         yield
         # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
-        old = trainable_copy(_only(matched, params)) if self.weight_decay else None
-        y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
+        old = (
+            trainable_copy(_only_active(matched, params)) if self.weight_decay else None
+        )
+        y = _mix(params, _only_active(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
         new_z, inner = finish_step(base)
         if self.weight_decay:
             (new_z,) = run_kernel(Matched.of(new_z, old), decay, decays)
         k = self.b1 * c + 1 - self.b1
         with inside(frame().replace(donated=Everything())):  # y is ours by now
-            y = _mixed(y, _only(matched, new_z), 1.0, k)
+            y = _mix(y, _only_active(matched, new_z), 1.0, k)
         return y, counted._replace(z=new_z, base=inner)
 
 
-def _only(matched: Matched, values: Tree) -> Tree:
+def _only_active(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
     active = set(matched.active)
     updated = [i in active for i in range(len(matched.trees[0]))]
     return select_leaves(matched.treedef, updated, values, title="parameters")
 
 
-def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
+def _mix(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
     """``by y + add z``, written over y where that may be."""
 
     def mix(ys: Any, zs: Any) -> None:

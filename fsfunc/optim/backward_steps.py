@@ -127,7 +127,7 @@ class _InBackward(Optimizer):
         return GradientScope((steps,), steps.rest())
 
 
-APPLIED = (
+USED_UP = (
     "step_in_backward has used this gradient up while the backward ran; what reads "
     "gradients, such as a norm or a clip, needs the step without it"
 )
@@ -141,7 +141,7 @@ class BackwardSteps(GradientSteps):
     """
 
     called = "step_in_backward"
-    why_spent = APPLIED
+    why_spent = USED_UP
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
         self.optimizer, self.state, self.frame = optimizer, state, frame()
@@ -265,7 +265,8 @@ class BackwardSteps(GradientSteps):
         stepped = {i for key in self.done for i in self.at[key]}
         same = len(leaves) == len(self.old) and state is self.state
         if not same or any(
-            leaves[i] is not self.old[i] or not _is_of(found[i], self.old[i])
+            leaves[i] is not self.old[i]
+            or not _is_used_up_gradient(found[i], self.old[i])
             for i in stepped
         ):
             raise ValueError(_OTHERS)
@@ -305,7 +306,11 @@ class MirroredState:
             except ValueError:
                 return None
             pairs = zip(found, leaves, strict=True)
-            return found if all(c is None or _like(c, p) for c, p in pairs) else None
+            return (
+                found
+                if all(c is None or _shaped_like(c, p) for c, p in pairs)
+                else None
+            )
 
         def ends(x: Any) -> bool:
             return is_sharded(x) or column(x) is not None
@@ -343,7 +348,7 @@ class MirroredState:
         return tree.unflatten(self.spec, items)
 
 
-def _like(x: Any, leaf: Any) -> bool:
+def _shaped_like(x: Any, leaf: Any) -> bool:
     """True if a leaf of a state may be one for each element of a parameter."""
     if is_sharded(leaf) != is_sharded(x) or not (
         is_sharded(x) or isinstance(x, Tensor)
@@ -352,9 +357,9 @@ def _like(x: Any, leaf: Any) -> bool:
     return tuple(x.shape) == tuple(leaf.shape)
 
 
-def _is_of(grad: Any, leaf: Any) -> bool:
+def _is_used_up_gradient(grad: Any, leaf: Any) -> bool:
     """True if that is the gradient of a leaf, and used up."""
-    spent = getattr(grad, "spent", "") == APPLIED
+    spent = getattr(grad, "spent", "") == USED_UP
     return spent and grad.layout is leaf.layout
 
 

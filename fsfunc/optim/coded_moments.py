@@ -57,24 +57,24 @@ BLOCK = 256
 """Elements that share a scale."""
 
 
-_CUT = 20  # bits of a float32's mantissa that a code has no room for
-_TOP = 1.875  # the largest number of exponent 0 and 3 bits of mantissa
-_SIGN = -(1 << 31)  # the bit of an int32, or a float32
-_ONE = 127 << 3  # sign, exponent and 3 bits of mantissa of 1.0
+_CUT_BITS = 20  # bits of a float32's mantissa that a code has no room for
+_LARGEST_MANTISSA = 1.875  # the largest number of exponent 0 and 3 bits of mantissa
+_SIGN_BIT = -(1 << 31)  # the bit of an int32, or a float32
+_ONE_BITS = 127 << 3  # sign, exponent and 3 bits of mantissa of 1.0
 
 
-def padded(count: int) -> int:
+def round_up_to_block(count: int) -> int:
     """The least multiple of `BLOCK` that is not below ``count``."""
     return -(-count // BLOCK) * BLOCK
 
 
-def chance(device: torch.device, count: int, seed: int) -> Tensor:
+def dither_bits(device: torch.device, count: int, seed: int) -> Tensor:
     """``count`` random numbers below 2^20, int32, which follow from ``seed``.
 
     A range of a table of twice `CHUNK` numbers: it is read from the cache, which is ten
     times as fast as to draw. A longer one begins anew.
     """
-    table = _table(str(device))
+    table = _dither_table(str(device))
     start = seed % CHUNK
     if start + count <= len(table):
         return table[start : start + count]
@@ -82,10 +82,10 @@ def chance(device: torch.device, count: int, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _table(device: str) -> Tensor:
+def _dither_table(device: str) -> Tensor:
     with _torch.beneath_all_modes(), torch.inference_mode(False):
         draw = torch.Generator().manual_seed(0)
-        made = torch.randint(1 << _CUT, (2 * CHUNK,), generator=draw, device="cpu")
+        made = torch.randint(1 << _CUT_BITS, (2 * CHUNK,), generator=draw, device="cpu")
         return made.to(torch.device(device), torch.int32)
 
 
@@ -110,7 +110,7 @@ class Coder:
     def __init__(self, signed: bool):
         self.signed = signed
         exponents = 15 if signed else 31
-        self.base = _ONE - (exponents << 3)  # of code 0
+        self.base = _ONE_BITS - (exponents << 3)  # of code 0
         self.last = 127 if signed else 255
         self.zero = 2.0**-exponents  # what code 0 stands for, and is taken off
 
@@ -129,12 +129,12 @@ class Coder:
             spare: int32 [n], written over.
         """
         if self.signed:
-            torch.bitwise_and(x.view(torch.int32), _SIGN, out=spare)
+            torch.bitwise_and(x.view(torch.int32), _SIGN_BIT, out=spare)
         rows = (x.abs_() if self.signed else x).view(-1, BLOCK)
         torch.amax(rows, 1, out=scales)
-        scales.mul_(1 / _TOP)
+        scales.mul_(1 / _LARGEST_MANTISSA)
         rows.div_(scales.unsqueeze(1)).add_(self.zero)  # 0 / 0: any code, times 0
-        bits = x.view(torch.int32).add_(dither).bitwise_right_shift_(_CUT)
+        bits = x.view(torch.int32).add_(dither).bitwise_right_shift_(_CUT_BITS)
         # Nothing that is positive may become 0: a step is divided by its root.
         bits.sub_(self.base).clamp_(0 if self.signed else 1, self.last)
         if self.signed:
@@ -149,10 +149,10 @@ class Coder:
         if self.signed:
             torch.bitwise_left_shift(bits, 24, out=spare)
             bits.bitwise_and_(127)
-        bits.add_(self.base).bitwise_left_shift_(_CUT)
+        bits.add_(self.base).bitwise_left_shift_(_CUT_BITS)
         out.sub_(self.zero)
         if self.signed:
-            bits.bitwise_or_(spare.bitwise_and_(_SIGN))
+            bits.bitwise_or_(spare.bitwise_and_(_SIGN_BIT))
         out.view(-1, BLOCK).mul_(scales.unsqueeze(1))
         return out
 
@@ -172,7 +172,7 @@ class CodeGroup:
         return is_sharded(self.first) and bool(self.first.layout.axes)
 
 
-def groups_of(
+def code_groups(
     leaves: Sequence[Any], paths: Sequence[str]
 ) -> tuple[list[CodeGroup], int]:
     """Leaves by buffer, and a number that tells their layouts, alike on all ranks.
@@ -197,7 +197,7 @@ def groups_of(
             spans = {i: leaves[i].layout.buffer_range(at) for i in members}
             starts = {i: start for i, (start, _) in spans.items()}
             used = max(stop for _, stop in spans.values())
-        groups.append(CodeGroup(starts, padded(size), used, first))
+        groups.append(CodeGroup(starts, round_up_to_block(size), used, first))
         for i in members:
             x = leaves[i]
             said.append(f"{paths[i]} {x.layout if is_sharded(x) else tuple(x.shape)}")
@@ -230,7 +230,7 @@ class Stretch(NamedTuple):
     decay: float
 
 
-def stretches(
+def find_stretches(
     matched: Matched, new: Any, decays: Sequence[float], groups: Sequence[CodeGroup]
 ) -> dict[int, list[Stretch]]:
     """By group, what is to be updated, in as few stretches as may be."""
@@ -250,7 +250,7 @@ def stretches(
     return found
 
 
-Moved = Sequence[tuple[Tensor, Tensor]]  # codes or scales: the old, the new
+CodePairs = Sequence[tuple[Tensor, Tensor]]  # codes or scales: the old, the new
 
 MEAN, SQUARE = Coder(signed=True), Coder(signed=False)
 
@@ -273,7 +273,7 @@ class CodedStep:
         self.scratch: dict[tuple[torch.device, bool], Tensor] = {}
 
     def write(
-        self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: Moved
+        self, number: int, group: CodeGroup, cuts: Sequence[Stretch], where: CodePairs
     ) -> None:
         """The step of a group; blocks of which nothing is updated keep their codes.
 
@@ -285,12 +285,12 @@ class CodedStep:
         if (device := meeting_device(tensors)) is not None:
             self._write_on(device, number, group, cuts, where)
             return
-        for start, stop in _blocks(cuts):
+        for start, stop in _touched_blocks(cuts):
             param = cuts[0].param
             size = stop - start
             size = min(CHUNK, size) if param.device.type == "cpu" else size
             for begin in range(start, stop, size):
-                chunk = _range(where, begin, min(size, stop - begin))
+                chunk = _slice_pairs(where, begin, min(size, stop - begin))
                 self._write_chunk(number, group, cuts, chunk, begin)
                 if isinstance(param, _torch.FakeTensor):
                     return  # nothing is written, and each chunk is as the first
@@ -301,7 +301,7 @@ class CodedStep:
         number: int,
         group: CodeGroup,
         cuts: Sequence[Stretch],
-        where: Moved,
+        where: CodePairs,
     ) -> None:
         """The same on the device, where some tensors are offloaded."""
         come = lambda x: fetch_to(x, device, waits=True)  # noqa: E731
@@ -322,7 +322,7 @@ class CodedStep:
         number: int,
         group: CodeGroup,
         cuts: Sequence[Stretch],
-        where: Moved,
+        where: CodePairs,
         begin: int,
     ) -> None:
         moments, spare = self._room(where[0][0], group.is_split)
@@ -330,7 +330,7 @@ class CodedStep:
         for x, coder, (old, _), (scales, _) in rows:
             coder.decode(old, scales, x, spare)
         for cut in cuts:
-            _step(self.kernel, cut, moments, begin)
+            _step_stretch(self.kernel, cut, moments, begin)
         for k, (x, coder, (_, new), (_, scales)) in enumerate(rows):
             x[max(group.used - begin, 0) :].zero_()
             if isinstance(x, _torch.FakeTensor):
@@ -338,7 +338,7 @@ class CodedStep:
                 dither = spare
             else:
                 seed = mix(self.count, number, k, begin)
-                dither = chance(x.device, len(x), seed)
+                dither = dither_bits(x.device, len(x), seed)
             coder.encode(x, new, scales, dither, spare)
 
     def _room(self, codes: Tensor, is_split: bool) -> tuple[list[Tensor], Tensor]:
@@ -354,28 +354,30 @@ class CodedStep:
         return moments, spare.view(torch.int32)
 
 
-def _blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
+def _touched_blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
     """The ranges, in whole blocks, that stretches touch."""
     found: list[tuple[int, int]] = []
     for cut in sorted(cuts, key=lambda cut: cut.start):
         if not cut.param.numel():
             continue
         start = cut.start // BLOCK * BLOCK
-        stop = padded(cut.start + cut.param.numel())
+        stop = round_up_to_block(cut.start + cut.param.numel())
         if found and start <= found[-1][1]:
             start, stop = found[-1][0], max(stop, found.pop()[1])
         found.append((start, stop))
     return found
 
 
-def _range(where: Moved, begin: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def _slice_pairs(
+    where: CodePairs, begin: int, count: int
+) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales, old and new, of ``count`` elements."""
     blocks = slice(begin // BLOCK, (begin + count) // BLOCK)
     spans = (slice(begin, begin + count), blocks) * (len(where) // 2)
     return [(old[s], new[s]) for (old, new), s in zip(where, spans, strict=True)]
 
 
-def _step(
+def _step_stretch(
     kernel: Callable[..., None], cut: Stretch, moments: Sequence[Tensor], begin: int
 ) -> None:
     """Writes one step of the elements of a stretch that lie within the chunk."""
@@ -409,18 +411,18 @@ def is_coded(state: Any) -> bool:
     return isinstance(state, tuple) and hasattr(state, "coders")
 
 
-def decoded(state: Any) -> Any:
+def decode_state(state: Any) -> Any:
     """A state with the moments themselves, in float32: what this rank holds of each."""
     count, *kept, places = state
     pairs = zip(kept, state.coders, strict=True)
-    return type(state)(count, *(_decoded(x, coder) for x, coder in pairs), places)
+    return type(state)(count, *(_decode_moment(x, coder) for x, coder in pairs), places)
 
 
-def encoded(state: Any, wide: Any) -> Any:
+def encode_state(state: Any, wide: Any) -> Any:
     """Such moments as codes, which lie as those of ``state`` do."""
     count, *kept, places = state
     made = [
-        _encoded(codes, x, coder, mix(count, k))
+        _encode_moment(codes, x, coder, mix(count, k))
         for k, (codes, x, coder) in enumerate(
             zip(kept, wide[1:-1], state.coders, strict=True)
         )
@@ -428,30 +430,33 @@ def encoded(state: Any, wide: Any) -> Any:
     return type(state)(count, *made, places)
 
 
-def _decoded(kept: Codes, coder: Coder) -> Any:
+def _decode_moment(kept: Codes, coder: Coder) -> Any:
     found = []
     for codes, scales in zip(*kept, strict=True):
-        codes = _flat(codes)
+        codes = _flat_local(codes)
         out, spare = codes.float(), codes.int()  # both are written over
         if codes.numel():
-            coder.decode(codes, _flat(scales), out, spare)
+            coder.decode(codes, _flat_local(scales), out, spare)
         found.append(out)
     return tuple(found)
 
 
-def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
+def _encode_moment(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
     made: tuple[list[Any], list[Any]] = [], []
     for codes, scales, x in zip(*kept, wide, strict=True):
         new = [space_of(t).empty_like(t) for t in map(local_tensor, (codes, scales))]
         if x.numel():
-            dither, (code, scale) = chance(x.device, x.numel(), seed), map(_flat, new)
+            dither, (code, scale) = (
+                dither_bits(x.device, x.numel(), seed),
+                map(_flat_local, new),
+            )
             coder.encode(x.clone(), code, scale, dither, torch.empty_like(dither))
         for column, old, t in zip(made, (codes, scales), new, strict=True):
             column.append(old.with_local(t) if is_sharded(old) else t)
     return Codes(*map(tuple, made))
 
 
-class Coded(Codec):
+class CodedCodec(Codec):
     """Moments in 8 bits, with a scale for each block of what one rank holds.
 
     Args:
@@ -468,7 +473,7 @@ class Coded(Codec):
     def init(self, rule: ElementRule, params: Tree) -> Any:
         check_parts_dtype(params, torch.uint8)
         leaves, treedef = tree.flatten(params, is_sharded)
-        groups, places = groups_of(leaves, paths_of(treedef))
+        groups, places = code_groups(leaves, paths_of(treedef))
 
         def codes() -> Codes:
             return Codes(
@@ -491,7 +496,7 @@ class Coded(Codec):
                 grads, params, ()
             )  # which checks that parameters are given
             like = grads if params is None else params
-            start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
+            start = tree.map(lambda x: _wide_param(x, rule), like, is_leaf=is_sharded)
             apply = partial(self.phases, rule, returns_params=True)
             done = update_from_apply(apply, grads, state, start)
             yield
@@ -502,7 +507,7 @@ class Coded(Codec):
                 f"{rule.name} with moments in 8 bits: this update is differentiated, "
                 "and codes have no derivative: leave moment_dtype out"
             )
-        groups, places = groups_of(matched.trees[0], paths_of(matched.treedef))
+        groups, places = code_groups(matched.trees[0], paths_of(matched.treedef))
         if places != state.places:
             raise ValueError(
                 f"{rule.name}: moments in 8 bits were made for parameters of other "
@@ -522,10 +527,10 @@ class Coded(Codec):
                 (x, writing.target(list(x), flat_buffers([x])[0]).leaves)
                 for x in columns
             ]
-            cuts = stretches(matched, new, decays, groups)
+            cuts = find_stretches(matched, new, decays, groups)
             step = CodedStep(kernel, state.coders, count)
             for i, group in enumerate(groups):
-                where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
+                where = [(_flat_local(old[i]), _flat_local(to[i])) for old, to in held]
                 step.write(i, group, cuts.get(i, []), where)
         writing.finish()
         made = [tuple(to) for _, to in held]
@@ -541,17 +546,17 @@ def codec_of(
 ) -> Codec:
     """The codec of a ``moment_dtype``; that of float16 has a scale where given."""
     if dtype == torch.uint8:
-        return Coded(coded)
+        return CodedCodec(coded)
     if dtype == torch.float16 and scaled is not None:
         return ScaledCodec(scaled)
     return Codec(dtype)
 
 
-def _flat(leaf: Any) -> Tensor:
+def _flat_local(leaf: Any) -> Tensor:
     return local_tensor(leaf).view(-1)
 
 
-def _wide(leaf: Any, rule: ElementRule) -> Any:
+def _wide_param(leaf: Any, rule: ElementRule) -> Any:
     """A parameter in float32, or zeros in its place where none decays."""
     if not trainable(leaf):
         return leaf

@@ -31,7 +31,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 
 
 @dataclass(frozen=True, eq=False)
-class Skipping:
+class SkippingOptimizer:
     """An optimizer around another, whose step may be skipped."""
 
     optimizer: Optimizer
@@ -108,12 +108,12 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     (tensor([0., 0.]), 0, 1, 1)
     """
     check_takes_plain_gradients("apply_if_finite", optimizer)
-    f = _IfFinite(optimizer, max_consecutive_errors)
+    f = _ApplyIfFinite(optimizer, max_consecutive_errors)
     return from_phases(f.init, f.phases)
 
 
 @dataclass(frozen=True, eq=False)
-class _IfFinite(Skipping):
+class _ApplyIfFinite(SkippingOptimizer):
     most: int
 
     inner = "inner_state"
@@ -198,7 +198,7 @@ def loss_scale(
     (tensor([1., 1.]), 4.0, 1)
     """
     rule = ScaleRule(growth, backoff, interval, minimum)
-    return _Scaled(optimizer, float(initial), rule).functions()
+    return _LossScale(optimizer, float(initial), rule).functions()
 
 
 class ScaleRule(NamedTuple):
@@ -234,7 +234,7 @@ class ScaleRule(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled(Skipping):
+class _LossScale(SkippingOptimizer):
     initial: float
     rule: ScaleRule
 
@@ -255,10 +255,10 @@ class _Scaled(Skipping):
     def interprets(self, state: LossScaleState) -> GradientScope:
         handlers, inner = self.optimizer.gradient_scope(state.inner)
         after = replace(self, optimizer=inner).functions()
-        return GradientScope((_Scaling(state.scale), *handlers), after)
+        return GradientScope((LossScaling(state.scale), *handlers), after)
 
 
-class _Scaling(Interpretation):
+class LossScaling(Interpretation):
     """Has the backward of a step's loss start from ``scale``."""
 
     called = "loss_scale"
@@ -315,7 +315,7 @@ class UnitScaling(Interpretation):
         def scaled(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
             if composable() or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
-            ends = _Ends(self, call)
+            ends = _UnitBoundary(self, call)
             given = tree.map(ends.begin, (params, inputs, keywords), is_leaf=is_sharded)
             params, inputs, keywords = given
             out = run(params, *inputs, **keywords)
@@ -324,7 +324,7 @@ class UnitScaling(Interpretation):
         return scaled
 
 
-class _Ends:
+class _UnitBoundary:
     """Scaling at the inputs and outputs of one unit call."""
 
     def __init__(self, scaling: UnitScaling, call: Call):
@@ -359,7 +359,7 @@ class _Ends:
                 "wider. Take ff.precision(step, torch.float32, output=torch.float32) "
                 "around, and compute in half by torch.autocast in the loss"
             )
-        return x if self.traced else _Back.apply(x, back)
+        return x if self.traced else _WithCotangent.apply(x, back)
 
     def _seen(self, g: Tensor) -> Tensor:
         if self.looks:
@@ -376,7 +376,7 @@ class _Ends:
         return g
 
 
-class _Back(torch.autograd.Function):
+class _WithCotangent(torch.autograd.Function):
     """The same value, whose cotangent is ``back`` of what comes."""
 
     @staticmethod
@@ -478,11 +478,11 @@ def layerwise_loss_scale(
             "be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
-    return _Layerwise(optimizer, firsts, rule).functions()
+    return _LayerwiseLossScale(optimizer, firsts, rule).functions()
 
 
 @dataclass(frozen=True, eq=False)
-class _Layerwise(Skipping):
+class _LayerwiseLossScale(SkippingOptimizer):
     """The functions of such an optimizer; ``found``: who overflowed in its step."""
 
     firsts: dict[str, float]

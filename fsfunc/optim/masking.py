@@ -96,28 +96,28 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
                 "way of its own, as loss_scale does: put it around the partition"
             )
     each = all(x.elementwise for x in optimizers.values())
-    f = _Partitioned(optimizers, labels)
+    f = _PartitionFunctions(optimizers, labels)
     return from_phases(f.init, f.phases, elementwise=each)
 
 
-def left_out(optimizer: Optimizer, params: Tree) -> Iterator[str]:
+def frozen_paths(optimizer: Optimizer, params: Tree) -> Iterator[str]:
     """The paths of leaves that a `masked` or a `partition` within freezes."""
     known = dict(optimizer.configuration)
-    if (chosen := known.get(_CHOOSE.get(optimizer.called, ""))) is not None:
+    if (chosen := known.get(_SELECTORS.get(optimizer.called, ""))) is not None:
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for path, leaf in zip(paths, leaves, strict=True):
             if trainable(leaf) and chosen(path, leaf) in (None, False):
                 yield path
     is_one = lambda x: isinstance(x, Optimizer)  # noqa: E731
     for inner in filter(is_one, tree.leaves(list(known.values()), is_one)):
-        yield from left_out(inner, params)
+        yield from frozen_paths(inner, params)
 
 
-_CHOOSE = {"masked": "mask", "partition": "labels"}
+_SELECTORS = {"masked": "mask", "partition": "labels"}
 
 
 @dataclass(frozen=True, eq=False)
-class _Partition:
+class _LabelledTree:
     """A tree whose leaves belong to optimizers, by label."""
 
     treedef: tree.TreeDef
@@ -142,13 +142,13 @@ class _Partition:
 
 
 @dataclass(frozen=True, eq=False)
-class _Partitioned:
+class _PartitionFunctions:
     """The functions of such an optimizer."""
 
     optimizers: Mapping[str, Optimizer]
     labels: Labels
 
-    def parted(self, params: Tree) -> _Partition:
+    def parted(self, params: Tree) -> _LabelledTree:
         leaves, treedef = tree.flatten(params, is_sharded)
         found: list[str | None] = []
         for path, leaf in zip(paths_of(treedef), leaves, strict=True):
@@ -159,7 +159,7 @@ class _Partitioned:
                     f"there are {list(self.optimizers)}; None freezes a leaf"
                 )
             found.append(label)
-        return _Partition(treedef, leaves, found)
+        return _LabelledTree(treedef, leaves, found)
 
     def init(self, params: Tree) -> dict[str, Any]:
         parts = self.parted(params)
@@ -168,7 +168,7 @@ class _Partitioned:
             for label, optimizer in self.optimizers.items()
         }
 
-    def shares(self, parts: _Partition, grads: Tree, states: Any, params: Tree):
+    def shares(self, parts: _LabelledTree, grads: Tree, states: Any, params: Tree):
         """By label, the gradients, state and parameters of its optimizer."""
         if set(states) != set(self.optimizers):
             raise ValueError(

@@ -59,10 +59,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
                 f"chain takes optimizers, and got {given!r} of type "
                 f"{type(given).__name__} at place {i}"
             )
-    return _chained(transforms)
+    return _chain(transforms)
 
 
-def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
+def _chain(transforms: Sequence[Optimizer]) -> Optimizer:
     *before, last = transforms
 
     def init(params: Tree) -> tuple[State, ...]:
@@ -94,9 +94,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         check(states)  # or the chain that is read would be as short as they are
         each = [t.gradient_scope(x) for t, x in zip(transforms, states, strict=True)]
         handlers = tuple(h for reading in each for h in reading.handlers)
-        return GradientScope(
-            handlers, _chained([reading.optimizer for reading in each])
-        )
+        return GradientScope(handlers, _chain([reading.optimizer for reading in each]))
 
     return from_phases(
         init,

@@ -50,16 +50,16 @@ from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take as slice_of
 
-_NARROW = (torch.float16, torch.bfloat16)
+_NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Narrow:
+class NarrowLeaves:
     """The leaves of a tree that are of 16 bits: found before they are written over."""
 
     def __init__(self, params: Tree):
         self.params = params
         leaves, self.treedef = tree.flatten(params, is_sharded)
-        self.mask = [trainable(x) and x.dtype in _NARROW for x in leaves]
+        self.mask = [trainable(x) and x.dtype in _NARROW_DTYPES for x in leaves]
 
     def only(self, values: Tree) -> Tree:
         """``values`` where the parameters have 16 bits; None at the place of others."""
@@ -87,7 +87,7 @@ class Narrow:
 
 
 @dataclass(frozen=True, eq=False)
-class Widened:
+class WidenedOptimizer:
     """The functions of an optimizer around one that sees its parameters in float32."""
 
     optimizer: Optimizer
@@ -106,7 +106,7 @@ class Widened:
     def init(self, params: Tree) -> Any:
         raise NotImplementedError
 
-    def wide(self, state: Any, low: Narrow) -> Tree:
+    def wide(self, state: Any, low: NarrowLeaves) -> Tree:
         """The parameters as the optimizer within sees them."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class Widened:
         check_params_given(params, "an update of parameters of 16 bits")
         if type(state) is not self.state:
             raise wrong_state_error(self.called, state, self.state)
-        low = Narrow(params)
+        low = NarrowLeaves(params)
         wide = self.wide(state, low)
         mine = low.only(params)
         # Both are matched, which checks that they fit, and neither is kept: the copies
@@ -208,18 +208,18 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     >>> w, state.master
     (tensor([0.9922, 1.0078], dtype=torch.bfloat16), tensor([0.9922, 1.0078]))
     """
-    return _Masters(optimizer).functions()
+    return _MasterWeights(optimizer).functions()
 
 
-class _Masters(Widened):
+class _MasterWeights(WidenedOptimizer):
     called, state = "master_weights", MasterState
 
     def init(self, params: Tree) -> MasterState:
-        low = Narrow(params)
+        low = NarrowLeaves(params)
         master = trainable_copy(low.only(params), torch.float32)
         return MasterState(master, self.optimizer.init(low.merged(params, master)))
 
-    def wide(self, state: MasterState, low: Narrow) -> Tree:
+    def wide(self, state: MasterState, low: NarrowLeaves) -> Tree:
         return low.merged(low.params, state.master)
 
     def after(self, state: MasterState, wide: Tree, inner: State) -> MasterState:
@@ -272,11 +272,11 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     >>> abs(w.float().mean() - (1 + 8 * 2.0**-10)) < 1e-3
     tensor(True)
     """
-    return _Rounded(optimizer, int(seed)).functions()
+    return _StochasticRounding(optimizer, int(seed)).functions()
 
 
 @dataclass(frozen=True, eq=False)
-class _Rounded(Widened):
+class _StochasticRounding(WidenedOptimizer):
     seed: int
 
     called, state = "stochastic_rounding", RoundingState
@@ -289,10 +289,10 @@ class _Rounded(Widened):
                     f"{path!r} is float16, and stochastic_rounding takes bfloat16: "
                     "give ff.master_weights(optimizer)"
                 )
-        low = Narrow(params)
+        low = NarrowLeaves(params)
         return RoundingState(0, self.optimizer.init(low.merged(params, low.floats())))
 
-    def wide(self, state: RoundingState, low: Narrow) -> Tree:
+    def wide(self, state: RoundingState, low: NarrowLeaves) -> Tree:
         if composable() or Matched.of(low.params, low.params).differentiated:
             raise RuntimeError(
                 "stochastic_rounding of parameters that are differentiated: a "
@@ -319,23 +319,23 @@ class _Rounded(Widened):
         with torch.no_grad():
             for path, (leaf, target) in zip(paths_of(treedef), places, strict=True):
                 stream = mix(self.seed, zlib.crc32(path.encode())), state.count
-                _round_by_chance(leaf, local_tensor(target), stream)
+                _round_stochastically(leaf, local_tensor(target), stream)
         return out
 
     def after(self, state: RoundingState, wide: Tree, inner: State) -> RoundingState:
         return RoundingState(state.count + 1, inner)
 
 
-def _round_by_chance(leaf: Any, target: Tensor, stream: tuple[int, int]) -> None:
+def _round_stochastically(leaf: Any, target: Tensor, stream: tuple[int, int]) -> None:
     """Writes a float32 leaf into ``target``: below what is cut off chance is added."""
     x = local_tensor(leaf).contiguous()
-    chance = _drawn(leaf, x, stream).view(x.shape)
+    chance = _random_bits(leaf, x, stream).view(x.shape)
     bits = x.view(torch.int32) + chance  # from -2^15 to 2^15 - 1
     bits.add_(1 << 15).bitwise_and_(-1 << 16)
     target.copy_(torch.where(x.isnan(), x, bits.view(torch.float32)))
 
 
-def _drawn(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
+def _random_bits(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
     """16 random bits for each element of this rank's part, by its place in the leaf."""
     made = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
     if x.is_meta or _torch.fake_active() or isinstance(x, _torch.FakeTensor):

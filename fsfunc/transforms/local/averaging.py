@@ -22,7 +22,7 @@ from fsfunc.comm.descriptions import whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.optim.coded_moments import decoded, encoded, is_coded
+from fsfunc.optim.coded_moments import decode_state, encode_state, is_coded
 from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import local_tensor, map_flat
 from fsfunc.optim.matching import Matched
@@ -266,7 +266,7 @@ def consensus(state: LocalState) -> Any:
     where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
     copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
     given, spec = tree.flatten(copies, is_leaf=_is_whole)
-    mine = tree.unflatten(spec, [decoded(x) if is_coded(x) else x for x in given])
+    mine = tree.unflatten(spec, [decode_state(x) if is_coded(x) else x for x in given])
     paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
     with internal(), torch.no_grad(), label("", "consensus"):
@@ -281,7 +281,7 @@ def consensus(state: LocalState) -> Any:
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)
-    found = [encoded(x, y) if is_coded(x) else y for x, y in pairs]
+    found = [encode_state(x, y) if is_coded(x) else y for x, y in pairs]
     return lay_leaves(tree.unflatten(spec, found))
 
 
