@@ -1,4 +1,8 @@
-"""Transformations of gradients, in the form of optimizers, and how they are chained."""
+"""Transformations of gradients in the form of optimizers, and `chain`.
+
+As in optax: a transformation's ``update`` maps gradients to updates, and `chain` passes
+the updates of one to the next. The last one is mostly an optimizer such as `sgd`.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +57,11 @@ def chain(*transforms: Optimizer) -> Optimizer:
     """
     if not transforms:
         raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
-    for i, given in enumerate(transforms):
-        if not isinstance(given, Optimizer):
+    for i, transform in enumerate(transforms):
+        if not isinstance(transform, Optimizer):
             raise TypeError(
-                f"chain takes optimizers, and got {given!r} of type "
-                f"{type(given).__name__} at place {i}"
+                f"chain takes optimizers, and got {transform!r} of type "
+                f"{type(transform).__name__} at place {i}"
             )
     return _chain(transforms)
 
@@ -70,7 +74,7 @@ def _chain(transforms: Sequence[Optimizer]) -> Optimizer:
         check_follows_no_params("chain", states[:-1])
         return states
 
-    def check(states: Any) -> None:
+    def check(states: Sequence[State]) -> None:
         if type(states) not in (tuple, list):
             raise wrong_state_error("chain", states, tuple)
         if len(states) != len(transforms):
@@ -79,22 +83,25 @@ def _chain(transforms: Sequence[Optimizer]) -> Optimizer:
                 "make one with its own init(params)"
             )
 
-    def phases(grads: Tree, states: Any, params: Tree, returns_params: bool) -> Phases:
+    def phases(
+        grads: Tree, states: Sequence[State], params: Tree, returns_params: bool
+    ) -> Phases:
         check(states)
-        done = []
+        new_states = []
+        # Updates write nothing, so they may all run before the last one's ``yield``.
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
-            done.append(state)
-        result, state = yield from last.phases(
+            new_states.append(state)
+        new_tree, state = yield from last.phases(
             grads, states[-1], params, returns_params
         )
-        return result, (*done, state)
+        return new_tree, (*new_states, state)
 
-    def interprets(states: Any) -> GradientScope:
-        check(states)  # or the chain that is read would be as short as they are
-        each = [t.gradient_scope(x) for t, x in zip(transforms, states, strict=True)]
-        handlers = tuple(h for reading in each for h in reading.handlers)
-        return GradientScope(handlers, _chain([reading.optimizer for reading in each]))
+    def interprets(states: Sequence[State]) -> GradientScope:
+        check(states)
+        scopes = [t.gradient_scope(x) for t, x in zip(transforms, states, strict=True)]
+        handlers = tuple(h for scope in scopes for h in scope.handlers)
+        return GradientScope(handlers, _chain([scope.optimizer for scope in scopes]))
 
     return from_phases(
         init,
@@ -205,12 +212,12 @@ def clip_by_value(max_value: float) -> Optimizer:
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        def clipped(tensors: list[Tensor]) -> list[Tensor]:
+        def clip(tensors: list[Tensor]) -> list[Tensor]:
             if any(t.is_complex() for t in tensors):
                 check_real(grads, "clip_by_value takes", "which have no order")
-            each = [(t.clamp(-max_value, max_value), t) for t in tensors]
-            return [return_beside(x, t) for x, t in each]
+            pairs = [(t.clamp(-max_value, max_value), t) for t in tensors]
+            return [return_beside(x, t) for x, t in pairs]
 
-        return map_flat(clipped, grads), state
+        return map_flat(clip, grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
