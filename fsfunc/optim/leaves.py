@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ Buffers: TypeAlias = "PackedTree | UnpackedTree | RealViews"  # leaves as flat t
 _layout = attrgetter("layout")
 
 
-def trainable(leaf: Leaf) -> TypeGuard[Tensor | Sharded]:
+def trainable(leaf: Leaf) -> bool:
     """Returns whether an optimizer updates ``leaf``: its dtype has derivatives."""
     return isinstance(leaf, (Tensor, Sharded)) and differentiable(leaf)
 
@@ -59,8 +59,8 @@ def check_real(params: Tree, subject: str, why: str) -> None:
         if trainable(leaf) and leaf.dtype.is_complex:
             raise TypeError(
                 f"{paths_of(treedef)[i]!r} is {describe_leaf(leaf)}, and {subject} no "
-                f"complex numbers, {why}: keep torch.view_as_real(w) as the parameter, and "
-                "take torch.view_as_complex of it where it is read; or leave it to "
+                f"complex numbers, {why}: keep torch.view_as_real(w) as the parameter, "
+                "and take torch.view_as_complex of it where it is read; or leave it to "
                 "another optimizer, by ff.partition"
             )
 

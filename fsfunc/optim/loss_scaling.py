@@ -524,8 +524,8 @@ def layerwise_loss_scale(
     ordered = all(minimum <= s <= maximum and s > 0 for s in initial.values())
     if not (ordered and initial):
         raise ValueError(
-            f"scales are {initial}, minimum {minimum} and maximum {maximum}: there must "
-            "be scales, above 0 and between minimum and maximum"
+            f"scales are {initial}, minimum {minimum} and maximum {maximum}: there "
+            "must be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
     return _LayerwiseLossScale(optimizer, initial, rule).functions()
@@ -571,7 +571,7 @@ class _LayerwiseLossScale(SkippingOptimizer):
         )
 
     def _overflowed_units(self, grads: Tree, scales: dict[str, float]) -> set[str]:
-        """Returns the units that overflowed on any rank; all, if the loss itself did."""
+        """Returns the units that overflowed on any rank; all, if the loss did."""
         near = next(x for x in tree.leaves(grads) if isinstance(x, Tensor))
         device = computing_device(near)
         zero = near.new_zeros((), dtype=torch.float32, device=device)
