@@ -296,7 +296,7 @@ def adascale(
     >>> step(state, torch.eye(2))[0].opt_state.gain  # of two with nothing in common
     tensor(2.)
     """
-    return _AdaScale(optimizer, scale, smoothing).functions()
+    return _AdaScale(optimizer, scale, smoothing).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +312,7 @@ class _AdaScale:
     smoothing: float | None
     seen: _SquareMeasure | None = None
 
-    def functions(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         return Optimizer(self.init, self.update, interprets=self.interprets)
 
     def init(self, params: Tree) -> AdaScaleState:
@@ -330,7 +330,7 @@ class _AdaScale:
     def interprets(self, state: AdaScaleState) -> GradientScope:
         handlers, inner = self.optimizer.gradient_scope(state.inner)
         seen = _SquareMeasure()
-        after = replace(self, optimizer=inner, seen=seen).functions()
+        after = replace(self, optimizer=inner, seen=seen).make_optimizer()
         return GradientScope((*handlers, seen), after)
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):

@@ -212,7 +212,7 @@ def loss_scale(
     (tensor([1., 1.]), 4.0, 1)
     """
     rule = ScaleRule(growth, backoff, interval, minimum)
-    return _LossScale(optimizer, float(initial), rule).functions()
+    return _LossScale(optimizer, float(initial), rule).make_optimizer()
 
 
 class ScaleRule(NamedTuple):
@@ -265,7 +265,7 @@ class _LossScale(SkippingOptimizer):
     initial: float
     rule: ScaleRule
 
-    def functions(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LossScaleState:
@@ -281,7 +281,7 @@ class _LossScale(SkippingOptimizer):
 
     def interprets(self, state: LossScaleState) -> GradientScope:
         handlers, inner = self.optimizer.gradient_scope(state.inner)
-        optimizer = replace(self, optimizer=inner).functions()
+        optimizer = replace(self, optimizer=inner).make_optimizer()
         return GradientScope((LossScaling(state.scale), *handlers), optimizer)
 
 
@@ -528,7 +528,7 @@ def layerwise_loss_scale(
             "must be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
-    return _LayerwiseLossScale(optimizer, initial, rule).functions()
+    return _LayerwiseLossScale(optimizer, initial, rule).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
@@ -544,7 +544,7 @@ class _LayerwiseLossScale(SkippingOptimizer):
     rule: ScaleRule
     overflowed: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def functions(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
@@ -587,5 +587,5 @@ class _LayerwiseLossScale(SkippingOptimizer):
         handlers, inner = self.optimizer.gradient_scope(state.inner)
         scaling = UnitScaling(state.scales)
         flags = scaling.overflowed
-        optimizer = replace(self, optimizer=inner, overflowed=flags).functions()
+        optimizer = replace(self, optimizer=inner, overflowed=flags).make_optimizer()
         return GradientScope((*handlers, scaling), optimizer)

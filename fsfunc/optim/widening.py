@@ -95,7 +95,7 @@ class WidenedOptimizer:
     called = ""
     state: ClassVar[Any] = None  # the class of its states
 
-    def functions(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         return from_phases(
             self.init,
             self.phases,
@@ -172,7 +172,7 @@ class WidenedOptimizer:
 
     def interprets(self, state: State) -> GradientScope:
         handlers, inner = self.optimizer.gradient_scope(state.inner)
-        return GradientScope(handlers, replace(self, optimizer=inner).functions())
+        return GradientScope(handlers, replace(self, optimizer=inner).make_optimizer())
 
 
 class MasterState(NamedTuple):
@@ -221,7 +221,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     >>> w, state.master
     (tensor([0.9922, 1.0078], dtype=torch.bfloat16), tensor([0.9922, 1.0078]))
     """
-    return _MasterWeights(optimizer).functions()
+    return _MasterWeights(optimizer).make_optimizer()
 
 
 class _MasterWeights(WidenedOptimizer):
@@ -288,7 +288,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     >>> abs(w.float().mean() - (1 + 8 * 2.0**-10)) < 1e-3
     tensor(True)
     """
-    return _StochasticRounding(optimizer, int(seed)).functions()
+    return _StochasticRounding(optimizer, int(seed)).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
