@@ -221,9 +221,10 @@ class BackwardSteps(GradientSteps):
         @functools.wraps(fn)
         def loss(*args: _P.args, **keywords: _P.kwargs) -> _T:
             self.microbatches = math.prod(n for _, n in frame().micro)
-            returned: Any = fn(*args, **keywords)
-            with_aux = has_aux and isinstance(returned, tuple) and returned
-            value = returned[0] if with_aux else returned
+            returned = fn(*args, **keywords)
+            value: Any = returned
+            if has_aux and isinstance(value, tuple) and value:
+                value = value[0]
             if isinstance(value, Weighted):
                 raise ValueError(_WEIGHTED)
             return returned
