@@ -52,13 +52,13 @@ class FactoredLeaf:
         self.at, self.shape = at, tuple(param.shape)
         self.p: Tensor = local_tensor(param)
         self.g: Any = local_tensor(grad)  # None when it is used
-        self.wide = wide(self.p.dtype)
+        self.wide = sum_dtype(self.p.dtype)
         self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
         self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
             self.axes = tuple(sorted(param.layout.axes))
-            self.boxes = _boxes(param.layout) if self.axes else self.boxes
+            self.boxes = _local_boxes(param.layout) if self.axes else self.boxes
         self.moments = moments
         self.row, self.col, self.variance = moments
         self.denominator: Any = None
@@ -86,15 +86,15 @@ class FactoredLeaf:
 
     def add_to(self, power: Tensor, rows: Tensor, cols: Tensor) -> None:
         """Adds this rank's sums of squares."""
-        power.add_(_power(self.p, self.wide))
+        power.add_(_sum_of_squares(self.p, self.wide))
         if not self.factored:
             return
         rows, cols = rows.view(self.row.shape), cols.view(self.col.shape)
         for box, g in self._cut(self.g.reshape(-1)):
             of_rows = vector_norm(g, dim=-1, keepdim=True, dtype=self.wide)
             of_cols = vector_norm(g, dim=-2, keepdim=True, dtype=self.wide)
-            _within(rows, box).add_(of_rows.square().to(rows.device))
-            _within(cols, box).add_(of_cols.square().to(cols.device))
+            _narrow_to(rows, box).add_(of_rows.square().to(rows.device))
+            _narrow_to(cols, box).add_(of_cols.square().to(cols.device))
 
     def learn(self, rows: Tensor, cols: Tensor, weight: Any) -> None:
         """Takes in the whole sums: the second moments are other tensors then."""
@@ -129,8 +129,8 @@ class FactoredLeaf:
         below = self.denominator.clamp(min=least)
         boxes = self._cut(self.g.reshape(-1)), self._cut(out.view(-1))
         for (box, g), (_, u) in zip(*boxes, strict=True):
-            torch.mul(_within(self.row, box), _within(self.col, box), out=u)
-            u.div_(_within(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
+            torch.mul(_narrow_to(self.row, box), _narrow_to(self.col, box), out=u)
+            u.div_(_narrow_to(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
 
     def kept(self) -> list[Tensor | None]:
         """The second moments of the next step, where those of this one lie."""
@@ -149,7 +149,7 @@ class FactoredLeaf:
                 yield box, flat[box.start : box.start + box.numel].view(box.sizes)
 
 
-def _within(x: Tensor, box: Box) -> Tensor:
+def _narrow_to(x: Tensor, box: Box) -> Tensor:
     """The elements of ``x`` that go with a box; a dim of length 1 goes with all."""
     for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if x.shape[dim] > 1:
@@ -157,44 +157,44 @@ def _within(x: Tensor, box: Box) -> Tensor:
     return x
 
 
-def whole_sums(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
+def sums_of_squares(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
     """Of each leaf the sums of squares over all ranks: of it, by row and by column."""
     made = [torch.zeros(sum(x.sizes), dtype=x.wide, device=x.device) for x in leaves]
     for leaf, out in zip(leaves, made, strict=True):
         leaf.add_to(*out.split(leaf.sizes))
-    sums = _over_axes(leaves, made)
+    sums = _reduce_all(leaves, made)
     return [x.split(leaf.sizes) for leaf, x in zip(leaves, sums, strict=True)]
 
 
-def powers(leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]) -> list[Tensor]:
+def update_squares(leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]) -> list[Tensor]:
     """Of each leaf the sum of squares of its update over all ranks."""
-    made = [_power(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
-    return [x[0] for x in _over_axes(leaves, made)]
+    made = [_sum_of_squares(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
+    return [x[0] for x in _reduce_all(leaves, made)]
 
 
-def _power(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
     return vector_norm(x, dtype=dtype).square()
 
 
-def _over_axes(
+def _reduce_all(
     leaves: Sequence[FactoredLeaf], numbers: Sequence[Tensor]
 ) -> list[Tensor]:
     pairs = zip(leaves, numbers, strict=True)
     return reduce_over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
 
 
-def _boxes(layout: Layout) -> list[Box]:
+def _local_boxes(layout: Layout) -> list[Box]:
     """The places of the rank's elements in the whole leaf."""
     at = here().mesh.coordinates()
-    return _cached(layout, tuple(at[axis] for axis in layout.axes))
+    return _cached_boxes(layout, tuple(at[axis] for axis in layout.axes))
 
 
 @lru_cache(maxsize=4096)  # a step asks for the same ones every time
-def _cached(layout: Layout, key: tuple[int, ...]) -> list[Box]:
+def _cached_boxes(layout: Layout, key: tuple[int, ...]) -> list[Box]:
     return boxes(layout, dict(zip(layout.axes, key, strict=True)))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which sums of such numbers are made: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -275,17 +275,17 @@ def adafactor(
             )
         t, rate = state.count + 1, rate_at(learning_rate, state.count)
         with torch.no_grad():
-            leaves = _leaves(matched, state)
-            sums = whole_sums(leaves)
+            leaves = _factored_leaves(matched, state)
+            sums = sums_of_squares(leaves)
             flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [step_memory_like(x, wide(x.dtype)).zero_() for x in flats]
+                [step_memory_like(x, sum_dtype(x.dtype)).zero_() for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)
                 leaf.direct(local_tensor(updates[leaf.at]), eps1)
                 leaf.power = power[0]
-            lengths = powers(leaves, [local_tensor(x) for x in updates])
+            lengths = update_squares(leaves, [local_tensor(x) for x in updates])
             step = min(rate, 1 / t**0.5)
             decays = matched.decays(rate * weight_decay, mask)
             for leaf, length in zip(leaves, lengths, strict=True):
@@ -296,7 +296,7 @@ def adafactor(
                 if decays[leaf.at]:
                     u.sub_(leaf.p, alpha=decays[leaf.at])
         out = matched.restore(updates, [None] * len(matched.trees[0]))
-        return out, _next(matched, state, leaves)
+        return out, _next_state(matched, state, leaves)
 
     return Optimizer(_init, update)
 
@@ -310,14 +310,14 @@ def _init(params: Tree) -> AdafactorState:
                 return None
             shape = [*leaf.shape]
             shape[short] = 1
-            return torch.zeros(shape, dtype=wide(leaf.dtype), device=device_with(leaf))
+            return torch.zeros(shape, dtype=sum_dtype(leaf.dtype), device=device_with(leaf))
 
         return tree.map(zeros, params, is_leaf=is_sharded)
 
     def variance(leaf: Any) -> Any:
         if not trainable(leaf) or leaf.ndim > 1:
             return None
-        how: Any = {"dtype": wide(leaf.dtype), "device": device_with(leaf)}
+        how: Any = {"dtype": sum_dtype(leaf.dtype), "device": device_with(leaf)}
         zeros = torch.zeros_like(local_tensor(leaf), **how)
         return leaf.with_local(zeros) if is_sharded(leaf) else zeros
 
@@ -325,13 +325,13 @@ def _init(params: Tree) -> AdafactorState:
     return AdafactorState(0, factor(-1), factor(-2), vectors)
 
 
-def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
+def _factored_leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
     """The leaves to update, with their moments.
 
     Raises:
         TreeMismatch: the moments are not those of the parameters.
     """
-    columns = _columns(matched, state)
+    columns = _moment_columns(matched, state)
     leaves = []
     for at, i in enumerate(matched.active):
         param, grad = matched.trees[0][i], matched.trees[1][i]
@@ -349,15 +349,15 @@ def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
     return leaves
 
 
-def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
+def _moment_columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
     trees = state.row, state.col, state.variance
     return [flatten_like(matched.treedef, t, "optimizer state") for t in trees]
 
 
-def _next(
+def _next_state(
     matched: Matched, state: AdafactorState, leaves: Sequence[FactoredLeaf]
 ) -> AdafactorState:
-    columns = [list(column) for column in _columns(matched, state)]
+    columns = [list(column) for column in _moment_columns(matched, state)]
     for leaf in leaves:
         i = matched.active[leaf.at]
         for column, x in zip(columns, leaf.kept(), strict=True):

@@ -96,7 +96,7 @@ class Trust:
         ``updates`` are made as they are asked for: only their norms are kept.
         """
         count = len(matched.leaf_positions)
-        rows = joined(_rows(matched, 0), updates)
+        rows = joined(_rows_of_column(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
         adapted = matched.decays(1, self.mask)
         out = []
@@ -125,9 +125,9 @@ class Trust:
         """
         check_params_given(params, "a trust ratio")
         matched = Matched.of(params, updates)
-        ratios = [rate * r for r in self.ratios(matched, _rows(matched, 1))]
+        ratios = [rate * r for r in self.ratios(matched, _rows_of_column(matched, 1))]
         if matched.differentiated:
-            return matched.restore(_times(matched, ratios), matched.no_updates)
+            return matched.restore(_scale_leaves(matched, ratios), matched.no_updates)
         buffers = matched.buffers[1]
         flats = buffers.tensors
         if not own:
@@ -145,11 +145,11 @@ class Trust:
         return matched.restore(buffers.rebuild(flats), matched.no_updates)
 
 
-def _rows(matched: Matched, column: int) -> Iterator[Row]:
+def _rows_of_column(matched: Matched, column: int) -> Iterator[Row]:
     return leaf_rows(matched.columns[column], matched.buffers[column])
 
 
-def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
+def _scale_leaves(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
     """Leaves times their ratios, by operations that differentiate."""
     out: list[Any] = [None] * len(matched.active)
     for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
@@ -240,7 +240,7 @@ def lamb(
         decays = rule.leaf_decays(matched)
         with torch.no_grad():
             step = compiled_direction(rule, state.count, matched)
-            steps = _steps(matched, step or rule.rule_at(state.count), decays)
+            steps = _unscaled_steps(matched, step or rule.rule_at(state.count), decays)
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
@@ -263,10 +263,10 @@ def lamb(
     return Optimizer(adam.init, update, apply)
 
 
-def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
+def _unscaled_steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
     """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
-    groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
+    groups = zip(_rows_of_column(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.decays_by_buffer(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
         u = step(*bring_with_decay(row, decay))[0]

@@ -44,7 +44,7 @@ Cost = Callable[[tuple[int, ...]], float]  # of a matrix of this shape
 Axes = tuple[tuple[str, int], ...]
 
 
-def balanced(
+def balance_owners(
     costs: Sequence[float], held: Sequence[Sequence[int]], n: int
 ) -> tuple[int, ...]:
     """An owner for each of some matrices, so that ``n`` ranks have about equal costs.
@@ -80,7 +80,7 @@ def balanced(
 
 
 @dataclass(frozen=True)
-class Owners:
+class MatrixOwners:
     """The rank, along some axes, that has each of some matrices whole: data.
 
     Args:
@@ -100,7 +100,7 @@ class Owners:
     @cached_property
     def points(self) -> list[dict[str, int]]:
         """The coordinates of each rank along the axes."""
-        return _points(self.axes, self.fixed)
+        return _rank_coordinates(self.axes, self.fixed)
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
@@ -170,29 +170,29 @@ class Owners:
         return whole.view(layout.shape)
 
 
-def _points(axes: Axes, fixed: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
+def _rank_coordinates(axes: Axes, fixed: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
     return [{**dict(fixed), **at} for at in every_coordinate(dict(axes))]
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
-def owners_of(
+def find_owners(
     layouts: tuple[Layout, ...],
     axes: Axes,
     copies: tuple[str, ...],
     fixed: tuple[tuple[str, int], ...],
     cost: Cost,
     owner: tuple[int, ...] | None = None,
-) -> Owners:
-    """The owners of matrices: those that are given, or balanced ones; see `Owners`."""
+) -> MatrixOwners:
+    """The owners of matrices: those that are given, or balanced ones; see `MatrixOwners`."""
     if owner is not None:
-        return Owners(layouts, axes, copies, fixed, owner)
-    points = _points(axes, fixed)
+        return MatrixOwners(layouts, axes, copies, fixed, owner)
+    points = _rank_coordinates(axes, fixed)
     held = [[b - a for a, b in map(layout.span, points)] for layout in layouts]
-    owner = balanced([cost(x.shape) for x in layouts], held, len(points))
-    return Owners(layouts, axes, copies, fixed, owner)
+    owner = balance_owners([cost(x.shape) for x in layouts], held, len(points))
+    return MatrixOwners(layouts, axes, copies, fixed, owner)
 
 
-class Ranks(NamedTuple):
+class SharingRanks(NamedTuple):
     """The axes of the ranks that share a matrix, those of copies, and fixed ones."""
 
     axes: Axes
@@ -200,27 +200,27 @@ class Ranks(NamedTuple):
     fixed: tuple[tuple[str, int], ...]
 
 
-def ranks_of(leaf: Any, share: bool) -> Ranks:
+def sharing_ranks(leaf: Any, share: bool) -> SharingRanks:
     """The ranks that share a matrix."""
     if not is_sharded(leaf):
-        return Ranks((), (), ())
+        return SharingRanks((), (), ())
     layout = leaf.layout
     owned = {part.axis: part.coordinate for part in layout.owned}
     held = {a: n for a, n in layout.sizes.items() if a not in owned}
     more = [a for a in averaged_axes() if share and a not in layout.axes]
     if all(n == 1 for n in held.values()) and not more:
-        return Ranks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
+        return SharingRanks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
     at = here()
     sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
     axes = tuple((a, n) for a, n in sizes.items() if n > 1)
     mine = {**at.mesh.coordinates(at.rank), **owned}
     fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
-    return Ranks(axes, tuple(a for a, _ in axes if a in more), fixed)
+    return SharingRanks(axes, tuple(a for a, _ in axes if a in more), fixed)
 
 
-def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
+def owner_index(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
     """The index along the axes of an owner that is given."""
-    layout = layout_of(leaf)
+    layout = leaf_layout(leaf)
     at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
     mine = {p.axis: (p.size, p.coordinate) for p in layout.owned}
     along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
@@ -236,7 +236,7 @@ def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> 
     return index
 
 
-def layout_of(leaf: Any) -> Layout:
+def leaf_layout(leaf: Any) -> Layout:
     """The layout of a leaf; a plain tensor lies whole."""
     if is_sharded(leaf):
         return leaf.layout
@@ -244,11 +244,11 @@ def layout_of(leaf: Any) -> Layout:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _SharedMatrices:
     """Matrices that the same ranks share; ``where``: those ranks, if several."""
 
     positions: list[int]
-    owners: Owners
+    owners: MatrixOwners
     where: RankGroup | None
 
     @property
@@ -295,23 +295,23 @@ class MatrixExchange:
         found: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if leaf.numel():
-                key = *ranks_of(leaf, share), device_with(leaf)
+                key = *sharing_ranks(leaf, share), device_with(leaf)
                 found.setdefault(key, []).append(i)
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[_SharedMatrices] = []
         for (axes, copies, fixed, _), positions in found.items():
-            layouts = tuple(layout_of(leaves[i]) for i in positions)
+            layouts = tuple(leaf_layout(leaves[i]) for i in positions)
             chosen = None
             if given is not None:
-                each = [index_of(leaves[i], given[i], axes, what) for i in positions]
+                each = [owner_index(leaves[i], given[i], axes, what) for i in positions]
                 chosen = tuple(each)
-            owners = owners_of(layouts, axes, copies, fixed, cost, chosen)
+            owners = find_owners(layouts, axes, copies, fixed, cost, chosen)
             where = group(tuple(a for a, _ in axes)) if axes else None
             if where is not None and where.link.level is not None:
                 raise ValueError(
                     f"{what} on a vmap mesh: its ranks own other matrices each, and "
                     "there they all run as one program; use a simulated mesh"
                 )
-            self.buckets.append(_Bucket(positions, owners, where))
+            self.buckets.append(_SharedMatrices(positions, owners, where))
         self._found = {
             i: (b, k) for b in self.buckets for k, i in enumerate(b.positions)
         }
@@ -366,7 +366,7 @@ class MatrixExchange:
                 out[i] = pieces[k].view(parts[i].shape)
         return out
 
-    def _gathered(self, bucket: _Bucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _gathered(self, bucket: _SharedMatrices, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
             claim(parts[k], self.what)
@@ -388,7 +388,7 @@ class MatrixExchange:
         return {k: owners.joined(k, found) for k, found in pieces.items()}
 
     def _scattered(
-        self, bucket: _Bucket, made: dict[int, Tensor], parts: Sequence[Tensor]
+        self, bucket: _SharedMatrices, made: dict[int, Tensor], parts: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         made = {k: x.contiguous() for k, x in made.items()}
@@ -409,7 +409,7 @@ class MatrixExchange:
         return pieces
 
     def _moved(
-        self, sent: list[Tensor], sizes: Sizes, bucket: _Bucket, like: Tensor
+        self, sent: list[Tensor], sizes: Sizes, bucket: _SharedMatrices, like: Tensor
     ) -> list[Tensor]:
         """By sender, what arrives here, where every rank sends its pieces in a row."""
         x = torch.cat(sent) if sent else like.new_empty(0)
@@ -422,10 +422,10 @@ class MatrixExchange:
         return list(y.split([row[bucket.index] for row in sizes]))
 
 
-PLAIN = Codec()
+PLAIN_CODEC = Codec()
 
 
-class Descent(NamedTuple):
+class DescentState(NamedTuple):
     """The count of steps along directions, and their momentum, if any."""
 
     count: Any
@@ -454,7 +454,7 @@ def check_matrices(params: Tree, name: str) -> None:
             )
 
 
-def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
+def match_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
     """The trees matched; raises where an active leaf is no matrix."""
     matched = Matched.of(params, grads, *moments)
     check_matrices(matched.restore(matched.columns[0], matched.no_updates), name)
@@ -470,7 +470,7 @@ def descent_rule(
 ) -> ElementRule:
     """The step along directions u: ``v = momentum v + u`` and ``p - l (v + decay p)``.
 
-    Its state is a `Descent`.
+    Its state is a `DescentState`.
     """
 
     def numbers(count: Any) -> tuple[Any, ...]:
@@ -488,7 +488,7 @@ def descent_rule(
 
     return ElementRule(
         name=f"{name} with weight_decay",
-        state=Descent,
+        state=DescentState,
         moments=1 if momentum else 0,
         numbers=numbers,
         equation=equation,
@@ -497,7 +497,7 @@ def descent_rule(
     )
 
 
-def directions(
+def map_matrices(
     matched: Matched,
     exchange: MatrixExchange,
     parts: Sequence[Tensor],

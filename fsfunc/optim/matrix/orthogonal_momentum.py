@@ -17,13 +17,13 @@ from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import Mask, Tree, local_tensor, zeros_like
 from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.matrix.matrix_exchange import (
-    PLAIN,
-    Descent,
+    PLAIN_CODEC,
+    DescentState,
     MatrixExchange,
     check_matrices,
     descent_rule,
-    directions,
-    matched_matrices,
+    map_matrices,
+    match_matrices,
 )
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -35,7 +35,7 @@ from fsfunc.optim.optimizer import (
 from fsfunc.optim.places import bring_together
 from fsfunc.optim.schedules import Schedule
 
-Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
+Scratch = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
 
 def newton_schulz(
@@ -43,7 +43,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float],
     steps: int,
     eps: float,
-    room: Room | None = None,
+    room: Scratch | None = None,
 ) -> Tensor:
     """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
 
@@ -182,32 +182,32 @@ def muon(
     """
     if len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients is {ns_coefficients}: it has three numbers")
-    if adjust_lr_fn not in _RATIOS:
-        names = [name for name in _RATIOS if name]
+    if adjust_lr_fn not in _RATE_FACTORS:
+        names = [name for name in _RATE_FACTORS if name]
         raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}: it is one of {names}")
     if not ns_dtype.is_floating_point:
         raise ValueError(f"ns_dtype is {ns_dtype}: take bfloat16, or a wider float")
     a, b, c = ns_coefficients
     orthogonal = partial(newton_schulz, coefficients=(a, b, c), steps=ns_steps, eps=eps)
     rule = descent_rule("muon", learning_rate, weight_decay, mask)
-    ratio = _RATIOS[adjust_lr_fn]
-    functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
+    ratio = _RATE_FACTORS[adjust_lr_fn]
+    functions = _MuonFunctions(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
     return from_phases(functions.init, functions.phases)
 
 
-def _original(rows: int, columns: int) -> float:
+def _original_ratio(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-_RATIOS: dict[str | None, Callable[[int, int], float]] = {
-    None: _original,
-    "original": _original,
+_RATE_FACTORS: dict[str | None, Callable[[int, int], float]] = {
+    None: _original_ratio,
+    "original": _original_ratio,
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class _Muon:
+class _MuonFunctions:
     """The functions of such an optimizer."""
 
     rule: ElementRule
@@ -227,9 +227,9 @@ class _Muon:
         if type(state) is not MuonState:
             raise wrong_state_error("muon", state, MuonState)
         like = grads if params is None else params
-        matched = matched_matrices("muon", like, grads, state.momentum)
-        ways, before = self._ways(matched), Descent(state.count, None)
-        move = PLAIN.phases(self.rule, ways, before, params, returns_params)
+        matched = match_matrices("muon", like, grads, state.momentum)
+        ways, before = self._ways(matched), DescentState(state.count, None)
+        move = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
         next(move)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         yield
@@ -256,7 +256,7 @@ class _Muon:
             room = None if differentiated else {}
             fn = partial(self.orthogonal, room=room)
             each = lambda found: {i: fn(x) for i, x in found.items()}  # noqa: E731
-            return directions(matched, exchange, parts, each, ratios)
+            return map_matrices(matched, exchange, parts, each, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
         """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""

@@ -22,13 +22,13 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
-    PLAIN,
-    Descent,
+    PLAIN_CODEC,
+    DescentState,
     MatrixExchange,
     check_matrices,
     descent_rule,
-    directions,
-    matched_matrices,
+    map_matrices,
+    match_matrices,
 )
 from fsfunc.optim.optimizer import Optimizer, Phases, from_phases, optimizer_factory
 from fsfunc.optim.places import device_with, readable_on, return_beside
@@ -67,7 +67,7 @@ class Preconditioners(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Flops:
+class _MatrixCost:
     """Cost of a matrix to its owner: two decompositions a block, and four products."""
 
     block: int
@@ -93,7 +93,7 @@ def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]
 
 
 @dataclass(frozen=True)
-class Preconditioning:
+class PreconditionerRule:
     """First value and update of preconditioners; the numbers are those of `shampoo`."""
 
     b2: float
@@ -102,8 +102,8 @@ class Preconditioning:
     block: int
 
     @property
-    def cost(self) -> _Flops:
-        return _Flops(self.block, self.interval)
+    def cost(self) -> _MatrixCost:
+        return _MatrixCost(self.block, self.interval)
 
     def first(self, leaf: Any, exchange: MatrixExchange, k: int) -> Preconditioners:
         """The preconditioners of matrix ``k`` of an exchange, before the first step."""
@@ -237,17 +237,17 @@ def shampoo(
     tensor([[-1.,  0.],
             [ 0., -1.]])
     """
-    preconditioning = Preconditioning(b2, eps, interval, block)
+    preconditioning = PreconditionerRule(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
-    functions = _Shampoo(preconditioning, rule)
+    functions = _ShampooFunctions(preconditioning, rule)
     return from_phases(functions.init, functions.phases)
 
 
 @dataclass(frozen=True, eq=False)
-class _Shampoo:
+class _ShampooFunctions:
     """The functions of such an optimizer."""
 
-    preconditioning: Preconditioning
+    preconditioning: PreconditionerRule
     rule: ElementRule
 
     def init(self, params: Tree) -> ShampooState:
@@ -268,14 +268,14 @@ class _Shampoo:
     ) -> Phases:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
-        before = Descent(state.count, state.momentum)
-        step = PLAIN.phases(self.rule, ways, before, params, returns_params)
+        before = DescentState(state.count, state.momentum)
+        step = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
         result, (count, momentum) = yield from step
         return result, ShampooState(count, kept, momentum)
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
-        matched = matched_matrices("shampoo", like, grads, *moments)
+        matched = match_matrices("shampoo", like, grads, *moments)
         if matched.differentiated:
             raise ValueError(
                 "the update of shampoo has no derivative: its roots have none where "
@@ -308,5 +308,5 @@ class _Shampoo:
             cost = self.preconditioning.cost
             exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
             parts = [local_tensor(x).to(wide) for x in grads]
-            ways = directions(matched, exchange, parts, precondition)
+            ways = map_matrices(matched, exchange, parts, precondition)
         return ways, tree.unflatten(matched.treedef, kept)
