@@ -1,7 +1,12 @@
-"""Adam with decoupled weight decay, one fused pass over whatever the rank holds."""
+"""Adam with decoupled weight decay (AdamW).
+
+`adam_rule` is its equation and kernel as an `ElementRule`, which runs over the flat
+buffers of whatever this rank holds: one fused pass. `layerwise.lamb` uses it too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,25 +14,32 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.coded_moments import MEAN, SQUARE, Codes, codec_of
-from fsfunc.optim.element_rules import ElementRule, elementwise
+from fsfunc.optim.element_rules import (
+    Count,
+    ElementRule,
+    Kernel,
+    Numbers,
+    elementwise_optimizer,
+)
 from fsfunc.optim.leaves import Mask
-from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.matching import Decay, has_decay
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.tree.types import PyTree
 
 
 class AdamState(NamedTuple):
-    """The count of updates, and the moments.
+    """The count of updates, and the moments: mean and mean square of gradients.
 
     ``count`` is a plain number, so schedules and checkpoints read it without waiting
-    for a device; a 0-dim tensor is taken too (say, where a skipped step must not
-    branch). ``mu`` and ``nu`` are trees like the parameters, in the same layout, with
-    None for leaves that have no derivative.
+    for a device. A 0-dim tensor is taken too, as where a skipped step must not branch.
+    ``mu`` and ``nu`` are trees like the parameters, in the same layout, with None for
+    leaves that have no derivative.
     """
 
     count: int | Tensor
-    mu: Any
-    nu: Any
+    mu: PyTree
+    nu: PyTree
 
 
 class ScaledAdamState(NamedTuple):
@@ -38,8 +50,8 @@ class ScaledAdamState(NamedTuple):
     """
 
     count: int | Tensor
-    mu: Any
-    nu: Any
+    mu: PyTree
+    nu: PyTree
     scale: float
     good_steps: int
 
@@ -47,8 +59,8 @@ class ScaledAdamState(NamedTuple):
 class CodedAdamState(NamedTuple):
     """An `AdamState` with moments in 8 bits.
 
-    ``places`` tells how the parameters lay for which they were made: a block's scale
-    is of what one rank holds side by side, so they fit no other mesh.
+    ``places`` is a checksum of the layouts of the parameters that they were made for. A
+    block's scale is of what one rank holds side by side, so they fit no other mesh.
     """
 
     count: int
@@ -56,10 +68,10 @@ class CodedAdamState(NamedTuple):
     nu: Codes
     places: int
 
-    coders = MEAN, SQUARE
+    coders = MEAN, SQUARE  # one for each moment: a mean square has no sign
 
 
-@described
+@optimizer_factory
 def sharded_adam(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -128,8 +140,10 @@ def sharded_adam(
 
 
 def with_moments(rule: ElementRule, moment_dtype: torch.dtype | None) -> Optimizer:
-    """The optimizer of Adam's equation, with moments of a dtype."""
-    return elementwise(rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState))
+    """Makes the optimizer of Adam's equation, which stores moments in that dtype."""
+    return elementwise_optimizer(
+        rule, codec_of(moment_dtype, CodedAdamState, ScaledAdamState)
+    )
 
 
 def adam_rule(
@@ -140,27 +154,28 @@ def adam_rule(
     weight_decay: float,
     mask: Mask | None,
 ) -> ElementRule:
-    """The equation of `sharded_adam`."""
+    """Returns the equation and the kernel of `sharded_adam`."""
 
-    def numbers(count: Any) -> tuple[Any, ...]:
+    def numbers(count: Count) -> Numbers:
         t = count + 1
+        # The bias corrections of both moments: Adam, section 3.
         return -rate_at(learning_rate, count), 1 - b1**t, (1 - b2**t) ** 0.5
 
     def equation(
-        numbers: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay
-    ):
-        rate, mean, root = numbers
+        numbers: Numbers, p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay
+    ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
+        minus_rate, m_correction, v_correction_root = numbers
         m = m.lerp(g, 1 - b1)
         v = v * b2 + (1 - b2) * g * g
 
         def update() -> Tensor:
-            denominator = v.sqrt() / root + eps
-            u = m / denominator * (rate / mean)
-            return u + rate * decay * p if decays(decay) else u
+            denominator = v.sqrt() / v_correction_root + eps
+            u = m / denominator * (minus_rate / m_correction)
+            return u + minus_rate * decay * p if has_decay(decay) else u
 
         return update, m, v
 
-    def kernel(count: Any):
+    def kernel(count: Count) -> Kernel:
         rate = rate_at(learning_rate, count)
         return partial(fused_adam, count=count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
@@ -183,16 +198,22 @@ def fused_adam(
     mu: list[Tensor],
     nu: list[Tensor],
     *,
-    count: int | Tensor,
-    **how: Any,
+    count: Count,
+    **options: Any,
 ) -> None:
-    """Writes one step into params, mu and nu, dense and on one device, in one pass."""
-    device, step = params[0].device, count + 1  # a tensor too where it is recorded
+    """Writes one step into params, mu and nu, dense and on one device, in one pass.
+
+    Args:
+        count: of the updates before this one.
+        options: of ``torch._fused_adamw_``, which counts steps in a tensor for each
+            parameter.
+    """
+    device, step = params[0].device, count + 1
     if isinstance(step, Tensor):
         step = step.to(device, torch.float32)
-    else:  # a fill: nothing is copied to the device, so nothing waits
+    else:  # filled on the device: a copy from the host would wait for it
         step = torch.full((), step, dtype=torch.float32, device=device)
     steps = [step] * len(params)
     torch._fused_adamw_(
-        params, grads, mu, nu, [], steps, amsgrad=False, maximize=False, **how
+        params, grads, mu, nu, [], steps, amsgrad=False, maximize=False, **options
     )

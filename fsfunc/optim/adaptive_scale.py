@@ -1,6 +1,8 @@
-"""``observe_gradients``: measures of each sample's gradient, before it is reduced.
+"""``observe_gradients``, and ``adascale``, which is an optimizer made with it.
 
-``adascale``: rates that grow as the batch does, by what these gradients agree in.
+`observe_gradients` hands each sample's gradient to a function of the user's, before it
+is reduced over ranks or added to that of other microbatches. ``adascale`` measures
+their squares, and multiplies updates by a gain: how much a larger batch is worth.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +27,13 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.frames import Transformed, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import UNSEEN, GradientObserver
-from fsfunc.optim.leaves import Tree, check_unfollowed
-from fsfunc.optim.optimizer import Optimizer, Reading, State, described
+from fsfunc.optim.leaves import Tree, check_follows_no_params
+from fsfunc.optim.optimizer import GradientScope, Optimizer, State, optimizer_factory
 from fsfunc.optim.places import computing_device
-from fsfunc.optim.reductions import by_axes, global_norm, tree_scale
+from fsfunc.optim.reductions import global_norm, tensors_by_axes, tree_scale
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tree.types import Leaf
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -87,16 +90,20 @@ def observe_gradients(
 
     @functools.partial(Transformed, grad_fn, "observe_gradients", tuple)
     def observed(*args: _P.args, **keywords: _P.kwargs) -> tuple[_R, Tensor, int]:
-        seen, f = _Measure(measure), frame()
-        with inside(f.replace(handlers=(*f.handlers, seen))):
-            out = grad_fn(*args, **keywords)
-        return out, seen.total(), seen.samples
+        observer, outer = _GradientMeasure(measure), frame()
+        with inside(outer.replace(handlers=(*outer.handlers, observer))):
+            gradients = grad_fn(*args, **keywords)
+        return gradients, observer.total(), observer.samples
 
     return observed
 
 
-class _Measure(GradientObserver):
-    """Shows the gradients of the gradient calls in its reach to ``measure``."""
+class _GradientMeasure(GradientObserver):
+    """Calls ``measure`` with the gradients of the gradient calls inside of it.
+
+    Whoever completes a gradient calls `see` with it: the runtime of ``shard`` before it
+    reduces a buffer, a pipeline for each stage, and `ends` for all other leaves.
+    """
 
     called = "observe_gradients"
 
@@ -104,119 +111,129 @@ class _Measure(GradientObserver):
 
     def __init__(self, measure: Callable[[Tensor], Tensor]):
         self.measure, self.samples, self.scale = measure, 0, 1.0
-        self.found: dict[tuple[str, ...], Tensor] = {}
-        self.begun: set[Any] = set()  # the microbatches
-        # Where leaves are on ranks of a pipeline: its axes, and a zero of their sum.
-        self.along: tuple[tuple[str, ...], Tensor] | None = None
+        # By the axes that a leaf's parts are split over: the sum of what was measured.
+        self.sums: dict[tuple[str, ...], Tensor] = {}
+        self.begun: set[tuple[tuple[int, int], ...]] = set()  # microbatches
+        # In a pipeline: its axes, and a zero of the shape of a measure.
+        self.pipeline: tuple[tuple[str, ...], Tensor] | None = None
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(call: GradientCall) -> Outcome:
-            f = frame()
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
+        def observed(call: GradientCall) -> Outcome:
             # A derivative that the loss itself takes, or an evaluation of it.
-            if f.in_loss or not call.argnums:
+            if frame().in_loss or not call.argnums:
                 return run(call)
             if call.composable:
                 raise LawError(UNSEEN.format("the gradients are differentiated"))
             outcome = run(call)
             return (
-                outcome.replace(after_mean=self._ended) if self.sees_mean else outcome
+                outcome.replace(after_mean=self._show_mean)
+                if self.sees_mean
+                else outcome
             )
 
-        return seen
+        return observed
 
-    def _ended(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _show_mean(self, grads: tuple[Tree, ...]) -> tuple[Tree, ...]:
         with internal(), ignoring_axes(), torch.no_grad():
             self.take_mean(grads)
         return grads
 
     def take_mean(self, grads: Tree) -> None:
-        """Hears the mean of all samples, before anything clips it or adds to it."""
+        """Called with the mean of all samples, before anything clips or changes it."""
 
     def begins(self, call: GradientCall) -> None:
         micro = frame().micro
-        if micro in self.begun:  # the sum of two calls has samples that nobody sees
+        # A sample of the sum of two gradient calls would be a sum that nobody sees.
+        if micro in self.begun:
             raise LawError(UNSEEN.format("gradients are taken more than once"))
         self.begun.add(micro)
         self.scale = call.cotangent
 
     def lies_along(self, axes: tuple[str, ...], leaves: Sequence[Tensor]) -> None:
-        """Hears that each rank of these axes sees some of the leaves.
+        """Called where each rank of some axes sees only some leaves, as in a pipeline.
 
         Args:
             leaves: like all of them, of which this rank may have none.
         """
+        # All ranks must join the sum in `total`, with one shape and dtype: so the shape
+        # is asked for by a zero, of each dtype that any rank has.
         with internal(), torch.no_grad():
-            each = {x.dtype: self.measure(x.detach().new_zeros(1)) for x in leaves}
-        zeros = map(torch.zeros_like, each.values())
-        self.along = axes, functools.reduce(torch.add, zeros, torch.zeros(()))
+            measured = {x.dtype: self.measure(x.detach().new_zeros(1)) for x in leaves}
+        zeros = map(torch.zeros_like, measured.values())
+        self.pipeline = axes, functools.reduce(torch.add, zeros, torch.zeros(()))
 
     def ends(self, outcome: Outcome) -> None:
         if outcome.weight is not None:
             raise LawError(UNSEEN.format("a Weighted loss is divided in the end"))
         self.samples += 1
         for x in tree.leaves(outcome.grads, is_leaf=is_sharded):
-            self._whole(x)
+            self._see_leaf(x)
 
-    def _whole(self, x: Any) -> None:
-        """A leaf that no transform answers for."""
+    def _see_leaf(self, x: Leaf) -> None:
+        """Takes in a leaf's gradient, if no transform has shown it before."""
         if not isinstance(x, Sharded):
             if isinstance(x, Tensor):
                 self.see(x, ())
-        elif x._local is not None:
+        elif x._local is not None:  # a buffer's is still to be reduced, and was shown
             if x.layout.flat is not None:
                 raise LawError(UNSEEN.format(f"{x.name!r} is read outside units"))
             self.see(x.local, x.layout.axes)
 
     def see(self, gradient: Tensor, axes: tuple[str, ...]) -> None:
-        """Takes in a piece, a part over ``axes`` that split the work of one loss."""
+        """Measures a piece: a part over ``axes``, which split the work of one loss."""
         with internal(), torch.no_grad():
             piece = gradient.detach()
-            if self.scale != 1:
+            if self.scale != 1:  # under `loss_scale`
                 wide = torch.promote_types(piece.dtype, torch.float32)
                 piece = piece.to(wide) / self.scale
-            found = self.measure(piece)
-            before = self.found.get(axes)
-            self.found[axes] = found if before is None else before + found
+            measured = self.measure(piece)
+            before = self.sums.get(axes)
+            self.sums[axes] = measured if before is None else before + measured
 
     def total(self) -> Tensor:
-        """The measures of all pieces, those of other blocks of split leaves too."""
-        parts = [psum(x, a) if a else x for a, x in sorted(self.found.items())]
-        if self.along is None:
+        """Returns the sum over all pieces, also over other ranks' parts of a leaf."""
+        parts = [psum(x, axes) if axes else x for axes, x in sorted(self.sums.items())]
+        if self.pipeline is None:
             return functools.reduce(torch.add, parts) if parts else torch.zeros(())
-        axes, zero = self.along
-        found = functools.reduce(torch.add, parts, zero)
-        return psum(found.to(zero.dtype), axes)
+        axes, zero = self.pipeline
+        local_total = functools.reduce(torch.add, parts, zero)
+        return psum(local_total.to(zero.dtype), axes)
 
 
-class _Samples(NamedTuple):
-    """The sum of all samples' squares, how many they are, the square of their mean."""
+class _SampleSquares(NamedTuple):
+    """What AdaScale's equation takes of a step's samples.
 
-    squares: Tensor
+    ``sum_of_squares`` is sum |g_i|^2, ``square_of_mean`` |mean|^2.
+    """
+
+    sum_of_squares: Tensor
     count: int
-    mean: Tensor
+    square_of_mean: Tensor
 
 
-class _Squares(_Measure):
-    """Measures the squares of one step's samples, and that of their mean."""
+class _SquareMeasure(_GradientMeasure):
+    """Measures the squares of one step's samples, and the square of their mean."""
 
     sees_mean = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(_square)
-        self.means: list[Tensor] = []
+        self.squares_of_means: list[Tensor] = []  # one, or the step is refused
 
     def take_mean(self, grads: Tree) -> None:
-        self.means.append(global_norm(grads) ** 2)
+        self.squares_of_means.append(global_norm(grads) ** 2)
 
-    def all(self) -> _Samples:
-        """What the samples of all ranks gave.
+    def of_all_ranks(self) -> _SampleSquares:
+        """Returns the squares of all ranks' samples.
 
         Raises:
-            LawError: gradients that nobody saw.
+            LawError: gradients that this did not see.
             ValueError: one sample.
         """
         squares, n = self.total(), self.samples
-        if len(self.means) != 1:
+        if len(self.squares_of_means) != 1:
             raise LawError(UNSEEN.format("a transform replaces the gradients"))
         if axes := averaged_axes():
             squares, n = psum(squares, axes), n * get_group(axes).size
@@ -227,16 +244,17 @@ class _Squares(_Measure):
                 "adascale compares the samples of a step, and this step has one: shard "
                 "it over two ranks or more, or accumulate(step, 2)"
             )
-        return _Samples(squares, n, self.means[0])
+        return _SampleSquares(squares, n, self.squares_of_means[0])
 
 
 def _square(gradient: Tensor) -> Tensor:
+    """Returns the sum of squares of a gradient's elements, in float32 or wider."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return vector_norm(gradient, dtype=wide) ** 2
 
 
 class AdaScaleState(NamedTuple):
-    """The averages, the last gain, and what the optimizer within keeps.
+    """The averages, the last gain, and the state of the optimizer within.
 
     All but ``inner`` are 0-dim tensors, in float32, or in float64 where a parameter is,
     the same on every rank: ``variance`` of a sample's gradient and ``square``, of the
@@ -252,7 +270,7 @@ class AdaScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def adascale(
     optimizer: Optimizer, scale: float | None = None, *, smoothing: float | None = None
 ) -> Optimizer:
@@ -301,59 +319,62 @@ def adascale(
     >>> step(state, torch.eye(2))[0].opt_state.gain  # of two with nothing in common
     tensor(2.)
     """
-    return _AdaScale(optimizer, scale, smoothing).functions()
+    return _AdaScale(optimizer, scale, smoothing).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
 class _AdaScale:
-    """The functions of such an optimizer.
+    """The functions of an `adascale`.
 
     Args:
-        seen: has seen one step's samples, and their mean.
+        observer: has seen one step's samples, and their mean; None before the step.
     """
 
     optimizer: Optimizer
     scale: float | None
     smoothing: float | None
-    seen: _Squares | None = None
+    observer: _SquareMeasure | None = None
 
-    def functions(self) -> Optimizer:
+    def make_optimizer(self) -> Optimizer:
         return Optimizer(self.init, self.update, interprets=self.interprets)
 
     def init(self, params: Tree) -> AdaScaleState:
-        wide = by_axes(params)[1].to_real()
-        # Where updates will leave them: what is loaded or compiled finds it so.
+        wide = tensors_by_axes(params)[1].to_real()
+        # On the device where updates will leave them: a load or a compiled step finds
+        # the first state like later ones.
         tensors = (x for x in tree.leaves(params) if isinstance(x, Tensor))
         devices = map(computing_device, tensors)
-        like = {"dtype": wide, "device": next(devices, torch.device("cpu"))}
-        variance, square, iterations = (torch.zeros((), **like) for _ in range(3))
-        gain = torch.ones((), **like)
+        options = {"dtype": wide, "device": next(devices, torch.device("cpu"))}
+        variance, square, iterations = (torch.zeros((), **options) for _ in range(3))
+        gain = torch.ones((), **options)
         inner = self.optimizer.init(params)
-        check_unfollowed("adascale", inner)
+        check_follows_no_params("adascale", inner)
         return AdaScaleState(variance, square, gain, iterations, inner)
 
-    def interprets(self, state: AdaScaleState) -> Reading:
-        handlers, inner = self.optimizer.reading(state.inner)
-        seen = _Squares()
-        after = replace(self, optimizer=inner, seen=seen).functions()
-        return Reading((*handlers, seen), after)
+    def interprets(self, state: AdaScaleState) -> GradientScope:
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
+        observer = _SquareMeasure()
+        functions = replace(self, optimizer=inner, observer=observer)
+        return GradientScope((*handlers, observer), functions.make_optimizer())
 
-    def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):
-        if self.seen is None:
+    def update(
+        self, grads: Tree, state: AdaScaleState, params: Tree = None
+    ) -> tuple[Tree, AdaScaleState]:
+        if self.observer is None:
             raise ValueError(
                 "adascale has not seen these gradients before they were reduced: make "
                 "the step by adascale(...)(grad_fn)"
             )
-        squares, n, mean = self.seen.all()
+        squares, n, square_of_mean = self.observer.of_all_ranks()
         scale = n if self.scale is None else self.scale
-        keep = max(1 - n / 1000, 0.0) if self.smoothing is None else self.smoothing
-        variance = (squares - n * mean) * (scale / n / (n - 1))
-        square = mean - variance / scale
+        decay = max(1 - n / 1000, 0.0) if self.smoothing is None else self.smoothing
+        variance = (squares - n * square_of_mean) * (scale / n / (n - 1))
+        square = square_of_mean - variance / scale
         # Each is bounded by itself, as FairScale does it. That the averages start at 0
-        # makes both too small by one factor, which the gain does not see.
-        v = keep * state.variance + (1 - keep) * variance.clamp(min=1e-6)
-        s = keep * state.square + (1 - keep) * square.clamp(min=0.0)
+        # makes both too small by one factor, which cancels in the gain.
+        v = decay * state.variance + (1 - decay) * variance.clamp(min=1e-6)
+        s = decay * state.square + (1 - decay) * square.clamp(min=0.0)
         gain = (v + s) / (v / scale + s)
         updates, inner = self.optimizer.update(grads, state.inner, params)
-        after = AdaScaleState(v, s, gain, state.iterations + gain, inner)
-        return tree_scale(updates, gain), after
+        new_state = AdaScaleState(v, s, gain, state.iterations + gain, inner)
+        return tree_scale(updates, gain), new_state

@@ -1,7 +1,8 @@
-"""Averages of the parameters, kept with any optimizer, and evaluated.
+"""Averages of the parameters over the steps, beside any optimizer.
 
-``ema`` and ``swa`` average what another optimizer makes; ``schedule_free`` steps one of
-two iterates, with the average in place of a schedule.
+``ema`` and ``swa`` average the parameters that another optimizer makes.
+``schedule_free`` trains at a point between the optimizer's own iterate and the average,
+in place of a schedule. `eval_params` finds the averages in a state, for evaluation.
 """
 
 from __future__ import annotations
@@ -17,46 +18,56 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import warn
 from fsfunc.core.frames import frame, inside
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, along, chosen, copied, floating, held_dtype
-from fsfunc.optim.masking import left_out
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    select_leaves,
+    stored_dtype,
+    trainable_copy,
+    trainable_only,
+)
+from fsfunc.optim.masking import frozen_paths
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    added,
-    begun,
-    by_phases,
-    check_takes_plainly,
-    described,
-    finished,
-    summed,
+    State,
+    apply_from_update,
+    begin_step,
+    check_takes_plain_gradients,
+    finish_step,
+    from_phases,
+    optimizer_factory,
+    sum_out_of_place,
 )
 from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import copy_placements
+from fsfunc.tree.types import PyTree
 
 
 class AverageState(NamedTuple):
     """The counts of updates and of those averaged, the average, and the inner state.
 
     ``average`` is a tree like the parameters, in the same layout, with None for leaves
-    that have no derivative; `eval_params` gives it as parameters. ``inner`` is
-    the state of the optimizer.
+    that have no derivative; `eval_params` returns it as parameters. ``inner`` is the
+    state of the optimizer.
     """
 
     count: int
     averaged: int
-    average: Any
-    inner: Any
+    average: PyTree
+    inner: State
 
     def evaluated(self, params: Tree) -> Tree:
         """The average."""
         return self.average
 
 
-@described
+@optimizer_factory
 def ema(
     optimizer: Optimizer,
     decay: float = 0.999,
@@ -102,12 +113,12 @@ def ema(
 
     weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
     least = 1 - decay, f"1 - {decay} of a change"
-    f = _Averaged("ema", optimizer, weight, start, every, dtype, least)
-    return f.functions()
+    functions = _Averaging("ema", optimizer, weight, start, every, dtype, least)
+    return functions.make_optimizer()
 
 
-# Of a number a change of less than this share of it is lost.
-_HALF_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# By dtype: a change of less than this share of a number is rounded away.
+_SMALLEST_CHANGE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def warn_narrow(
@@ -116,11 +127,13 @@ def warn_narrow(
     """Warns of averages whose dtype has too few bits for their moves.
 
     Args:
-        least: the least share of a change by which one moves, and how to say it;
-            ``way``: what to give in place of `master_weights`.
+        least: the least share of a change by which an average moves, and its words.
+        way: the start of the advice, where there is another than `master_weights`.
     """
-    dtypes = {held_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None}
-    stuck = [str(k) for k in dtypes if least[0] < _HALF_STEP.get(k, 0.0)]
+    dtypes = {
+        stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
+    }
+    stuck = [str(k) for k in dtypes if least[0] < _SMALLEST_CHANGE.get(k, 0.0)]
     if stuck:
         warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
@@ -129,7 +142,7 @@ def warn_narrow(
         )
 
 
-@described
+@optimizer_factory
 def swa(
     optimizer: Optimizer,
     *,
@@ -172,16 +185,17 @@ def swa(
     """
     weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
     least = 0.0, "1 / n of a change, if n is large"
-    f = _Averaged("swa", optimizer, weight, start, every, dtype, least)
-    return f.functions()
+    functions = _Averaging("swa", optimizer, weight, start, every, dtype, least)
+    return functions.make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
-class _Averaged:
-    """The functions of an optimizer with an average, moved by a share at each update.
+class _Averaging:
+    """The functions of `ema` and `swa`: an average that moves towards the parameters.
 
     Args:
-        weight: of how many were averaged, how far the average moves to the parameters.
+        weight: from the number of updates averaged so far to the share of the way that
+            the average moves.
         least: see `warn_narrow`.
     """
 
@@ -193,36 +207,39 @@ class _Averaged:
     dtype: torch.dtype | None
     least: tuple[float, str]
 
-    def functions(self) -> Optimizer:
-        check_takes_plainly(self.name, self.optimizer)
-        each = self.optimizer.elementwise
-        return by_phases(self.init, self.phases, elementwise=each)
+    def make_optimizer(self) -> Optimizer:
+        check_takes_plain_gradients(self.name, self.optimizer)
+        is_elementwise = self.optimizer.elementwise
+        return from_phases(self.init, self.phases, elementwise=is_elementwise)
 
     def init(self, params: Tree) -> AverageState:
-        average = copied(params, self.dtype)
+        average = trainable_copy(params, self.dtype)
         if self.dtype is None:
             warn_narrow(self.name, average, self.least, "dtype=torch.float32, or ")
         return AverageState(0, 0, average, self.optimizer.init(params))
 
     def phases(
-        self, grads: Tree, state: AverageState, params: Tree, adds: bool
+        self, grads: Tree, state: AverageState, params: Tree, returns_params: bool
     ) -> Phases:
         check_params_given(params, self.name)
-        Matched.of(state.average, floating(params))  # which raises in time
-        step = self.optimizer.phases(grads, state.inner, params, adds)
-        result, inner = yield from step
+        # Here for its errors alone: below the optimizer has written already.
+        Matched.of(state.average, trainable_only(params))
+        step = self.optimizer.phases(grads, state.inner, params, returns_params)
+        new_tree, inner = yield from step
         count, averaged, average, _ = state
         if count >= self.start and (count - self.start) % self.every == 0:
-            now = floating(result if adds else summed(params, result))
+            new_params = trainable_only(
+                new_tree if returns_params else sum_out_of_place(params, new_tree)
+            )
             share = self.weight(averaged)
-            matched = Matched.of(average, now)
-            if adds:  # in place where that may be
+            matched = Matched.of(average, new_params)
+            if returns_params:
                 kernel = partial(torch._foreach_lerp_, weight=share)
-                (average,) = fused(matched, kernel)
+                (average,) = run_kernel(matched, kernel)
             else:
-                average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), share))
+                average = matched.map_params(lambda a, p: a.lerp(p.to(a.dtype), share))
             averaged += 1
-        return result, AverageState(count + 1, averaged, average, inner)
+        return new_tree, AverageState(count + 1, averaged, average, inner)
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:
@@ -255,68 +272,68 @@ def eval_params(opt_state: Any, params: Tree) -> Tree:
     >>> w, eval_params(state, w)
     (tensor([1.]), tensor([0.7500]))
     """
-    found = [state.evaluated(params) for state in _averaging(opt_state)]
-    if not found:
+    found_averages = [x.evaluated(params) for x in _averaging_states(opt_state)]
+    if not found_averages:
         raise ValueError(
             "nothing in this state is averaged: give the state of an optimizer made by "
             "ff.ema, ff.swa or ff.schedule_free (of a TrainState its opt_state)"
         )
     _, treedef = tree.flatten(params, is_sharded)
     averages = params
-    for average in found:
-        averages = _filled(treedef, average, averages)
-    matched = Matched.of(floating(params), floating(averages))
+    for average in found_averages:
+        averages = _fill_none(treedef, average, averages)
+    matched = Matched.of(trainable_only(params), trainable_only(averages))
     dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
-    if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
+    if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:  # nothing to cast: no copy
         return copy_placements(averages, params)
-    cast = matched.summed(lambda p, average: average.to(p.dtype))
-    return copy_placements(_filled(treedef, cast, averages), params)
+    cast = matched.map_params(lambda p, average: average.to(p.dtype))
+    return copy_placements(_fill_none(treedef, cast, averages), params)
 
 
-def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
-    """``values``, with ``others`` where they are None."""
-    there = [x is not None for x in along(treedef, values, "averages")]
-    return chosen(treedef, there, values, others, "averages")
+def _fill_none(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
+    """Returns ``values``, with ``others`` where they are None."""
+    is_given = [x is not None for x in flatten_like(treedef, values, "averages")]
+    return select_leaves(treedef, is_given, values, others, "averages")
 
 
-def _averaging(state: Any) -> Iterator[Any]:
-    """The outermost states in ``state`` that keep averages."""
+def _averaging_states(state: State) -> Iterator[Any]:
+    """Finds the outermost states in ``state`` that have averages."""
     if callable(getattr(type(state), "evaluated", None)):
         yield state
     elif isinstance(state, Mapping):
         for inner in state.values():
-            yield from _averaging(inner)
+            yield from _averaging_states(inner)
     elif isinstance(state, (tuple, list)):
         for inner in state:
-            yield from _averaging(inner)
+            yield from _averaging_states(inner)
 
 
 class ScheduleFreeState(NamedTuple):
     """The count of updates, the base iterate z, and the weights of the average.
 
-    The parameters that are trained are y, where gradients are taken; `eval_params`
-    gives x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that of
-    the weights of all updates, ``max_lr`` the largest learning rate so far. For
-    ``origins`` see `MasterState`.
+    The parameters that are trained are y, where gradients are taken. `eval_params`
+    returns x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that
+    of the weights of all updates, ``max_lr`` the largest learning rate so far. ``base``
+    is the state of the optimizer that steps z. For ``origins`` see `MasterState`.
     """
 
     count: int
     b1: float
     weight_sum: float
     max_lr: float
-    z: Any
-    base: Any
+    z: PyTree
+    base: State
 
     origins = "z"
 
     def evaluated(self, params: Tree) -> Tree:
-        """x, the average."""
+        """x, the average: y = b1 x + (1 - b1) z solved for x, which is not stored."""
         b1 = self.b1
-        matched = Matched.of(floating(params), self.z)
-        return matched.summed(lambda y, z: (y - (1 - b1) * z) / b1)
+        matched = Matched.of(trainable_only(params), self.z)
+        return matched.map_params(lambda y, z: (y - (1 - b1) * z) / b1)
 
 
-@described
+@optimizer_factory
 def schedule_free(
     base: Optimizer,
     learning_rate: float | Schedule,
@@ -368,16 +385,19 @@ def schedule_free(
     >>> y, state.z, state.evaluated(y)
     (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
     """
-    check_takes_plainly("schedule_free", base)
+    check_takes_plain_gradients("schedule_free", base)
     f = _ScheduleFree(base, learning_rate, b1, weight_lr_power, weight_decay, mask)
     return Optimizer(f.init, f.update, f.apply, elementwise=base.elementwise)
 
 
-class _Weighed(NamedTuple):
-    """The rate, the weight c of the next z, and a state that has counted it."""
+class _WeightedStep(NamedTuple):
+    """The numbers of one step: the rate, the weight c of the next z in the average.
 
-    rate: Any
-    weight: Any
+    ``state`` has counted the step.
+    """
+
+    rate: float
+    weight: float
     state: ScheduleFreeState
 
 
@@ -393,17 +413,18 @@ class _ScheduleFree:
     mask: Mask | None
 
     def init(self, params: Tree) -> ScheduleFreeState:
-        if (path := next(left_out(self.base, params), None)) is not None:
+        if (path := next(frozen_paths(self.base, params), None)) is not None:
             raise ValueError(
                 f"the base of schedule_free leaves {path!r} out, which decays and is "
                 "averaged here all the same: put masked, or the partition that freezes "
                 "it, around: ff.masked(ff.schedule_free(...), mask)"
             )
-        z = copied(params)
+        z = trainable_copy(params)
         warn_narrow("schedule_free", z, (0.0, "1 / n of a change, if n is large"))
         return ScheduleFreeState(0, self.b1, 0.0, 0.0, z, self.base.init(z))
 
-    def weighed(self, state: ScheduleFreeState) -> _Weighed:
+    def weigh(self, state: ScheduleFreeState) -> _WeightedStep:
+        """Returns the numbers of the next step."""
         if state.b1 != self.b1:
             raise ValueError(
                 f"the state is of schedule_free(b1={state.b1}), between whose z and x "
@@ -414,65 +435,71 @@ class _ScheduleFree:
         weight = max_lr**self.weight_lr_power
         total = state.weight_sum + weight
         counted = state._replace(count=state.count + 1, weight_sum=total, max_lr=max_lr)
-        return _Weighed(rate, weight / total if total else 0.0, counted)
+        return _WeightedStep(rate, weight / total if total else 0.0, counted)
 
-    def update(self, grads: Tree, state: ScheduleFreeState, params: Tree = None):
+    def update(
+        self, grads: Tree, state: ScheduleFreeState, params: Tree = None
+    ) -> tuple[Tree, ScheduleFreeState]:
         check_params_given(params, "schedule_free")
         z = state.z
-        rate, c, state = self.weighed(state)
+        rate, c, state = self.weigh(state)
         steps, inner = self.base.update(grads, state.base, z)
         if self.weight_decay:
-            matched = Matched.of(floating(params), steps)
+            matched = Matched.of(trainable_only(params), steps)
             decays = matched.decays(self.weight_decay, self.mask)
-            (steps,) = matched.composed(lambda y, u, d: [u - rate * d * y], decays)
-        new_z = summed(z, steps)
+            (steps,) = matched.map_rule(lambda y, u, d: [u - rate * d * y], decays)
+        new_z = sum_out_of_place(z, steps)
+        # With x as above, new y - y = c (z - y) + (b1 c + 1 - b1) (new z - z).
         k = self.b1 * c + 1 - self.b1
 
-        def moved(y: Tensor, u: Tensor, old: Tensor, _: Any) -> list[Tensor]:
-            return [c * (old - y) + k * u, old]
+        def move(y: Tensor, u: Tensor, old_z: Tensor, _: float) -> list[Tensor]:
+            return [c * (old_z - y) + k * u, old_z]
 
-        matched = Matched.of(floating(params), steps, z)
-        updates, _ = matched.composed(moved)
+        matched = Matched.of(trainable_only(params), steps, z)
+        updates, _ = matched.map_rule(move)
         return updates, state._replace(z=new_z, base=inner)
 
     def apply(self, grads: Tree, state: ScheduleFreeState, params: Tree) -> Phases:
         z = state.z
         matched = Matched.of(params, grads, z)
         if matched.differentiated:
-            return (yield from added(self.update)(grads, state, params))
-        rate, c, counted = self.weighed(state)
+            return (yield from apply_from_update(self.update)(grads, state, params))
+        rate, c, counted = self.weigh(state)
         decays = matched.decays(rate * self.weight_decay, self.mask)
-        base = begun(self.base.phases(grads, state.base, z, True))
+        base = begin_step(self.base.phases(grads, state.base, z, True))
 
-        def decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
+        def decay(zs: list[Tensor], ys: list[Tensor], *, weight_decay: float) -> None:
             torch._foreach_add_(zs, ys, alpha=-weight_decay)
 
         yield
         # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
-        old = copied(_only(matched, params)) if self.weight_decay else None
-        y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
-        new_z, inner = finished(base)
+        old_y = (
+            trainable_copy(_only_active(matched, params)) if self.weight_decay else None
+        )
+        y = _mix(params, _only_active(matched, z), 1 - c, -(1 - c) * (1 - self.b1))
+        new_z, inner = finish_step(base)
         if self.weight_decay:
-            (new_z,) = fused(Matched.of(new_z, old), decay, decays)
+            (new_z,) = run_kernel(Matched.of(new_z, old_y), decay, decays)
         k = self.b1 * c + 1 - self.b1
-        with inside(frame().replace(donated=Everything())):  # y is ours by now
-            y = _mixed(y, _only(matched, new_z), 1.0, k)
+        # y is memory of this step by now: written over, whatever was donated.
+        with inside(frame().replace(donated=Everything())):
+            y = _mix(y, _only_active(matched, new_z), 1.0, k)
         return y, counted._replace(z=new_z, base=inner)
 
 
-def _only(matched: Matched, values: Tree) -> Tree:
-    """``values``, like the parameters, with None for leaves that are not updated."""
+def _only_active(matched: Matched, values: Tree) -> Tree:
+    """Returns ``values``, like the parameters, with None for leaves not updated."""
     active = set(matched.active)
-    updated = [i in active for i in range(len(matched.trees[0]))]
-    return chosen(matched.treedef, updated, values, what="parameters")
+    mask = [i in active for i in range(len(matched.trees[0]))]
+    return select_leaves(matched.treedef, mask, values, title="parameters")
 
 
-def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
-    """``by y + add z``, written over y where that may be."""
+def _mix(ys: Tree, zs: Tree, y_factor: float, z_factor: float) -> Tree:
+    """Returns ``y_factor y + z_factor z``, written over y under donation."""
 
-    def mix(ys: Any, zs: Any) -> None:
-        if by != 1:
-            torch._foreach_mul_(ys, by)
-        torch._foreach_add_(ys, zs, alpha=add)
+    def mix(ys: list[Tensor], zs: list[Tensor]) -> None:
+        if y_factor != 1:
+            torch._foreach_mul_(ys, y_factor)
+        torch._foreach_add_(ys, zs, alpha=z_factor)
 
-    return fused(Matched.of(ys, zs), mix)[0]
+    return run_kernel(Matched.of(ys, zs), mix)[0]

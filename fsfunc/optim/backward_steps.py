@@ -1,11 +1,18 @@
-"""Optimizer steps fused into the backward pass, unit by unit."""
+"""Optimizer steps fused into the backward pass, unit by unit.
+
+Under `shard`, the runtime asks `BackwardSteps` about each buffer whose gradient it has
+reduced, and hands the gradient over in place of returning it. When the backward pass is
+over, the optimizer's ``apply`` steps the other leaves, and puts the state together::
+
+    backward of unit 3, reduce, step 3 | backward of unit 2, reduce, step 2 | ... | rest
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,20 +22,24 @@ from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
-from fsfunc.optim.leaves import Tree, along, paths_of, trainable
+from fsfunc.optim.leaves import Tree, flatten_like, paths_of, trainable
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    Reading,
     State,
-    begun,
-    described,
-    finished,
+    begin_step,
+    finish_step,
+    optimizer_factory,
 )
-from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Parts, Sharded, is_sharded
+from fsfunc.tree.types import Leaf, PyTree
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-@described
+@optimizer_factory
 def step_in_backward(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose step of a unit is made as soon as its gradient is there.
 
@@ -104,12 +115,15 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
 
 
 class _InBackward(Optimizer):
-    """Such an optimizer: its functions raise, but for how gradients are taken."""
+    """A `step_in_backward`: its own functions raise, its gradient scope makes the step.
+
+    So gradients that it has not seen being computed are refused.
+    """
 
     inner: Optimizer
 
     def __new__(cls, inner: Optimizer) -> _InBackward:
-        def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
+        def unseen(grads: Tree, state: State, params: Tree = None) -> NoReturn:
             raise ValueError(_UNSEEN)
 
         def apply(grads: Tree, state: State, params: Tree) -> Phases:
@@ -120,62 +134,71 @@ class _InBackward(Optimizer):
         self.inner = inner
         return self
 
-    def reading(self, state: State, params: Tree = None) -> Reading:
-        if params is None:  # something is around, and would see gradients used up
-            return Reading((), self)
+    def gradient_scope(self, state: State, params: Tree = None) -> GradientScope:
+        # Another optimizer around would see gradients that are used up: this one is
+        # returned as it is, and its functions raise.
+        if params is None:
+            return GradientScope((), self)
         steps = BackwardSteps(self.inner, state, params)
-        return Reading((steps,), steps.rest())
+        return GradientScope((steps,), steps.finishing_optimizer())
 
 
-APPLIED = (
+USED_UP = (
     "step_in_backward has used this gradient up while the backward ran; what reads "
     "gradients, such as a norm or a clip, needs the step without it"
 )
 
 
 class BackwardSteps(GradientSteps):
-    """The steps of one train step, buffer by buffer, and of the rest in the end.
+    """The steps of one train step: buffer by buffer, and all other leaves at its end.
 
     Args:
-        optimizer, state, params: as before the step.
+        optimizer: steps a part of the leaves at a time.
+        state, params: as before the step.
     """
 
     called = "step_in_backward"
-    why_consumed = APPLIED
+    why_consumed = USED_UP
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
+        # The backward pass runs in frames of its own: a step runs in this one.
         self.optimizer, self.state, self.frame = optimizer, state, frame()
         self.old, self.treedef = tree.flatten(params, is_sharded)
         self.paths = paths_of(self.treedef)
-        self.kept = MirroredState(state, self.old, self.treedef, self.paths)
+        self.mirrored = MirroredState(state, self.old, self.treedef, self.paths)
         self.new = list(self.old)
-        self.done: dict[int, FlatShard] = {}  # by identity: buffers
-        self.taken, self.count = False, 1
-        found: dict[int, tuple[FlatShard, list[int]]] = {}
+        self.done: dict[int, FlatShard] = {}  # buffers that were stepped, by identity
+        self.has_gradient_call, self.microbatches = False, 1
+        by_buffer: dict[int, tuple[FlatShard, list[int]]] = {}
         for i, x in enumerate(self.old):
             if is_sharded(x) and (shard := x.packed) is not None and trainable(x):
-                found.setdefault(id(shard), (shard, []))[1].append(i)
-        self.at = {
+                by_buffer.setdefault(id(shard), (shard, []))[1].append(i)
+        # By identity, the buffers of which all leaves are here, and these positions.
+        self.positions = {
             key: positions
-            for key, (shard, positions) in found.items()
+            for key, (shard, positions) in by_buffer.items()
             if len(positions) == len(shard.members)
         }
 
     # The gradient call
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
         def stepped(call: GradientCall) -> Outcome:
-            f = frame()
+            current = frame()
             # A derivative that the loss itself takes, or an evaluation of it.
-            if f.in_loss or not call.argnums:
+            if current.in_loss or not call.argnums:
                 return run(call)
-            if any(h.same_batch for h in f.handlers):
+            if any(h.same_batch for h in current.handlers):
                 raise ValueError(_PIPELINE)
-            if all(i == 0 for i, _ in f.micro) and self._knows(call):
-                if self.taken:
+            # A second call would differentiate parameters that are stepped already.
+            is_first_microbatch = all(i == 0 for i, _ in current.micro)
+            if is_first_microbatch and self._differentiates_params(call):
+                if self.has_gradient_call:
                     raise ValueError(_TWICE)
-                self.taken = True
-            return run(call.replace(fn=self._watched(call.fn, call.has_aux)))
+                self.has_gradient_call = True
+            return run(call.replace(fn=self._check_loss(call.fn, call.has_aux)))
 
         return stepped
 
@@ -183,26 +206,28 @@ class BackwardSteps(GradientSteps):
         if call.cotangent != 1:
             raise ValueError(_SCALED)
 
-    def _knows(self, call: GradientCall) -> bool:
-        """True if it differentiates some of the parameters that are to be stepped."""
-        chosen = [call.args[i] for i in call.argnums]
-        known = set(map(id, self.old))
-        for x in tree.leaves(chosen, is_leaf=is_sharded):
-            if id(x) in known or is_sharded(x) and id(x.packed) in self.at:
+    def _differentiates_params(self, call: GradientCall) -> bool:
+        """Returns whether a call differentiates some of the parameters to step."""
+        arguments = [call.args[i] for i in call.argnums]
+        params = set(map(id, self.old))
+        for x in tree.leaves(arguments, is_leaf=is_sharded):
+            if id(x) in params or is_sharded(x) and id(x.packed) in self.positions:
                 return True
         return False
 
-    def _watched(self, fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        """``fn``, whose loss is a mean; how many microbatches there are is noted."""
+    def _check_loss(self, fn: Callable[_P, _T], has_aux: bool) -> Callable[_P, _T]:
+        """Wraps a loss: it must be a plain mean. Counts the microbatches too."""
 
         @functools.wraps(fn)
-        def loss(*args: Any, **keywords: Any) -> Any:
-            self.count = math.prod(n for _, n in frame().micro)
-            out = fn(*args, **keywords)
-            value = out[0] if has_aux and isinstance(out, tuple) and out else out
+        def loss(*args: _P.args, **keywords: _P.kwargs) -> _T:
+            self.microbatches = math.prod(n for _, n in frame().micro)
+            returned = fn(*args, **keywords)
+            value: Any = returned
+            if has_aux and isinstance(value, tuple) and value:
+                value = value[0]
             if isinstance(value, Weighted):
                 raise ValueError(_WEIGHTED)
-            return out
+            return returned
 
         return loss
 
@@ -211,80 +236,96 @@ class BackwardSteps(GradientSteps):
     ) -> BackwardSteps | None:
         self.parts = parts
         tracer = frame().tracer
+        # A recorder that runs only a part of a step sees it without these steps.
         runs = tracer is None or tracer.complete
-        return self if runs and any(key in self.at for key in keeps) else None
+        return self if runs and any(key in self.positions for key in keeps) else None
 
     def takes(self, shard: FlatShard) -> bool:
-        beside = any((id(shard), id(m)) in self.parts for m in shard.members)
-        return id(shard) in self.at and not beside
+        # A leaf that is read outside units too gets a second gradient, which comes when
+        # the backward pass is over.
+        read_outside = any((id(shard), id(m)) in self.parts for m in shard.members)
+        return id(shard) in self.positions and not read_outside
 
     def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
         if id(shard) in self.done:
             raise RuntimeError(f"a gradient of {shard.name} came after its step")
-        positions = self.at[id(shard)]
+        positions = self.positions[id(shard)]
         with inside(self.frame), torch.no_grad():
+            # Two divisions, as the usual step has them: one by their product could give
+            # other bits.
             if mean_size > 1:
                 grad.div_(mean_size)
-            if self.count > 1:
-                grad.div_(self.count)
-            made = zip(shard.members, shard.like(grad).leaves(), strict=True)
-            by = {id(layout): leaf for layout, leaf in made}
-            grads = {self.paths[i]: by[id(self.old[i].layout)] for i in positions}
+            if self.microbatches > 1:
+                grad.div_(self.microbatches)
+            pairs = zip(shard.members, shard.like(grad).leaves(), strict=True)
+            by_layout = {id(layout): leaf for layout, leaf in pairs}
+            grads = {
+                self.paths[i]: by_layout[id(self.old[i].layout)] for i in positions
+            }
             self._commit(positions, self._phases(positions, grads))
         self.done[id(shard)] = shard
 
-    def _phases(self, positions: list[int], grads: dict[str, Any]) -> Phases:
+    def _phases(self, positions: list[int], grads: dict[str, Leaf]) -> Phases:
+        """Makes a step of the leaves at ``positions``, as dicts by path."""
         params = {self.paths[i]: self.old[i] for i in positions}
-        return self.optimizer.phases(grads, self.kept.part(positions), params, True)
+        return self.optimizer.phases(grads, self.mirrored.part(positions), params, True)
 
     def _commit(self, positions: list[int], phases: Phases) -> None:
-        params, state = finished(phases)
+        """Finishes a step of some leaves, and stores what it made of them."""
+        params, state = finish_step(phases)
         for i in positions:
             self.new[i] = params[self.paths[i]]
-        self.kept.take(positions, state)
+        self.mirrored.take(positions, state)
 
-    # What is left
+    # The other leaves
 
-    def rest(self) -> Optimizer:
-        """The optimizer that steps the other leaves, and returns the whole state."""
+    def finishing_optimizer(self) -> Optimizer:
+        """Makes the optimizer that steps all other leaves, and ends the step."""
         inner = self.optimizer
 
-        def update(grads: Tree, state: State, params: Tree = None) -> Any:
+        def update(
+            grads: Tree, state: State, params: Tree = None
+        ) -> tuple[Tree, State]:
             if self.done:
                 raise ValueError(_UNSEEN)
             return inner.update(grads, state, params)
 
-        made = Optimizer(inner.init, update, self._apply)
-        return made.known_as(inner.called, dict(inner.configuration))
+        finishing = Optimizer(inner.init, update, self._apply)
+        return finishing.described_as(inner.called, dict(inner.configuration))
 
     def _apply(self, grads: Tree, state: State, params: Tree) -> Phases:
         if not self.done:
             return (yield from self.optimizer.phases(grads, state, params, True))
         leaves, treedef = tree.flatten(params, is_sharded)
-        found = along(treedef, grads, "gradients")
-        stepped = {i for key in self.done for i in self.at[key]}
-        same = len(leaves) == len(self.old) and state is self.state
-        if not same or any(
-            leaves[i] is not self.old[i] or not _is_of(found[i], self.old[i])
+        gradients = flatten_like(treedef, grads, "gradients")
+        stepped = {i for key in self.done for i in self.positions[key]}
+        # Parameters are written over already: only these may be what is applied to.
+        is_same_step = len(leaves) == len(self.old) and state is self.state
+        if not is_same_step or any(
+            leaves[i] is not self.old[i]
+            or not _is_used_up_gradient(gradients[i], self.old[i])
             for i in stepped
         ):
             raise ValueError(_OTHERS)
-        rest = [i for i, g in enumerate(found) if g is not None and i not in stepped]
+        remaining = [
+            i for i, g in enumerate(gradients) if g is not None and i not in stepped
+        ]
         step = None
-        if rest:
-            grads = {self.paths[i]: found[i] for i in rest}
-            step = begun(self._phases(rest, grads))
+        if remaining:
+            grads = {self.paths[i]: gradients[i] for i in remaining}
+            step = begin_step(self._phases(remaining, grads))
         yield
         if step is not None:
-            self._commit(rest, step)
-        return tree.unflatten(self.treedef, self.new), self.kept.whole()
+            self._commit(remaining, step)
+        return tree.unflatten(self.treedef, self.new), self.mirrored.whole()
 
 
 class MirroredState:
-    """A state, and which trees in it are like the parameters, leaf by leaf.
+    """An optimizer's state, of which a piece can be stepped: that of some parameters.
 
-    A piece of it has ``{path: leaf}`` in place of each such tree, and all else as it
-    is: what the optimizer's ``init`` would have made of a dict of these parameters.
+    Some trees in a state are like the parameters, such as ``mu``. A piece has ``{path:
+    leaf}`` in place of each such tree, and everything else as it is: this is what the
+    optimizer's ``init`` would have made for a dict of these parameters.
 
     Args:
         state: the optimizer's.
@@ -292,59 +333,68 @@ class MirroredState:
     """
 
     def __init__(
-        self, state: Any, leaves: Sequence[Any], treedef: Any, paths: Sequence[str]
+        self,
+        state: State,
+        leaves: Sequence[Leaf],
+        treedef: tree.TreeDef,
+        paths: Sequence[str],
     ):
         self.treedef, self.paths = treedef, paths
 
-        def column(x: Any) -> list[Any] | None:
-            """The leaves of a tree like the parameters, None where they have none."""
+        def column_of(x: PyTree) -> list[Leaf] | None:
+            """Returns the leaves of a tree like the parameters; None if it is none."""
+            # First by its class: an error of `flatten_up_to` describes the whole state,
+            # which is slow.
             if treedef.type is not None and type(x) is not treedef.type:
-                return None  # finding that out of a state is slow: all of it is said
+                return None
             try:
-                found = treedef.flatten_up_to(x)
+                column = treedef.flatten_up_to(x)
             except ValueError:
                 return None
-            pairs = zip(found, leaves, strict=True)
-            return found if all(c is None or _like(c, p) for c, p in pairs) else None
+            pairs = zip(column, leaves, strict=True)
+            fits = all(c is None or _shaped_like(c, p) for c, p in pairs)
+            return column if fits else None
 
-        def ends(x: Any) -> bool:
-            return is_sharded(x) or column(x) is not None
+        def ends(x: PyTree) -> bool:
+            return is_sharded(x) or column_of(x) is not None
 
-        self.given, self.spec = tree.flatten(state, ends)
-        columns = [column(x) for x in self.given]
-        self.columns = [None if c is None else list(c) for c in columns]  # after it
-        self.before = columns
-        self.after = list(self.given)  # of what is like no parameters
+        # The nodes of the state: trees like the parameters (columns), and other leaves.
+        self.nodes, self.treedef_of_nodes = tree.flatten(state, ends)
+        self.columns = [column_of(x) for x in self.nodes]
+        self.new_columns = [None if c is None else list(c) for c in self.columns]
+        self.new_nodes = list(self.nodes)  # those that are no columns
 
-    def part(self, positions: Sequence[int]) -> Any:
-        """The piece of the leaves at ``positions``."""
-        items = []
-        for x, column in zip(self.given, self.before, strict=True):
+    def part(self, positions: Sequence[int]) -> State:
+        """Returns the piece of the parameters at ``positions``, as before the step."""
+        nodes = []
+        for node, column in zip(self.nodes, self.columns, strict=True):
             if column is not None:
-                x = {self.paths[i]: column[i] for i in positions}
-            items.append(x)
-        return tree.unflatten(self.spec, items)
+                node = {self.paths[i]: column[i] for i in positions}
+            nodes.append(node)
+        return tree.unflatten(self.treedef_of_nodes, nodes)
 
-    def take(self, positions: Sequence[int], piece: Any) -> None:
-        """Takes in what has become of the piece at ``positions``."""
-        found = self.spec.flatten_up_to(piece)
-        for k, (x, column) in enumerate(zip(found, self.columns, strict=True)):
+    def take(self, positions: Sequence[int], piece: State) -> None:
+        """Stores what a step has made of the piece at ``positions``."""
+        nodes = self.treedef_of_nodes.flatten_up_to(piece)
+        for k, (node, column) in enumerate(zip(nodes, self.new_columns, strict=True)):
             if column is None:
-                self.after[k] = x
+                self.new_nodes[k] = node
                 continue
             for i in positions:
-                column[i] = x[self.paths[i]]
+                column[i] = node[self.paths[i]]
 
-    def whole(self) -> Any:
-        """The state after all pieces."""
-        items = []
-        for x, column in zip(self.after, self.columns, strict=True):
-            items.append(x if column is None else tree.unflatten(self.treedef, column))
-        return tree.unflatten(self.spec, items)
+    def whole(self) -> State:
+        """Returns the state after the steps of all pieces."""
+        nodes = []
+        for node, column in zip(self.new_nodes, self.new_columns, strict=True):
+            if column is not None:
+                node = tree.unflatten(self.treedef, column)
+            nodes.append(node)
+        return tree.unflatten(self.treedef_of_nodes, nodes)
 
 
-def _like(x: Any, leaf: Any) -> bool:
-    """True if a leaf of a state may be one for each element of a parameter."""
+def _shaped_like(x: Leaf, leaf: Leaf) -> bool:
+    """Returns whether a leaf of a state has an element for each of a parameter's."""
     if is_sharded(leaf) != is_sharded(x) or not (
         is_sharded(x) or isinstance(x, Tensor)
     ):
@@ -352,10 +402,10 @@ def _like(x: Any, leaf: Any) -> bool:
     return tuple(x.shape) == tuple(leaf.shape)
 
 
-def _is_of(grad: Any, leaf: Any) -> bool:
-    """True if that is the gradient of a leaf, and used up."""
-    spent = getattr(grad, "why_unusable", "") == APPLIED
-    return spent and grad.layout is leaf.layout
+def _is_used_up_gradient(grad: Leaf, leaf: Sharded) -> bool:
+    """Returns whether ``grad`` is the gradient of a leaf, and used up by its step."""
+    is_used_up = getattr(grad, "why_unusable", "") == USED_UP
+    return is_used_up and grad.layout is leaf.layout
 
 
 _UNSEEN = (

@@ -1,7 +1,11 @@
-"""Descent along a momentum, or along its signs: SGD and Lion."""
+"""SGD, with a momentum or without one, and Lion, which takes the signs of its own.
+
+Both are an equation as an `ElementRule`; SGD has a fused kernel of torch's too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,21 +13,30 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.coded_moments import MEAN, Codes, codec_of
-from fsfunc.optim.element_rules import Codec, ElementRule, chunks, elementwise
+from fsfunc.optim.element_rules import (
+    Codec,
+    Count,
+    ElementRule,
+    Kernel,
+    Numbers,
+    cache_sized_chunks,
+    elementwise_optimizer,
+)
 from fsfunc.optim.leaves import Mask
-from fsfunc.optim.matching import Decay, decayed, decays
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.matching import Decay, add_decay, has_decay
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.tree.types import PyTree
 
 
 class SgdState(NamedTuple):
     """The count of updates, and the momentum: None where there is none."""
 
     count: int | Tensor
-    momentum: Any
+    momentum: PyTree
 
 
-@described
+@optimizer_factory
 def sgd(
     learning_rate: float | Schedule,
     *,
@@ -80,29 +93,32 @@ def sgd(
             f"dampening is {dampening}"
         )
 
-    def first(count: int | Tensor) -> bool:
-        # Zero momentum gives the same first step; only dampening needs to know of it.
+    def is_first(count: Count) -> bool:
+        # Without dampening a momentum of 0 gives the same first step, so nobody asks:
+        # a count that is a tensor would have to be read.
         return bool(dampening) and bool(count == 0)
 
-    def numbers(count: Any) -> tuple[Any, ...]:
-        return rate_at(learning_rate, count), first(count)
+    def numbers(count: Count) -> Numbers:
+        return rate_at(learning_rate, count), is_first(count)
 
-    def equation(numbers: Any, p: Tensor, g: Tensor, *rest: Any):
-        (rate, starts), (*moments, decay) = numbers, rest
-        d = decayed(g, p, decay)
+    def equation(
+        numbers: Numbers, p: Tensor, g: Tensor, *moments_and_decay: Any
+    ) -> Sequence[Any]:
+        (rate, starts), (*moments, decay) = numbers, moments_and_decay
+        d = add_decay(g, p, decay)
         if not moments:
             return (lambda: -rate * d,)
         v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
         return lambda: -rate * (d + momentum * v if nesterov else v), v
 
-    def kernel(count: Any):
+    def kernel(count: Count) -> Kernel:
         return partial(
             _fused,
             lr=rate_at(learning_rate, count),
             momentum=momentum,
             dampening=dampening,
             nesterov=nesterov,
-            is_first_step=first(count),
+            is_first_step=is_first(count),
         )
 
     rule = ElementRule(
@@ -115,30 +131,30 @@ def sgd(
         weight_decay=weight_decay,
         mask=mask,
     )
-    return elementwise(rule, Codec())
+    return elementwise_optimizer(rule, Codec())
 
 
 def _fused(
     params: list[Tensor],
     grads: list[Tensor],
     momenta: tuple[Tensor, ...] | list[Tensor] = (),
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Writes one step into params and momenta, dense and on one device, in one pass."""
-    step = partial(torch._fused_sgd_, maximize=False, **how)
+    step = partial(torch._fused_sgd_, maximize=False, **options)
     if not is_misread(params[0]):
         return step(params, grads, momenta)
     columns = (params, grads, momenta) if momenta else (params, grads)
     for row in zip(*columns, strict=True):
-        for piece in chunks(row):
+        for piece in cache_sized_chunks(row):
             p, g, *m = (x.float() for x in piece)
             step([p], [g], m)
-            for x, made in zip((piece[0], *piece[2:]), (p, *m), strict=True):
-                x.copy_(made)
+            for x, new in zip((piece[0], *piece[2:]), (p, *m), strict=True):
+                x.copy_(new)
 
 
 def is_misread(x: Tensor) -> bool:
-    """True for what torch's fused SGD (2.13) gives wrong numbers of.
+    """Returns whether torch's fused SGD (2.13) would give wrong numbers of ``x``.
 
     Its kernel for the CPU takes the halves of a vector of 16 bits from wrong places,
     and reads momenta past their end.
@@ -150,7 +166,7 @@ class LionState(NamedTuple):
     """The count of updates, and the momentum, a tree like the parameters."""
 
     count: int | Tensor
-    mu: Any
+    mu: PyTree
 
 
 class CodedLionState(NamedTuple):
@@ -163,7 +179,7 @@ class CodedLionState(NamedTuple):
     coders = (MEAN,)
 
 
-@described
+@optimizer_factory
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,
@@ -211,15 +227,17 @@ def lion(
     (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
     """
 
-    def numbers(count: Any) -> tuple[Any, ...]:
+    def numbers(count: Count) -> Numbers:
         return (rate_at(learning_rate, count),)
 
-    def equation(numbers: Any, p: Tensor, g: Tensor, m: Tensor, decay: Decay):
+    def equation(
+        numbers: Numbers, p: Tensor, g: Tensor, m: Tensor, decay: Decay
+    ) -> tuple[Callable[[], Tensor], Tensor]:
         (rate,) = numbers
 
         def update() -> Tensor:
             u = m.lerp(g, 1 - b1).sign()
-            return -rate * (u + decay * p if decays(decay) else u)
+            return -rate * (u + decay * p if has_decay(decay) else u)
 
         return update, m.lerp(g, 1 - b2)
 
@@ -233,4 +251,4 @@ def lion(
         mask=mask,
         memory=b2,
     )
-    return elementwise(rule, codec_of(moment_dtype, CodedLionState))
+    return elementwise_optimizer(rule, codec_of(moment_dtype, CodedLionState))

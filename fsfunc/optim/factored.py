@@ -16,24 +16,24 @@ from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    along,
     check_real,
-    local,
+    describe_leaf,
+    flatten_like,
+    local_tensor,
     paths_of,
-    said,
     trainable,
 )
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.optimizer import Optimizer, optimizer_factory
 from fsfunc.optim.places import (
-    brought,
+    bring_together,
     computing_device,
-    copied_to,
+    copy_to,
     device_with,
-    returned,
-    room_like,
+    return_beside,
+    step_memory_like,
 )
-from fsfunc.optim.reductions import over_axes
+from fsfunc.optim.reductions import reduce_over_axes
 from fsfunc.optim.schedules import (
     Schedule,
     check_params_given,
@@ -50,15 +50,15 @@ class FactoredLeaf:
 
     def __init__(self, at: int, param: Any, grad: Any, moments: Sequence[Any]):
         self.at, self.shape = at, tuple(param.shape)
-        self.p: Tensor = local(param)
-        self.g: Any = local(grad)  # None when it is used
-        self.wide = wide(self.p.dtype)
+        self.p: Tensor = local_tensor(param)
+        self.g: Any = local_tensor(grad)  # None when it is used
+        self.wide = sum_dtype(self.p.dtype)
         self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
         self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
             self.axes = tuple(sorted(param.layout.axes))
-            self.boxes = _boxes(param.layout) if self.axes else self.boxes
+            self.boxes = _local_boxes(param.layout) if self.axes else self.boxes
         self.moments = moments
         self.row, self.col, self.variance = moments
         self.denominator: Any = None
@@ -86,24 +86,24 @@ class FactoredLeaf:
 
     def add_to(self, power: Tensor, rows: Tensor, cols: Tensor) -> None:
         """Adds this rank's sums of squares."""
-        power.add_(_power(self.p, self.wide))
+        power.add_(_sum_of_squares(self.p, self.wide))
         if not self.factored:
             return
         rows, cols = rows.view(self.row.shape), cols.view(self.col.shape)
         for box, g in self._cut(self.g.reshape(-1)):
             of_rows = vector_norm(g, dim=-1, keepdim=True, dtype=self.wide)
             of_cols = vector_norm(g, dim=-2, keepdim=True, dtype=self.wide)
-            _within(rows, box).add_(of_rows.square().to(rows.device))
-            _within(cols, box).add_(of_cols.square().to(cols.device))
+            _narrow_to(rows, box).add_(of_rows.square().to(rows.device))
+            _narrow_to(cols, box).add_(of_cols.square().to(cols.device))
 
     def learn(self, rows: Tensor, cols: Tensor, weight: Any) -> None:
         """Takes in the whole sums: the second moments are other tensors then."""
         if not self.factored:
-            self.g, self.variance = brought([self.g, self.variance])
+            self.g, self.variance = bring_together([self.g, self.variance])
             square = self.g.to(self.wide).square().view(self.variance.shape)
             self.variance = self.variance.lerp(square, weight)
             return
-        self.g, self.row, self.col = brought([self.g, self.row, self.col])
+        self.g, self.row, self.col = bring_together([self.g, self.row, self.col])
         r, c = self.shape[-2:]
         rows = rows.view(self.row.shape).to(self.row) / max(c, 1)
         cols = cols.view(self.col.shape).to(self.col) / max(r, 1)
@@ -115,7 +115,7 @@ class FactoredLeaf:
         if out.device != self.g.device:  # it is computed on the device, and goes back
             here = torch.empty_like(out, device=self.g.device)
             self._write(here, eps1)
-            copied_to(out, here)
+            copy_to(out, here)
         else:
             self._write(out, eps1)
         self.g = None  # or what was brought of all leaves would be held
@@ -129,13 +129,16 @@ class FactoredLeaf:
         below = self.denominator.clamp(min=least)
         boxes = self._cut(self.g.reshape(-1)), self._cut(out.view(-1))
         for (box, g), (_, u) in zip(*boxes, strict=True):
-            torch.mul(_within(self.row, box), _within(self.col, box), out=u)
-            u.div_(_within(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
+            torch.mul(_narrow_to(self.row, box), _narrow_to(self.col, box), out=u)
+            u.div_(_narrow_to(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
 
     def kept(self) -> list[Tensor | None]:
         """The second moments of the next step, where those of this one lie."""
         new = zip((self.row, self.col, self.variance), self.moments, strict=True)
-        return [x if x is old else returned(x, old, keeps=True) for x, old in new]
+        return [
+            x if x is old else return_beside(x, old, outlives_step=True)
+            for x, old in new
+        ]
 
     def rms(self, power: Tensor) -> Tensor:
         return (power / max(math.prod(self.shape), 1)).sqrt()
@@ -146,7 +149,7 @@ class FactoredLeaf:
                 yield box, flat[box.start : box.start + box.numel].view(box.sizes)
 
 
-def _within(x: Tensor, box: Box) -> Tensor:
+def _narrow_to(x: Tensor, box: Box) -> Tensor:
     """The elements of ``x`` that go with a box; a dim of length 1 goes with all."""
     for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if x.shape[dim] > 1:
@@ -154,44 +157,46 @@ def _within(x: Tensor, box: Box) -> Tensor:
     return x
 
 
-def whole_sums(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
+def sums_of_squares(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
     """Of each leaf the sums of squares over all ranks: of it, by row and by column."""
     made = [torch.zeros(sum(x.sizes), dtype=x.wide, device=x.device) for x in leaves]
     for leaf, out in zip(leaves, made, strict=True):
         leaf.add_to(*out.split(leaf.sizes))
-    sums = _over_axes(leaves, made)
+    sums = _reduce_all(leaves, made)
     return [x.split(leaf.sizes) for leaf, x in zip(leaves, sums, strict=True)]
 
 
-def powers(leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]) -> list[Tensor]:
+def update_squares(
+    leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]
+) -> list[Tensor]:
     """Of each leaf the sum of squares of its update over all ranks."""
-    made = [_power(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
-    return [x[0] for x in _over_axes(leaves, made)]
+    made = [_sum_of_squares(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
+    return [x[0] for x in _reduce_all(leaves, made)]
 
 
-def _power(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
     return vector_norm(x, dtype=dtype).square()
 
 
-def _over_axes(
+def _reduce_all(
     leaves: Sequence[FactoredLeaf], numbers: Sequence[Tensor]
 ) -> list[Tensor]:
     pairs = zip(leaves, numbers, strict=True)
-    return over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
+    return reduce_over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
 
 
-def _boxes(layout: Layout) -> list[Box]:
+def _local_boxes(layout: Layout) -> list[Box]:
     """The places of the rank's elements in the whole leaf."""
     at = here().mesh.coordinates()
-    return _cached(layout, tuple(at[axis] for axis in layout.axes))
+    return _cached_boxes(layout, tuple(at[axis] for axis in layout.axes))
 
 
 @lru_cache(maxsize=4096)  # a step asks for the same ones every time
-def _cached(layout: Layout, key: tuple[int, ...]) -> list[Box]:
+def _cached_boxes(layout: Layout, key: tuple[int, ...]) -> list[Box]:
     return boxes(layout, dict(zip(layout.axes, key, strict=True)))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which sums of such numbers are made: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -210,7 +215,7 @@ class AdafactorState(NamedTuple):
     variance: Any
 
 
-@described
+@optimizer_factory
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,
@@ -272,28 +277,28 @@ def adafactor(
             )
         t, rate = state.count + 1, rate_at(learning_rate, state.count)
         with torch.no_grad():
-            leaves = _leaves(matched, state)
-            sums = whole_sums(leaves)
+            leaves = _factored_leaves(matched, state)
+            sums = sums_of_squares(leaves)
             flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [room_like(x, wide(x.dtype)).zero_() for x in flats]
+                [step_memory_like(x, sum_dtype(x.dtype)).zero_() for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)
-                leaf.direct(local(updates[leaf.at]), eps1)
+                leaf.direct(local_tensor(updates[leaf.at]), eps1)
                 leaf.power = power[0]
-            lengths = powers(leaves, [local(x) for x in updates])
+            lengths = update_squares(leaves, [local_tensor(x) for x in updates])
             step = min(rate, 1 / t**0.5)
             decays = matched.decays(rate * weight_decay, mask)
             for leaf, length in zip(leaves, lengths, strict=True):
                 rms_p, rms_u = leaf.rms(leaf.power), leaf.rms(length)
                 factor = step * rms_p.clamp(min=eps2) / (rms_u / d).clamp(min=1)
-                u = local(updates[leaf.at])
+                u = local_tensor(updates[leaf.at])
                 u.mul_(-factor.to(u.device, u.dtype))
                 if decays[leaf.at]:
                     u.sub_(leaf.p, alpha=decays[leaf.at])
         out = matched.restore(updates, [None] * len(matched.trees[0]))
-        return out, _next(matched, state, leaves)
+        return out, _next_state(matched, state, leaves)
 
     return Optimizer(_init, update)
 
@@ -307,54 +312,56 @@ def _init(params: Tree) -> AdafactorState:
                 return None
             shape = [*leaf.shape]
             shape[short] = 1
-            return torch.zeros(shape, dtype=wide(leaf.dtype), device=device_with(leaf))
+            return torch.zeros(
+                shape, dtype=sum_dtype(leaf.dtype), device=device_with(leaf)
+            )
 
         return tree.map(zeros, params, is_leaf=is_sharded)
 
     def variance(leaf: Any) -> Any:
         if not trainable(leaf) or leaf.ndim > 1:
             return None
-        how: Any = {"dtype": wide(leaf.dtype), "device": device_with(leaf)}
-        zeros = torch.zeros_like(local(leaf), **how)
+        how: Any = {"dtype": sum_dtype(leaf.dtype), "device": device_with(leaf)}
+        zeros = torch.zeros_like(local_tensor(leaf), **how)
         return leaf.with_local(zeros) if is_sharded(leaf) else zeros
 
     vectors = tree.map(variance, params, is_leaf=is_sharded)
     return AdafactorState(0, factor(-1), factor(-2), vectors)
 
 
-def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
+def _factored_leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
     """The leaves to update, with their moments.
 
     Raises:
         TreeMismatch: the moments are not those of the parameters.
     """
-    columns = _columns(matched, state)
+    columns = _moment_columns(matched, state)
     leaves = []
     for at, i in enumerate(matched.active):
         param, grad = matched.trees[0][i], matched.trees[1][i]
         held = [column[i] for column in columns]
         leaf = FactoredLeaf(
-            at, param, grad, [None if x is None else local(x) for x in held]
+            at, param, grad, [None if x is None else local_tensor(x) for x in held]
         )
         if not leaf.fits(param.ndim):
             raise tree.TreeMismatch(
                 "optimizer state does not fit the parameters at "
-                f"{paths_of(matched.treedef)[i]!r}: {said(param)} has other second "
+                f"{paths_of(matched.treedef)[i]!r}: {describe_leaf(param)} has other second "
                 "moments; make them with this optimizer's own init(params)"
             )
         leaves.append(leaf)
     return leaves
 
 
-def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
+def _moment_columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
     trees = state.row, state.col, state.variance
-    return [along(matched.treedef, t, "optimizer state") for t in trees]
+    return [flatten_like(matched.treedef, t, "optimizer state") for t in trees]
 
 
-def _next(
+def _next_state(
     matched: Matched, state: AdafactorState, leaves: Sequence[FactoredLeaf]
 ) -> AdafactorState:
-    columns = [list(column) for column in _columns(matched, state)]
+    columns = [list(column) for column in _moment_columns(matched, state)]
     for leaf in leaves:
         i = matched.active[leaf.at]
         for column, x in zip(columns, leaf.kept(), strict=True):

@@ -17,19 +17,19 @@ from torch import Tensor
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, with_moments
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.element_rules import compiled_direction
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, local, map_flat, scaled
-from fsfunc.optim.matching import Matched, Rule, unlike
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import Mask, Tree, local_tensor, map_flat, scale_tensors
+from fsfunc.optim.matching import Matched, Rule, wrong_state_error
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
     State,
-    added,
-    by_phases,
-    described,
+    apply_from_update,
+    from_phases,
+    optimizer_factory,
 )
-from fsfunc.optim.places import brought_with, computing_device, room_like
-from fsfunc.optim.reductions import Row, into_parts, row_norms, rows_of
+from fsfunc.optim.places import bring_with_decay, computing_device, step_memory_like
+from fsfunc.optim.reductions import Row, leaf_rows, row_norms, spread_into_parts
 from fsfunc.optim.schedules import (
     Schedule,
     check_params_given,
@@ -39,7 +39,7 @@ from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
 
 
-@described
+@optimizer_factory
 def scale_by_trust_ratio(
     min_norm: float = 0.0,
     trust_coefficient: float = 1.0,
@@ -95,13 +95,13 @@ class Trust:
 
         ``updates`` are made as they are asked for: only their norms are kept.
         """
-        count = len(matched.members)
-        rows = joined(_rows(matched, 0), updates)
+        count = len(matched.leaf_positions)
+        rows = joined(_rows_of_column(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
         adapted = matched.decays(1, self.mask)
         out = []
         flats = matched.buffers[0].tensors
-        columns = norms[:count], norms[count:], matched.members, flats
+        columns = norms[:count], norms[count:], matched.leaf_positions, flats
         for of_params, of_updates, members, flat in zip(*columns, strict=True):
             if of_params.device != of_updates.device:  # one of them lies with the host
                 where = computing_device(flat)
@@ -125,13 +125,13 @@ class Trust:
         """
         check_params_given(params, "a trust ratio")
         matched = Matched.of(params, updates)
-        ratios = [rate * r for r in self.ratios(matched, _rows(matched, 1))]
+        ratios = [rate * r for r in self.ratios(matched, _rows_of_column(matched, 1))]
         if matched.differentiated:
-            return matched.restore(_times(matched, ratios), matched.nothing)
+            return matched.restore(_scale_leaves(matched, ratios), matched.no_updates)
         buffers = matched.buffers[1]
         flats = buffers.tensors
         if not own:
-            flats = [room_like(t).copy_(t.detach()) for t in flats]
+            flats = [step_memory_like(t).copy_(t.detach()) for t in flats]
         with torch.no_grad():
             for flat, (_, packed), ratio in zip(
                 flats, buffers.groups, ratios, strict=True
@@ -142,29 +142,29 @@ class Trust:
                 parts = [flat[a:b] for a, b in packed.ranges]
                 factors = ratio.to(flat.device, flat.dtype).unbind()
                 torch._foreach_mul_(parts, list(factors))
-        return matched.restore(buffers.rebuild(flats), matched.nothing)
+        return matched.restore(buffers.rebuild(flats), matched.no_updates)
 
 
-def _rows(matched: Matched, column: int) -> Iterator[Row]:
-    return rows_of(matched.columns[column], matched.buffers[column])
+def _rows_of_column(matched: Matched, column: int) -> Iterator[Row]:
+    return leaf_rows(matched.columns[column], matched.buffers[column])
 
 
-def _times(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
+def _scale_leaves(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
     """Leaves times their ratios, by operations that differentiate."""
     out: list[Any] = [None] * len(matched.active)
-    for ratio, members in zip(ratios, matched.members, strict=True):
+    for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
         for j, factor in zip(members, ratio.unbind(), strict=True):
             leaf = matched.trees[1][matched.active[j]]
-            x = local(leaf)
+            x = local_tensor(leaf)
             if is_sharded(leaf):
-                factor = into_parts(factor, leaf.layout.axes)
+                factor = spread_into_parts(factor, leaf.layout.axes)
                 out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
             else:
                 out[j] = x * factor.to(x.device, x.dtype)
     return out
 
 
-@described
+@optimizer_factory
 def lamb(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -226,25 +226,25 @@ def lamb(
     ) -> tuple[Tree, AdamState]:
         rate = rate_at(learning_rate, state.count)
         updates, (state, _) = pure.update(grads, (state, ()), params)
-        return map_flat(lambda ts: scaled(ts, rate), updates), state
+        return map_flat(lambda ts: scale_tensors(ts, rate), updates), state
 
     if moment_dtype in (torch.float16, torch.uint8):
         return Optimizer(adam.init, update)
 
     def apply(grads: Tree, state: AdamState, params: Tree) -> Phases:
         if type(state) is not AdamState:
-            raise unlike("lamb", state, AdamState)
-        matched = rule.matched(grads, params, (state.mu, state.nu))
+            raise wrong_state_error("lamb", state, AdamState)
+        matched = rule.match_trees(grads, params, (state.mu, state.nu))
         if matched.differentiated:
-            return (yield from added(update)(grads, state, params))
-        decays = rule.decays(matched)
+            return (yield from apply_from_update(update)(grads, state, params))
+        decays = rule.leaf_decays(matched)
         with torch.no_grad():
             step = compiled_direction(rule, state.count, matched)
-            steps = _steps(matched, step or rule.step(state.count), decays)
+            steps = _unscaled_steps(matched, step or rule.rule_at(state.count), decays)
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
-        for ratio, members in zip(ratios, matched.members, strict=True):
+        for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
             for j, own in zip(members, (rate * ratio).unbind(), strict=True):
                 rates[j] = own
         how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
@@ -257,23 +257,25 @@ def lamb(
         yield
         # A fused call has one rate, so each leaf is one of its own.
         leaf_by_leaf = [(d, j) for j, d in enumerate(decays)]
-        params, mu, nu = fused(matched, kernel, leaf_by_leaf)
+        params, mu, nu = run_kernel(matched, kernel, leaf_by_leaf)
         return params, AdamState(state.count + 1, mu, nu)
 
     return Optimizer(adam.init, update, apply)
 
 
-def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
+def _unscaled_steps(
+    matched: Matched, step: Rule, decays: Sequence[float]
+) -> Iterator[Row]:
     """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
-    groups = zip(_rows(matched, 0), matched.buffers[0].groups, strict=True)
-    rows = zip(columns, matched.spread(decays), groups, strict=True)
+    groups = zip(_rows_of_column(matched, 0), matched.buffers[0].groups, strict=True)
+    rows = zip(columns, matched.decays_by_buffer(decays), groups, strict=True)
     for row, decay, ((along, _), (_, packed)) in rows:
-        u = step(*brought_with(row, decay))[0]
+        u = step(*bring_with_decay(row, decay))[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
-@described
+@optimizer_factory
 def lars(
     learning_rate: float | Schedule,
     *,
@@ -330,13 +332,15 @@ def lars(
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
 
-    def phases(grads: Tree, state: SgdState, params: Tree, adds: bool) -> Phases:
+    def phases(
+        grads: Tree, state: SgdState, params: Tree, returns_params: bool
+    ) -> Phases:
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
         # Where some leaves do not decay, theirs are still the gradients given.
         own = decay is not None and mask is None
         directed = trust.scaled(grads, params, rate, own=own)
-        return (yield from descent.phases(directed, state, params, adds))
+        return (yield from descent.phases(directed, state, params, returns_params))
 
-    return by_phases(descent.init, phases)
+    return from_phases(descent.init, phases)

@@ -1,11 +1,18 @@
-"""The leaves that an optimizer updates, and their tensors as a few flat ones."""
+"""The leaves that an optimizer updates, and their tensors as a few flat ones.
+
+A parameter tree has hundreds of small leaves, most of which lie side by side in the
+flat buffers of their units. Optimizers make and update states buffer by buffer:
+`flat_buffers` turns a list of leaves into few tensors, and its ``rebuild`` turns
+tensors of the same shapes back into leaves. Only `trainable` leaves take part; a state
+has None where the parameters have another leaf.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,128 +23,141 @@ from fsfunc.comm.groups import to_strided
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import composable
 from fsfunc.optim.places import (
-    copied_to,
-    kept_like,
-    meet,
-    room_like,
+    can_meet,
+    copy_to,
     some_offloaded,
+    state_memory_like,
+    step_memory_like,
 )
 from fsfunc.sharded.complex_numbers import as_real
-from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.packing import as_packed_trees
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import PackedTree, as_packed_trees
 from fsfunc.sharded.placements import describe
+from fsfunc.tree.types import Leaf, PyTree
 
-Tree = Any
-Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
+Tree: TypeAlias = PyTree
+Mask = Callable[[str, Leaf], bool]  # (path, leaf) -> whether it applies to that leaf
+Buffers: TypeAlias = "PackedTree | UnpackedTree | RealViews"  # leaves as flat tensors
 
 _layout = attrgetter("layout")
 
 
-def trainable(leaf: Any) -> bool:
-    """True if an optimizer updates ``leaf``, of floating or complex dtype."""
+def trainable(leaf: Leaf) -> bool:
+    """Returns whether an optimizer updates ``leaf``: its dtype has derivatives."""
     return isinstance(leaf, (Tensor, Sharded)) and differentiable(leaf)
 
 
-def check_real(params: Tree, what: str, why: str) -> None:
-    """Raise TypeError where a leaf to update is complex.
+def check_real(params: Tree, subject: str, why: str) -> None:
+    """Raises TypeError where a leaf to update is complex.
 
     Args:
-        what, why: "f takes", "as torch's takes none".
+        subject: the start of a sentence, such as "f takes".
+        why: its end, such as "as torch's takes none".
     """
     leaves, treedef = tree.flatten(params, is_sharded)
     for i, leaf in enumerate(leaves):
         if trainable(leaf) and leaf.dtype.is_complex:
             raise TypeError(
-                f"{paths_of(treedef)[i]!r} is {said(leaf)}, and {what} no complex "
-                f"numbers, {why}: keep torch.view_as_real(w) as the parameter, and "
-                "take torch.view_as_complex of it where it is read; or leave it to "
+                f"{paths_of(treedef)[i]!r} is {describe_leaf(leaf)}, and {subject} no "
+                f"complex numbers, {why}: keep torch.view_as_real(w) as the parameter, "
+                "and take torch.view_as_complex of it where it is read; or leave it to "
                 "another optimizer, by ff.partition"
             )
 
 
-def local(leaf: Any) -> Tensor:
-    """The tensor that this rank holds of a leaf."""
+def local_tensor(leaf: Leaf) -> Tensor:
+    """Returns the tensor that this rank holds of a leaf."""
     return leaf.local if is_sharded(leaf) else leaf
 
 
-def held_dtype(leaf: Any) -> torch.dtype:
-    """The dtype of `local`, which a layout may not know, and without making it."""
+def stored_dtype(leaf: Leaf) -> torch.dtype:
+    """Returns the dtype of `local_tensor`.
+
+    It may differ from ``leaf.dtype``, the layout's: that of moments, say.
+    """
     if is_sharded(leaf) and leaf.packed is not None:
-        return leaf.packed.flat.dtype
-    return local(leaf).dtype
+        return leaf.packed.flat.dtype  # so the leaf need not make its own tensor
+    return local_tensor(leaf).dtype
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """Zeros laid out as ``params`` are, with None for leaves that are not trainable.
+    """Returns zeros laid out as ``params`` are, with None for untrainable leaves.
 
-    Those of a complex leaf are complex too, ``dtype`` is that of their parts.
+    For a complex leaf they are complex too, and ``dtype`` is that of their parts.
 
     Raises:
         TypeError: a ``dtype`` of which no complex numbers are made.
     """
-    check_width(params, dtype)
+    check_parts_dtype(params, dtype)
     return map_flat(
-        lambda tensors: [kept_like(t, _like(t, dtype), zeros=True) for t in tensors],
+        lambda tensors: [
+            state_memory_like(t, _dtype_like(t, dtype), zeros=True) for t in tensors
+        ],
         params,
-        rest=None,
+        untrainable=None,
     )
 
 
 def filled_like(params: Tree, value: float) -> Tree:
-    """The same, of any one number: of a complex leaf both parts are."""
+    """Returns a tree like that of `zeros_like`, of any one number.
+
+    For a complex leaf both parts are that number, as torch's optimizers have it.
+    """
 
     def filled(x: Tensor) -> Tensor:
-        made = kept_like(x)
-        return made.fill_(complex(value, value) if made.is_complex() else value)
+        full = state_memory_like(x)
+        return full.fill_(complex(value, value) if full.is_complex() else value)
 
     return map_flat(
         lambda tensors: [filled(t) for t in tensors],
         params,
-        rest=None,
+        untrainable=None,
     )
 
 
-def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """``params`` in memory of their own, and None for what is not trainable.
+def trainable_copy(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Returns a copy of ``params``, with None for leaves that are not trainable.
 
     Raises:
         TypeError: as `zeros_like`.
     """
-    check_width(params, dtype)
+    check_parts_dtype(params, dtype)
 
     def copy(x: Tensor) -> Tensor:
-        return copied_to(kept_like(x, _like(x, dtype)), x.detach())
+        return copy_to(state_memory_like(x, _dtype_like(x, dtype)), x.detach())
 
-    return map_flat(lambda tensors: list(map(copy, tensors)), params, rest=None)
+    return map_flat(lambda tensors: list(map(copy, tensors)), params, untrainable=None)
 
 
-def check_width(params: Tree, dtype: torch.dtype | None) -> None:
-    """Raise TypeError for complex leaves that would be kept in a narrow ``dtype``."""
+def check_parts_dtype(params: Tree, dtype: torch.dtype | None) -> None:
+    """Raises TypeError for complex leaves of which ``dtype`` is to store the parts."""
     if dtype is not None and dtype.itemsize < 4:
-        what = f"moments and averages in {dtype} hold"
-        check_real(params, what, "as torch has none of such parts (float32 does)")
+        subject = f"moments and averages in {dtype} hold"
+        check_real(params, subject, "as torch has none of such parts (float32 does)")
 
 
-def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    """``dtype``, or the complex one of such parts."""
+def _dtype_like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns ``dtype``, or for a complex ``x`` the complex dtype with such parts."""
     return dtype.to_complex() if dtype is not None and x.is_complex() else dtype
 
 
 def warn_narrow_moments(
-    name: str, decay: float, params: Tree, asked: torch.dtype | None
+    name: str, decay: float, params: Tree, moment_dtype: torch.dtype | None
 ) -> None:
-    """Warns of moments in 16 bits without a scale which these are too few for.
+    """Warns of moments in 16 bits without a scale, where 16 bits are too few.
 
     Args:
         decay: of the moments, which gain (1 - decay) of what is new.
-        asked: their dtype, if it is not that of each parameter.
+        moment_dtype: their dtype, if it is not that of each parameter.
     """
     leaves = tree.leaves(params, is_sharded)
-    dtypes = {asked or held_dtype(x) for x in leaves if trainable(x)}
+    dtypes = {moment_dtype or stored_dtype(x) for x in leaves if trainable(x)}
     faults = []
-    if torch.float16 in dtypes:
+    if torch.float16 in dtypes:  # its smallest number above 0 is 2^-24
         faults.append("in float16 one below 6e-8 is 0")
-    if torch.bfloat16 in dtypes and asked is None and 1 - decay < 2**-8:
+    # A change of less than 2^-8 of a number of 8 bits is rounded away. Who asks for
+    # bfloat16 moments by name knows that.
+    if torch.bfloat16 in dtypes and moment_dtype is None and 1 - decay < 2**-8:
         faults.append(f"in bfloat16 one does not decay by b2 = {decay}")
     if faults:
         warn(
@@ -147,74 +167,88 @@ def warn_narrow_moments(
         )
 
 
-def floating(params: Tree) -> Tree:
-    """``params`` themselves, with None for leaves that are not trainable."""
+def trainable_only(params: Tree) -> Tree:
+    """Returns ``params`` with None in place of leaves that are not trainable."""
     leaves, treedef = tree.flatten(params, is_sharded)
     return tree.unflatten(treedef, [x if trainable(x) else None for x in leaves])
 
 
-def origins(values: Any) -> Iterator[tuple[str, str, str]]:
-    """The leaves of optimizers' states of which a step makes the parameters.
+def origins(values: PyTree) -> Iterator[tuple[str, str, str]]:
+    """Finds the leaves of optimizers' states that a step makes parameters from.
+
+    Such as the float32 copies of `master_weights`: a step overwrites the parameters
+    with these, whatever they were. The class of such a state names their field in its
+    attribute ``origins``.
 
     Yields:
-        (path of the state, path of the parameter, path of the leaf); a state names the
-        field of such leaves as ``origins``.
+        (path of the state, path of the parameter, path of the leaf in the state).
     """
-    ends = lambda x: is_sharded(x) or _marked(x, "origins")  # noqa: E731
-    paths, leaves, _ = tree.flatten_with_paths(values, is_leaf=ends)
-    for at, node in zip(paths, leaves, strict=True):
+    ends = lambda x: is_sharded(x) or _has_mark(x, "origins")  # noqa: E731
+    paths, nodes, _ = tree.flatten_with_paths(values, is_leaf=ends)
+    for state_path, node in zip(paths, nodes, strict=True):
         if is_sharded(node) or not ends(node):
             continue
-        within = "/".join(filter(None, (at, node.origins)))
-        for name in tree.paths(getattr(node, node.origins), is_sharded):
-            yield at, name, f"{within}/{name}" if name else within
+        field_path = "/".join(filter(None, (state_path, node.origins)))
+        for param in tree.paths(getattr(node, node.origins), is_sharded):
+            yield state_path, param, f"{field_path}/{param}" if param else field_path
 
 
-_MARKS = {"origins": str, "evaluated": Callable, "rounds": bool}  # and their kinds
+# Class attributes of states that follow the parameters, and what they are.
+_MARKS: dict[str, Any] = {"origins": str, "evaluated": Callable, "rounds": bool}
 
 
-def _marked(x: Any, mark: str) -> bool:
-    """True if the class of a state has the mark, and not a field of that name."""
+def _has_mark(x: object, mark: str) -> bool:
+    """Returns whether the class of ``x`` has the mark.
+
+    A user's own state may have a field of that name, which is no mark: of a named tuple
+    the class has a descriptor there, which is of another type.
+    """
     return isinstance(getattr(type(x), mark, None), _MARKS[mark])
 
 
-def check_unfollowed(what: str, state: Any) -> None:
-    """Raise ValueError where a state follows parameters as its own updates move them.
+def check_follows_no_params(name: str, state: PyTree) -> None:
+    """Raises ValueError where a state follows the parameters by its own updates.
 
-    What changes these updates afterwards would be undone (`master_weights`), or be of
-    other parameters (`ema`).
+    ``name`` changes these updates afterwards. `master_weights` would undo that, and the
+    averages of `ema` would be of other parameters.
     """
-    follows = lambda x: any(_marked(x, mark) for mark in _MARKS)  # noqa: E731
+    follows = lambda x: any(_has_mark(x, mark) for mark in _MARKS)  # noqa: E731
     ends = lambda x: is_sharded(x) or follows(x)  # noqa: E731
     for x in filter(follows, tree.leaves(state, ends)):
         raise ValueError(
-            f"{what} changes the updates of an optimizer that keeps "
+            f"{name} changes the updates of an optimizer that keeps "
             f"{type(x).__name__}, of the parameters that its own updates give: put "
-            f"that optimizer last, or around, as in ff.master_weights({what}(...))"
+            f"that optimizer last, or around, as in ff.master_weights({name}(...))"
         )
 
 
-_SAME = object()
+_UNCHANGED = object()
 
 
 def map_flat(
-    fn: Callable[[list[Tensor]], Sequence[Tensor]], values: Tree, *, rest: Any = _SAME
+    fn: Callable[[list[Tensor]], Sequence[Tensor]],
+    values: Tree,
+    *,
+    untrainable: Leaf = _UNCHANGED,
 ) -> Tree:
-    """``values`` with ``fn`` of its trainable leaves, taken as few flat tensors.
+    """Applies ``fn`` to the trainable leaves, taken as few flat tensors.
 
-    Other leaves stay what they are, or become ``rest``.
+    Other leaves stay what they are, or become ``untrainable``.
     """
     leaves, treedef = tree.flatten(values, is_sharded)
     active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
-    out = list(leaves) if rest is _SAME else [rest] * len(leaves)
-    (buffers,) = split([[leaves[i] for i in active]])
+    new = list(leaves) if untrainable is _UNCHANGED else [untrainable] * len(leaves)
+    (buffers,) = flat_buffers([[leaves[i] for i in active]])
     for i, leaf in zip(active, buffers.rebuild(fn(buffers.tensors)), strict=True):
-        out[i] = leaf
-    return tree.unflatten(treedef, out)
+        new[i] = leaf
+    return tree.unflatten(treedef, new)
 
 
-def along(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
-    """The value in ``other`` at the place of each leaf of a tree, None included.
+def flatten_like(treedef: tree.TreeDef, other: Tree, title: str) -> list[Leaf]:
+    """Returns the value in ``other`` at the place of each leaf of a tree, also None.
+
+    Args:
+        title: what errors call ``other``, such as "gradients".
 
     Raises:
         TreeMismatch: ``other`` lacks the structure; the message names the path.
@@ -222,32 +256,39 @@ def along(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
     try:
         return treedef.flatten_up_to(other)
     except ValueError:
-        places = tree.unflatten(treedef, range(treedef.num_leaves))
+        # This error names no path: `tree.map` finds the place in a second walk.
+        positions = tree.unflatten(treedef, range(treedef.num_leaves))
         try:
-            tree.map(lambda place, _: place, places, other, is_leaf=is_sharded)
+            tree.map(lambda position, _: position, positions, other, is_leaf=is_sharded)
         except tree.TreeMismatch as error:
-            raise tree.TreeMismatch(f"{what} do not fit: {error}") from None
+            raise tree.TreeMismatch(f"{title} do not fit: {error}") from None
         raise
 
 
-def chosen(
+def select_leaves(
     treedef: tree.TreeDef,
     mask: Sequence[bool],
     values: Tree,
     others: Tree | None = None,
-    what: str = "optimizer state",
+    title: str = "optimizer state",
 ) -> Tree:
-    """``values`` at the leaves where ``mask``; elsewhere ``others``, or None."""
-    rest = [None] * len(mask) if others is None else along(treedef, others, what)
-    rows = zip(mask, along(treedef, values, what), rest, strict=True)
+    """Returns ``values`` at the leaves where ``mask``; elsewhere ``others``, or None.
+
+    Args:
+        mask: by leaf of ``treedef``.
+        title: what errors call both trees.
+    """
+    nones = [None] * len(mask)
+    unchosen = nones if others is None else flatten_like(treedef, others, title)
+    rows = zip(mask, flatten_like(treedef, values, title), unchosen, strict=True)
     return tree.unflatten(treedef, [x if yes else other for yes, x, other in rows])
 
 
 def paths_of(treedef: tree.TreeDef) -> list[str]:
-    """The paths of the leaves of a tree flattened by `is_sharded`."""
+    """Returns the paths of the leaves of a tree flattened by `is_sharded`."""
     try:
         hash(treedef)
-    except TypeError:  # a user's node may have static data that do not hash
+    except TypeError:  # a user's node may have static data without a hash
         return _paths_of.__wrapped__(treedef)
     return _paths_of(treedef)
 
@@ -258,158 +299,174 @@ def _paths_of(treedef: tree.TreeDef) -> list[str]:
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
-def _alone(count: int) -> tuple[tuple[tuple[int], None], ...]:
+def _single_leaf_groups(count: int) -> tuple[tuple[tuple[int], None], ...]:
+    """Returns the ``groups`` of a `PackedTree` that has no packed leaves."""
     return tuple(((i,), None) for i in range(count))
 
 
 def are_strided(tensors: Sequence[Tensor]) -> bool:
-    """True if none is sparse."""
+    """Returns whether no tensor is sparse."""
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
-class Loose:
-    """Whole tensors, where a `PackedTree` would find nothing to join."""
+class UnpackedTree:
+    """Plain tensors with the interface of a `PackedTree`, each by itself."""
 
-    def __init__(self, tensors: Sequence[Tensor], known: bool = False):
-        known = known or are_strided(tensors)
-        self.tensors = list(tensors if known else map(to_strided, tensors))
-        self.groups = _alone(len(self.tensors))
+    def __init__(self, tensors: Sequence[Tensor], known_strided: bool = False):
+        is_dense = known_strided or are_strided(tensors)
+        # A sparse gradient, of an embedding, is made dense: kernels take no other.
+        self.tensors = list(tensors if is_dense else map(to_strided, tensors))
+        self.groups = _single_leaf_groups(len(self.tensors))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the leaves with these tensors: here the tensors themselves."""
         return list(tensors)
 
 
-def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
-    """Equally long lists of leaves that fit together, each as few flat tensors."""
+def flat_buffers(columns: Sequence[Sequence[Leaf]]) -> list[Any]:
+    """Turns equally long lists of leaves that fit together into `Buffers`.
+
+    Each list becomes few flat tensors, all lists in the same groups of leaves.
+    """
+    # Without sharded leaves nothing is packed, and a step need not look for it.
     if not any(map(is_sharded, columns[0])):
-        return [Loose(column) for column in columns]
+        return [UnpackedTree(column) for column in columns]
     return as_packed_trees(*map(list, columns))
 
 
 class RealViews:
-    """Flat tensors of which complex ones are seen as real ones, ``[..., 2]``.
+    """`Buffers` whose complex tensors are seen as real ones, of shape ``[..., 2]``.
 
-    So updates know no complex numbers. The views are made when they are asked for:
-    one that stayed would be a use of memory that is donated.
+    So updates know no complex numbers. The views are made when they are asked for: a
+    view that is stored would be another use of donated memory, which is then copied.
     """
 
-    def __init__(self, within: Any):
-        self.within, self.groups = within, within.groups
+    def __init__(self, buffers: PackedTree | UnpackedTree):
+        self.buffers, self.groups = buffers, buffers.groups
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(map(as_real, self.within.tensors))
+        return list(map(as_real, self.buffers.tensors))
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> list[Any]:
-        pairs = zip(self.within.tensors, tensors, strict=True)
-        return self.within.rebuild(
+    def rebuild(self, tensors: Sequence[Tensor]) -> list[Leaf]:
+        """Returns the leaves with these tensors, as complex where they were."""
+        pairs = zip(self.buffers.tensors, tensors, strict=True)
+        return self.buffers.rebuild(
             [torch.view_as_complex(x) if t.is_complex() else x for t, x in pairs]
         )
 
 
-def held(buffers: Any) -> list[Tensor]:
-    """The tensors of leaves as few flat ones, none of them a view made for this."""
-    return buffers.within.tensors if isinstance(buffers, RealViews) else buffers.tensors
+def stored_tensors(buffers: Buffers) -> list[Tensor]:
+    """Returns the flat tensors as they are stored, also complex ones: no views."""
+    return (
+        buffers.buffers.tensors if isinstance(buffers, RealViews) else buffers.tensors
+    )
 
 
-def split_real(columns: Sequence[Sequence[Any]]) -> list[Any]:
-    """`split`, with complex tensors as `RealViews`."""
+def real_flat_buffers(columns: Sequence[Sequence[Leaf]]) -> list[Any]:
+    """Returns `flat_buffers` of leaves, with complex tensors as `RealViews`."""
     return [
         RealViews(b) if any(map(torch.is_complex, b.tensors)) else b
-        for b in split(columns)
+        for b in flat_buffers(columns)
     ]
 
 
-def first_unfit(
-    leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
+def first_mismatch(
+    leaves: Sequence[Leaf], others: Sequence[Leaf], positions: Sequence[int]
 ) -> int | None:
-    """The first position where ``others`` does not lie as ``leaves`` does.
+    """Returns the first position where ``others`` does not lie as ``leaves`` does.
 
-    In shape, layout or device, or as complex numbers and real ones. Leaves that are
-    packed lie as their flat shard does, so of two of these that is asked once.
+    They must agree in shape, layout, device, and in being real or complex.
     """
-    alike: set[tuple[Any, Any]] = set()
+    # Packed leaves lie as their flat shards do, so each pair of shards is compared
+    # once and not leaf by leaf: this runs in every step.
+    fitting: set[tuple[FlatShard | None, FlatShard | None]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
-        packed = type(leaf) is type(other) is Sharded
-        pair = (leaf.packed, other.packed) if packed else (None, None)
-        if pair in alike and leaf.layout is other.layout:
+        both_sharded = type(leaf) is type(other) is Sharded
+        pair = (leaf.packed, other.packed) if both_sharded else (None, None)
+        if pair in fitting and leaf.layout is other.layout:
             continue
-        mine, its = pair
-        if mine is None or its is None or mine.coordinates != its.coordinates:
-            if not _fits(leaf, other):
+        ours, theirs = pair
+        if ours is None or theirs is None or ours.coordinates != theirs.coordinates:
+            if not _leaves_fit(leaf, other):
                 return i
-        elif leaf.layout is not other.layout and not _same_place(leaf, other):
+        elif leaf.layout is not other.layout and not _same_layout(leaf, other):
             return i
-        elif pair not in alike:
-            if not _fits(mine.flat, its.flat):
+        elif pair not in fitting:
+            if not _leaves_fit(ours.flat, theirs.flat):
                 return i
-            alike.add(pair)
+            fitting.add(pair)
     return None
 
 
-def _same_place(leaf: Sharded, other: Sharded) -> bool:
-    mine, its = leaf.layout, other.layout
-    return mine is its or (mine.shape, mine.parts) == (its.shape, its.parts)
+def _same_layout(leaf: Sharded, other: Sharded) -> bool:
+    """Returns whether both are cut alike; names and dtypes may differ."""
+    a, b = leaf.layout, other.layout
+    return a is b or (a.shape, a.parts) == (b.shape, b.parts)
 
 
-def _fits(leaf: Any, other: Any) -> bool:
+def _leaves_fit(leaf: Leaf, other: Leaf) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
             if not plain or leaf.part_shape != other.shape:
                 return False
             return leaf.dtype.is_complex is other.dtype.is_complex
-        if not _same_place(leaf, other):
+        if not _same_layout(leaf, other):
             return False
         if leaf.part_shape != other.part_shape:
             return False
-        mine, its = held_dtype(leaf), held_dtype(other)
+        dtype, other_dtype = stored_dtype(leaf), stored_dtype(other)
     elif not isinstance(other, Tensor) or leaf.shape != other.shape:
         return False
     else:
-        mine, its = leaf.dtype, other.dtype
-    if mine is not its and mine.is_complex is not its.is_complex:
+        dtype, other_dtype = leaf.dtype, other.dtype
+    if dtype is not other_dtype and dtype.is_complex is not other_dtype.is_complex:
         return False
-    return leaf.device == other.device or meet(leaf, other)
+    return leaf.device == other.device or can_meet(leaf, other)
 
 
-def said(leaf: Any) -> str:
-    """A leaf as error messages name it."""
+def describe_leaf(leaf: Leaf) -> str:
+    """Returns a leaf as error messages name it."""
     if is_sharded(leaf):
-        said = str(leaf.layout)
-        held = None if leaf.why_unusable else held_dtype(leaf)
-        if held is None or held.is_complex is leaf.dtype.is_complex:
-            return said
-        return f"{said}, held in {held}"
+        layout = str(leaf.layout)
+        dtype = (
+            None if leaf.why_unusable else stored_dtype(leaf)
+        )  # spent: it has no tensor
+        if dtype is None or dtype.is_complex is leaf.dtype.is_complex:
+            return layout
+        return f"{layout}, held in {dtype}"
     if isinstance(leaf, Tensor):
         return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
 
 
-def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
-    if composable():
+def scale_tensors(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Returns each tensor times ``factor`` (a number or 0-dim tensor), in its dtype."""
+    if composable():  # single operations, which torch.func and autograd can go through
         return [t * factor for t in tensors]
 
-    def by(t: Tensor) -> float | Tensor:
+    def factor_beside(t: Tensor) -> float | Tensor:
         return factor.to(t.device) if isinstance(factor, Tensor) else factor
 
     if some_offloaded(tensors):
-        return [torch.mul(t, by(t), out=room_like(t)) for t in tensors]
-    if isinstance(factor, Tensor) and _apart(factor, tensors):
-        return [t * by(t) for t in tensors]
-    found = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+        return [
+            torch.mul(t, factor_beside(t), out=step_memory_like(t)) for t in tensors
+        ]
+    if isinstance(factor, Tensor) and _cannot_multiply(factor, tensors):
+        return [t * factor_beside(t) for t in tensors]
+    products = list(torch._foreach_mul(list(tensors), factor)) if tensors else []
     if isinstance(factor, Tensor) and not all(t.ndim for t in tensors):
-        # Two numbers without dims give one of the wider dtype.
-        found = [x.to(t.dtype) for x, t in zip(found, tensors, strict=True)]
-    return found
+        # The product of two 0-dim tensors is of the wider dtype.
+        products = [x.to(t.dtype) for x, t in zip(products, tensors, strict=True)]
+    return products
 
 
-def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """True if a number does not multiply all of the tensors where it lies.
+def _cannot_multiply(number: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Returns whether the number must be moved to multiply some of the tensors.
 
-    A device multiplies by what is on the host, but not the other way.
+    A device multiplies by a 0-dim tensor of the host, but not the other way.
     """
     devices = {t.device for t in tensors}
     if len(devices) > 1:
@@ -417,8 +474,8 @@ def _apart(number: Tensor, tensors: Sequence[Tensor]) -> bool:
     return number.device not in devices and number.device.type != "cpu"
 
 
-def differentiated(tensors: Sequence[Tensor]) -> bool:
-    """True if operations on ``tensors`` may be differentiated."""
+def may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether operations on ``tensors`` may be differentiated."""
     if composable():
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

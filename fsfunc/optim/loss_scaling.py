@@ -1,4 +1,11 @@
-"""Scales of a loss, one or one for each unit, and steps that are skipped."""
+"""Loss scaling, of the whole loss or unit by unit, and steps that are skipped.
+
+An optimizer here looks at the gradients in the first phase of its step: are all of them
+finite, on all ranks? If not, it makes no step, and keeps the state of the optimizer
+within. Where it scales a loss, it is an `Interpretation` too: `loss_scale` multiplies
+the cotangent that the backward pass starts from, `layerwise_loss_scale` multiplies and
+divides at the outputs and inputs of units.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fsfunc import _torch, tree
 from fsfunc.comm.typed_maps import LawError
@@ -17,57 +25,67 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    Reading,
     State,
-    by_phases,
-    check_takes_plainly,
-    described,
+    check_takes_plain_gradients,
+    from_phases,
+    optimizer_factory,
 )
 from fsfunc.optim.places import computing_device
-from fsfunc.optim.reductions import all_finite, holds
+from fsfunc.optim.reductions import all_finite, read_flag
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tree.types import Leaf, PyTree
 
 
 @dataclass(frozen=True, eq=False)
-class Skipping:
+class SkippingOptimizer:
     """An optimizer around another, whose step may be skipped."""
 
     optimizer: Optimizer
 
-    inner = "inner"  # the field of the state that has that of the optimizer within
+    inner = "inner"  # the field of its state that holds the optimizer's
 
-    def counted(self, grads: Tree, state: Any) -> tuple[bool, Any]:
-        """True if all ranks make the step, and the state that has counted it."""
+    def count_step(self, grads: Tree, state: State) -> tuple[bool, State]:
+        """Returns whether all ranks make the step, and the state that has counted it.
+
+        In that state the one of the optimizer within is still the old one.
+        """
         raise NotImplementedError
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
-        makes, after = self.counted(grads, state)
-        if not makes:
+    def phases(
+        self, grads: Tree, state: State, params: Tree, returns_params: bool
+    ) -> Phases:
+        makes_step, counted = self.count_step(grads, state)
+        if not makes_step:
             zeros = lambda ts: list(map(torch.zeros_like, ts))  # noqa: E731
-            still = params if adds else map_flat(zeros, grads, rest=None)
+            no_step = (
+                params if returns_params else map_flat(zeros, grads, untrainable=None)
+            )
             yield
-            return still, after
+            return no_step, counted
         inner = getattr(state, self.inner)
-        result, inner = yield from self.optimizer.phases(grads, inner, params, adds)
-        return result, after._replace(**{self.inner: inner})
+        step = self.optimizer.phases(grads, inner, params, returns_params)
+        new_tree, inner = yield from step
+        return new_tree, counted._replace(**{self.inner: inner})
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """The counts of steps, in a row and in all, with gradients that are not finite.
+    """Counts of steps whose gradients were not finite, with optax's names.
 
-    ``last_finite``: whether those of the last step were; ``inner_state``: of the
-    optimizer.
+    ``notfinite_count`` counts those in a row up to now, ``total_notfinite`` all.
+    ``last_finite`` tells whether the gradients of the last step were finite.
+    ``inner_state`` is the state of the optimizer.
     """
 
     notfinite_count: int
     last_finite: bool
     total_notfinite: int
-    inner_state: Any
+    inner_state: State
 
 
-@described
+@optimizer_factory
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
     """``optimizer``, which makes no step where a gradient is infinite or NaN.
 
@@ -101,32 +119,34 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     >>> w, state.notfinite_count, state.total_notfinite, state.inner_state.count
     (tensor([0., 0.]), 0, 1, 1)
     """
-    check_takes_plainly("apply_if_finite", optimizer)
-    f = _IfFinite(optimizer, max_consecutive_errors)
-    return by_phases(f.init, f.phases)
+    check_takes_plain_gradients("apply_if_finite", optimizer)
+    functions = _ApplyIfFinite(optimizer, max_consecutive_errors)
+    return from_phases(functions.init, functions.phases)
 
 
 @dataclass(frozen=True, eq=False)
-class _IfFinite(Skipping):
-    most: int
+class _ApplyIfFinite(SkippingOptimizer):
+    """The ``init`` and ``phases`` of an `apply_if_finite`."""
+
+    max_consecutive_errors: int
 
     inner = "inner_state"
 
     def init(self, params: Tree) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(0, True, 0, self.optimizer.init(params))
 
-    def counted(
+    def count_step(
         self, grads: Tree, state: ApplyIfFiniteState
     ) -> tuple[bool, ApplyIfFiniteState]:
-        finite = holds(all_finite(grads))
-        row = 0 if finite else state.notfinite_count + 1
+        finite = read_flag(all_finite(grads))
+        errors_in_a_row = 0 if finite else state.notfinite_count + 1
         total = state.total_notfinite + (not finite)
-        after = ApplyIfFiniteState(row, finite, total, state.inner_state)
-        return finite or row > self.most, after
+        counted = ApplyIfFiniteState(errors_in_a_row, finite, total, state.inner_state)
+        return finite or errors_in_a_row > self.max_consecutive_errors, counted
 
 
 class LossScaleState(NamedTuple):
-    """By what the next loss is multiplied, and what the optimizer within keeps.
+    """The factor of the next loss, and the state of the optimizer within.
 
     ``scale`` is a plain number, the same on every rank; ``good_steps`` counts the steps
     since it last changed; ``skipped`` counts those that were not made.
@@ -138,7 +158,7 @@ class LossScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def loss_scale(
     optimizer: Optimizer,
     initial: float = 2.0**16,
@@ -192,11 +212,19 @@ def loss_scale(
     (tensor([1., 1.]), 4.0, 1)
     """
     rule = ScaleRule(growth, backoff, interval, minimum)
-    return _Scaled(optimizer, float(initial), rule).functions()
+    return _LossScale(optimizer, float(initial), rule).make_optimizer()
 
 
 class ScaleRule(NamedTuple):
-    """Growth of a scale after good steps, and backoff after an overflow."""
+    """When a scale grows and when it backs off, as ``torch.amp.GradScaler`` does it.
+
+    Args:
+        growth: its factor after ``interval`` good steps in a row.
+        backoff: its factor after an overflow.
+        interval: steps without overflow before it grows.
+        minimum: below it an overflow raises.
+        maximum: above it a scale does not grow.
+    """
 
     growth: float
     backoff: float
@@ -207,10 +235,13 @@ class ScaleRule(NamedTuple):
     def next(
         self, scale: float, good_steps: int, overflows: bool, of: str = ""
     ) -> tuple[float, int]:
-        """The scale, and the steps since it last changed, after one step more.
+        """Returns the scale after one step more, and the steps since it last changed.
+
+        Args:
+            of: what overflows, as part of a message: " of unit 'block'".
 
         Raises:
-            FloatingPointError: it would fall below the minimum; says ``of`` what.
+            FloatingPointError: the scale would fall below the minimum.
         """
         if overflows:
             smaller = scale * self.backoff
@@ -228,32 +259,37 @@ class ScaleRule(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled(Skipping):
+class _LossScale(SkippingOptimizer):
+    """The functions of a `loss_scale`."""
+
     initial: float
     rule: ScaleRule
 
-    def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+    def make_optimizer(self) -> Optimizer:
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LossScaleState:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
 
-    def counted(
+    def count_step(
         self, grads: Tree, state: LossScaleState
     ) -> tuple[bool, LossScaleState]:
-        finite = holds(all_finite(grads))
-        scale, good = self.rule.next(state.scale, state.good_steps, not finite)
+        finite = read_flag(all_finite(grads))
+        scale, good_steps = self.rule.next(state.scale, state.good_steps, not finite)
         skipped = state.skipped + (not finite)
-        return finite, LossScaleState(scale, good, skipped, state.inner)
+        return finite, LossScaleState(scale, good_steps, skipped, state.inner)
 
-    def interprets(self, state: LossScaleState) -> Reading:
-        handlers, inner = self.optimizer.reading(state.inner)
-        after = replace(self, optimizer=inner).functions()
-        return Reading((_Scaling(state.scale), *handlers), after)
+    def interprets(self, state: LossScaleState) -> GradientScope:
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
+        optimizer = replace(self, optimizer=inner).make_optimizer()
+        return GradientScope((LossScaling(state.scale), *handlers), optimizer)
 
 
-class _Scaling(Interpretation):
-    """Has the backward of a step's loss start from ``scale``."""
+class LossScaling(Interpretation):
+    """Makes the backward pass of a step's loss start from ``scale`` in place of 1.
+
+    The gradient call divides its gradients by that number, in float32.
+    """
 
     called = "loss_scale"
     scales = True
@@ -271,71 +307,85 @@ class _Scaling(Interpretation):
 
 
 class UnitScaling(Interpretation):
-    """Multiplies by a unit's scale where its backward begins, and divides at its ends.
+    """Multiplies cotangents where a unit's backward begins, and divides at its ends.
 
-    Innermost, it sees parameters as they are gathered.
+    It is the innermost interpretation, so it sees parameters as they are gathered.
+
+    Args:
+        scales: by name of a unit.
     """
 
     called = "layerwise_loss_scale"
     scales = True
 
-    def __init__(self, by_name: Mapping[str, float]):
-        self.by_name, self.met = by_name, set()
-        self.found: dict[str, Tensor] = {}  # whether a unit made what is not finite
+    def __init__(self, unit_scales: Mapping[str, float]):
+        self.unit_scales = unit_scales
+        self.met_units: set[str] = set()
+        # By unit, a flag: it was given finite cotangents and made others of them.
+        self.overflowed: dict[str, Tensor] = {}
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(call: GradientCall) -> Outcome:
-            f, outcome = frame(), run(call)
+            outer, outcome = frame(), run(call)
             # A derivative that the loss itself takes, or an evaluation of it.
-            if f.in_loss or not call.argnums:
+            if outer.in_loss or not call.argnums:
                 return outcome
-            unmet = set(self.by_name) - self.met
-            if unmet and not any(h.same_batch for h in f.handlers):
+            unmet = set(self.unit_scales) - self.met_units
+            # A rank of a pipeline (``same_batch``) runs only some of the units.
+            if unmet and not any(h.same_batch for h in outer.handlers):
                 raise ValueError(
                     f"scales of layerwise_loss_scale has {min(unmet)!r}, and the units "
-                    f"of the loss are {', '.join(sorted(self.met)) or 'none'}"
+                    f"of the loss are {', '.join(sorted(self.met_units)) or 'none'}"
                 )
             return outcome
 
         return scaled
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        if call.frame.path or not call.frame.in_loss:
+        if call.frame.path or not call.frame.in_loss:  # within another, or no loss
             return run
-        self.met.add(call.name)
-        if call.name not in self.by_name:
+        self.met_units.add(call.name)
+        if call.name not in self.unit_scales:
             return run
 
-        def scaled(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def scaled(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             if composable() or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
-            ends = _Ends(self, call)
-            given = tree.map(ends.begin, (params, inputs, keywords), is_leaf=is_sharded)
-            params, inputs, keywords = given
-            out = run(params, *inputs, **keywords)
-            return tree.map(ends.end, out, is_leaf=is_sharded)
+            boundary = _UnitBoundary(self, call)
+            arguments = params, inputs, keywords
+            arguments = tree.map(boundary.enter, arguments, is_leaf=is_sharded)
+            params, inputs, keywords = arguments
+            outputs = run(params, *inputs, **keywords)
+            return tree.map(boundary.leave, outputs, is_leaf=is_sharded)
 
         return scaled
 
 
-class _Ends:
-    """Scaling at the inputs and outputs of one unit call."""
+class _UnitBoundary:
+    """Scaling at the inputs and outputs of one unit call.
+
+    In the backward pass the outputs come first: `leave` multiplies their cotangents,
+    and `enter` divides those of parameters and inputs.
+    """
 
     def __init__(self, scaling: UnitScaling, call: Call):
-        self.found, self.name = scaling.found, call.name
-        self.scale = scaling.by_name[call.name]
-        # A record knows leaves by what they are, and another tensor is none.
-        self.traced = call.frame.tracer is not None
-        self.looks = not _torch.fake_active()
-        self.given: Tensor | None = None  # whether its cotangents are finite
+        self.overflowed, self.name = scaling.overflowed, call.name
+        self.scale = scaling.unit_scales[call.name]
+        # A recorder knows leaves by identity: it must see the tensors themselves.
+        self.is_traced = call.frame.tracer is not None
+        self.has_data = not _torch.fake_active()
+        self.finite_inputs: Tensor | None = None  # whether cotangents came in finite
 
-    def begin(self, x: Any) -> Any:
-        return self._through(x, lambda g: self._made(g) / self.scale)
+    def enter(self, x: Leaf) -> Leaf:
+        """Returns a parameter or input whose cotangent is divided on its way out."""
+        return self._attach(x, lambda g: self._watch_out(g) / self.scale)
 
-    def end(self, x: Any) -> Any:
-        return self._through(x, lambda g: self._seen(g) * self.scale)
+    def leave(self, x: Leaf) -> Leaf:
+        """Returns an output whose cotangent is multiplied on its way in."""
+        return self._attach(x, lambda g: self._watch_in(g) * self.scale)
 
-    def _through(self, x: Any, back: Callable[[Tensor], Tensor]) -> Any:
+    def _attach(self, x: Leaf, change: Callable[[Tensor], Tensor]) -> Leaf:
+        """Returns the same value, with ``change`` for its cotangent."""
         if isinstance(x, Sharded):
             if x.packed is not None:
                 raise LawError(
@@ -343,7 +393,7 @@ class _Ends:
                     f"gather {x.name!r}: make it ff.unit(fn, whole=True), or give the "
                     "loss units that hold none, and scale these"
                 )
-            return x.with_local(self._through(x.local, back))
+            return x.with_local(self._attach(x.local, change))
         if not (isinstance(x, Tensor) and x.requires_grad):
             return x
         if x.dtype.itemsize < 4:
@@ -353,38 +403,44 @@ class _Ends:
                 "wider. Take ff.precision(step, torch.float32, output=torch.float32) "
                 "around, and compute in half by torch.autocast in the loss"
             )
-        return x if self.traced else _Back.apply(x, back)
+        return x if self.is_traced else _WithCotangent.apply(x, change)
 
-    def _seen(self, g: Tensor) -> Tensor:
-        if self.looks:
-            finite = g.detach().isfinite().all()
-            self.given = finite if self.given is None else self.given & finite
+    # These flags stay on the device: only a step that is skipped reads them.
+
+    def _watch_in(self, g: Tensor) -> Tensor:
+        if self.has_data:
+            finite, before = g.detach().isfinite().all(), self.finite_inputs
+            self.finite_inputs = finite if before is None else before & finite
         return g
 
-    def _made(self, g: Tensor) -> Tensor:
-        if self.looks:
-            bad = ~g.detach().isfinite().all()
-            bad = bad if self.given is None else bad & self.given
-            before = self.found.get(self.name)
-            self.found[self.name] = bad if before is None else before | bad
+    def _watch_out(self, g: Tensor) -> Tensor:
+        if self.has_data:
+            bad, finite_inputs = ~g.detach().isfinite().all(), self.finite_inputs
+            bad = bad if finite_inputs is None else bad & finite_inputs
+            before = self.overflowed.get(self.name)
+            self.overflowed[self.name] = bad if before is None else before | bad
         return g
 
 
-class _Back(torch.autograd.Function):
-    """The same value, whose cotangent is ``back`` of what comes."""
+class _WithCotangent(torch.autograd.Function):
+    """The same value, with ``change(g)`` for its cotangent ``g``."""
 
     @staticmethod
-    def forward(ctx, x, back):  # type: ignore[override]
-        ctx.back = back
-        return x.detach()  # which may be changed in place
+    def forward(  # type: ignore[override]
+        ctx: FunctionCtx, x: Tensor, change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.change = change  # type: ignore[attr-defined]
+        return x.detach()  # a tensor of its own, which the unit may change in place
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        return ctx.back(g), None
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, g: Tensor
+    ) -> tuple[Tensor, None]:
+        return ctx.change(g), None  # type: ignore[attr-defined]
 
 
 class LayerwiseLossScaleState(NamedTuple):
-    """By what each unit's backward is multiplied, and what the optimizer within keeps.
+    """The factor of each unit's backward, and the state of the optimizer within.
 
     ``scales`` and ``good_steps``, the steps since a scale last changed, have a plain
     number for each unit, the same on every rank; ``skipped`` counts the steps that were
@@ -397,7 +453,7 @@ class LayerwiseLossScaleState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def layerwise_loss_scale(
     optimizer: Optimizer,
     scales: Mapping[str, float],
@@ -464,66 +520,72 @@ def layerwise_loss_scale(
     >>> state.params, state.opt_state.scales, state.opt_state.skipped
     (tensor([0., 0.]), {'<lambda>': 4.0}, 1)
     """
-    firsts = {name: float(scale) for name, scale in scales.items()}
-    ordered = all(minimum <= s <= maximum and s > 0 for s in firsts.values())
-    if not (ordered and firsts):
+    initial = {name: float(scale) for name, scale in scales.items()}
+    ordered = all(minimum <= s <= maximum and s > 0 for s in initial.values())
+    if not (ordered and initial):
         raise ValueError(
-            f"scales are {firsts}, minimum {minimum} and maximum {maximum}: there must "
-            "be scales, above 0 and between minimum and maximum"
+            f"scales are {initial}, minimum {minimum} and maximum {maximum}: there "
+            "must be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
-    return _Layerwise(optimizer, firsts, rule).functions()
+    return _LayerwiseLossScale(optimizer, initial, rule).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
-class _Layerwise(Skipping):
-    """The functions of such an optimizer; ``found``: who overflowed in its step."""
+class _LayerwiseLossScale(SkippingOptimizer):
+    """The functions of a `layerwise_loss_scale`.
 
-    firsts: dict[str, float]
+    Args:
+        initial: the first scale of each unit.
+        overflowed: by unit that ran in this step, a flag whether it overflowed.
+    """
+
+    initial: dict[str, float]
     rule: ScaleRule
-    found: Mapping[str, Tensor] = field(default_factory=dict)
+    overflowed: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+    def make_optimizer(self) -> Optimizer:
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
-        counts = dict.fromkeys(self.firsts, 0)
+        counts = dict.fromkeys(self.initial, 0)
         inner = self.optimizer.init(params)
-        return LayerwiseLossScaleState(dict(self.firsts), counts, 0, inner)
+        return LayerwiseLossScaleState(dict(self.initial), counts, 0, inner)
 
-    def counted(
+    def count_step(
         self, grads: Tree, state: LayerwiseLossScaleState
     ) -> tuple[bool, LayerwiseLossScaleState]:
-        finite = holds(all_finite(grads))
-        blamed = () if finite else self._overflowed(grads, state.scales)
-        after = {
+        finite = read_flag(all_finite(grads))
+        overflowed = () if finite else self._overflowed_units(grads, state.scales)
+        next_scales = {
             name: self.rule.next(
-                scale, state.good_steps[name], name in blamed, f" of unit {name!r}"
+                scale, state.good_steps[name], name in overflowed, f" of unit {name!r}"
             )
             for name, scale in state.scales.items()
         }
         return finite, LayerwiseLossScaleState(
-            {name: scale for name, (scale, _) in after.items()},
-            {name: good for name, (_, good) in after.items()},
+            {name: scale for name, (scale, _) in next_scales.items()},
+            {name: good_steps for name, (_, good_steps) in next_scales.items()},
             state.skipped + (not finite),
             state.inner,
         )
 
-    def _overflowed(self, grads: Tree, scales: dict[str, float]) -> set[str]:
-        """The units to blame, the same on all ranks; all, where the loss is."""
+    def _overflowed_units(self, grads: Tree, scales: dict[str, float]) -> set[str]:
+        """Returns the units that overflowed on any rank; all, if the loss did."""
         near = next(x for x in tree.leaves(grads) if isinstance(x, Tensor))
         device = computing_device(near)
-        fine = near.new_zeros((), dtype=torch.float32, device=device)
-        blamed = set()
-        for name in sorted(scales):
-            one = self.found.get(name)
-            mine = fine if one is None else torch.where(one, torch.inf, fine)
-            if not holds(all_finite([mine])):
-                blamed.add(name)
-        return blamed or set(scales)
+        zero = near.new_zeros((), dtype=torch.float32, device=device)
+        overflowed = set()
+        for name in sorted(scales):  # all ranks ask in one order, also of other units
+            flag = self.overflowed.get(name)
+            local_flag = zero if flag is None else torch.where(flag, torch.inf, zero)
+            if not read_flag(all_finite([local_flag])):
+                overflowed.add(name)
+        return overflowed or set(scales)
 
-    def interprets(self, state: LayerwiseLossScaleState) -> Reading:
-        handlers, inner = self.optimizer.reading(state.inner)
+    def interprets(self, state: LayerwiseLossScaleState) -> GradientScope:
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         scaling = UnitScaling(state.scales)
-        after = replace(self, optimizer=inner, found=scaling.found).functions()
-        return Reading((*handlers, scaling), after)
+        flags = scaling.overflowed
+        optimizer = replace(self, optimizer=inner, overflowed=flags).make_optimizer()
+        return GradientScope((*handlers, scaling), optimizer)

@@ -1,27 +1,39 @@
-"""Different optimizers for different leaves, by path and global shape."""
+"""Different optimizers for different leaves, by path and global shape.
+
+Each optimizer sees the whole tree with None in place of the leaves of others: None is
+no leaf to update, so norms and moments are of its own leaves alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    paths_of,
+    select_leaves,
+    trainable,
+)
 from fsfunc.optim.optimizer import (
     Optimizer,
     Phases,
-    begun,
-    by_phases,
-    described,
-    finished,
+    State,
+    begin_step,
+    finish_step,
+    from_phases,
+    optimizer_factory,
 )
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf
 
-Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
+Labels = Callable[[str, Leaf], str | None]  # (path, leaf) -> which optimizer, if any
 
 
-@described
+@optimizer_factory
 def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     """The optimizer that trains the leaves where ``mask(path, leaf)``, and no others.
 
@@ -51,7 +63,7 @@ def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     )
 
 
-@described
+@optimizer_factory
 def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     """The optimizer that gives each leaf to the one that its label names.
 
@@ -88,62 +100,69 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
                 f"the optimizer of {label!r} takes the gradients of all leaves in a "
                 "way of its own, as loss_scale does: put it around the partition"
             )
-    each = all(x.elementwise for x in optimizers.values())
-    f = _Partitioned(optimizers, labels)
-    return by_phases(f.init, f.phases, elementwise=each)
+    are_elementwise = all(x.elementwise for x in optimizers.values())
+    functions = _PartitionFunctions(optimizers, labels)
+    return from_phases(functions.init, functions.phases, elementwise=are_elementwise)
 
 
-def left_out(optimizer: Optimizer, params: Tree) -> Iterator[str]:
-    """The paths of leaves that a `masked` or a `partition` within freezes."""
-    known = dict(optimizer.configuration)
-    if (chosen := known.get(_CHOOSE.get(optimizer.called, ""))) is not None:
+def frozen_paths(optimizer: Optimizer, params: Tree) -> Iterator[str]:
+    """Yields the paths of leaves that a `masked` or `partition` in it freezes."""
+    arguments = dict(optimizer.configuration)
+    if (select := arguments.get(_SELECTORS.get(optimizer.called, ""))) is not None:
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for path, leaf in zip(paths, leaves, strict=True):
-            if trainable(leaf) and chosen(path, leaf) in (None, False):
+            if trainable(leaf) and select(path, leaf) in (None, False):
                 yield path
-    is_one = lambda x: isinstance(x, Optimizer)  # noqa: E731
-    for inner in filter(is_one, tree.leaves(list(known.values()), is_one)):
-        yield from left_out(inner, params)
+    is_optimizer = lambda x: isinstance(x, Optimizer)  # noqa: E731
+    values = list(arguments.values())
+    for inner in filter(is_optimizer, tree.leaves(values, is_optimizer)):
+        yield from frozen_paths(inner, params)
 
 
-_CHOOSE = {"masked": "mask", "partition": "labels"}
+# By function, the argument that selects leaves.
+_SELECTORS = {"masked": "mask", "partition": "labels"}
 
 
 @dataclass(frozen=True, eq=False)
-class _Partition:
-    """A tree whose leaves belong to optimizers, by label."""
+class _LabelledTree:
+    """A tree, and the label of each of its leaves: which optimizer has it."""
 
     treedef: tree.TreeDef
-    leaves: list[Any]
+    leaves: list[Leaf]
     labels: list[str | None]
 
-    def only(self, label: str, values: Tree, what: str) -> Tree:
-        """``values``, with None in place of all leaves that are labelled otherwise."""
-        mine = [its == label for its in self.labels]
-        return chosen(self.treedef, mine, values, what=what)
+    def only(self, label: str, values: Tree, title: str) -> Tree:
+        """Returns ``values`` with None in place of leaves with another label.
 
-    def merged(self, values: Mapping[str, Tree], frozen: list[Any]) -> Tree:
-        """By leaf, what the tree of its label holds; of ``frozen`` without one."""
+        Args:
+            title: what errors call ``values``.
+        """
+        mask = [other == label for other in self.labels]
+        return select_leaves(self.treedef, mask, values, title=title)
+
+    def merge(self, trees: Mapping[str, Tree], frozen: list[Leaf]) -> Tree:
+        """Returns each leaf from the tree of its label; from ``frozen`` without one."""
         columns = {
-            k: along(self.treedef, part, "updates") for k, part in values.items()
+            label: flatten_like(self.treedef, part, "updates")
+            for label, part in trees.items()
         }
-        merged = [
+        leaves = [
             frozen[i] if label is None else columns[label][i]
             for i, label in enumerate(self.labels)
         ]
-        return tree.unflatten(self.treedef, merged)
+        return tree.unflatten(self.treedef, leaves)
 
 
 @dataclass(frozen=True, eq=False)
-class _Partitioned:
-    """The functions of such an optimizer."""
+class _PartitionFunctions:
+    """The ``init`` and ``phases`` of a `partition`."""
 
     optimizers: Mapping[str, Optimizer]
     labels: Labels
 
-    def parted(self, params: Tree) -> _Partition:
+    def label_leaves(self, params: Tree) -> _LabelledTree:
         leaves, treedef = tree.flatten(params, is_sharded)
-        found: list[str | None] = []
+        labels: list[str | None] = []
         for path, leaf in zip(paths_of(treedef), leaves, strict=True):
             label = self.labels(path, leaf) if trainable(leaf) else None
             if label is not None and label not in self.optimizers:
@@ -151,48 +170,64 @@ class _Partitioned:
                     f"{path!r} is labelled {label!r}, which names no optimizer: "
                     f"there are {list(self.optimizers)}; None freezes a leaf"
                 )
-            found.append(label)
-        return _Partition(treedef, leaves, found)
+            labels.append(label)
+        return _LabelledTree(treedef, leaves, labels)
 
-    def init(self, params: Tree) -> dict[str, Any]:
-        parts = self.parted(params)
+    def init(self, params: Tree) -> dict[str, State]:
+        labelled = self.label_leaves(params)
         return {
-            label: optimizer.init(parts.only(label, params, "parameters"))
+            label: optimizer.init(labelled.only(label, params, "parameters"))
             for label, optimizer in self.optimizers.items()
         }
 
-    def shares(self, parts: _Partition, grads: Tree, states: Any, params: Tree):
-        """By label, the gradients, state and parameters of its optimizer."""
+    def split_arguments(
+        self,
+        labelled: _LabelledTree,
+        grads: Tree,
+        states: Mapping[str, State],
+        params: Tree,
+    ) -> dict[str, tuple[Tree, State, Tree]]:
+        """Returns by label the (gradients, state, parameters) of its optimizer."""
         if set(states) != set(self.optimizers):
             raise ValueError(
                 f"the state has the labels {list(states)}, the optimizers have "
                 f"{list(self.optimizers)}: make it with this partition's own "
                 "init(params)"
             )
-        found = along(parts.treedef, grads, "gradients")
-        given = zip(parts.labels, found, strict=True)
-        if any(parts.labels) and all(label is None or g is None for label, g in given):
+        labels = labelled.labels
+        grad_leaves = flatten_like(labelled.treedef, grads, "gradients")
+        pairs = zip(labels, grad_leaves, strict=True)
+        if any(labels) and all(label is None or g is None for label, g in pairs):
             raise ValueError(
                 "none of the leaves to train has a gradient; a chain of two masked "
                 "optimizers gives this: write partition({label: optimizer}, labels)"
             )
         return {
             label: (
-                parts.only(label, grads, "gradients"),
+                labelled.only(label, grads, "gradients"),
                 states[label],
-                None if params is None else parts.only(label, params, "parameters"),
+                None if params is None else labelled.only(label, params, "parameters"),
             )
             for label in self.optimizers
         }
 
-    def phases(self, grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
-        parts = self.parted(grads if params is None else params)
-        shares = self.shares(parts, grads, states, params)
+    def phases(
+        self,
+        grads: Tree,
+        states: Mapping[str, State],
+        params: Tree,
+        returns_params: bool,
+    ) -> Phases:
+        labelled = self.label_leaves(grads if params is None else params)
+        arguments = self.split_arguments(labelled, grads, states, params)
+        # All of them check and reduce before any of them writes.
         steps = {
-            k: begun(self.optimizers[k].phases(*x, adds)) for k, x in shares.items()
+            label: begin_step(self.optimizers[label].phases(*args, returns_params))
+            for label, args in arguments.items()
         }
         yield
-        done = {label: finished(step) for label, step in steps.items()}
-        frozen = parts.leaves if adds else [None] * len(parts.leaves)
-        merged = parts.merged({k: new for k, (new, _) in done.items()}, frozen)
-        return merged, {label: state for label, (_, state) in done.items()}
+        ended = {label: finish_step(step) for label, step in steps.items()}
+        frozen = labelled.leaves if returns_params else [None] * len(labelled.leaves)
+        trees = {label: new for label, (new, _) in ended.items()}
+        merged = labelled.merge(trees, frozen)
+        return merged, {label: state for label, (_, state) in ended.items()}

@@ -1,6 +1,9 @@
 """The protocol of an optimizer: what to write for one, and all that follows from it.
 
-An optimizer is two functions, and a third where a kernel does the step in one pass::
+`TrainState.apply_gradients` calls ``apply`` once a step, with the gradients that
+``value_and_grad`` returned; `init_state` calls ``init`` once, with parameters that are
+laid out already. An optimizer is two functions, and a third where a kernel does the
+step in one pass::
 
     init(params) -> state
     update(grads, state, params) -> (updates, state)
@@ -10,19 +13,20 @@ An optimizer is two functions, and a third where a kernel does the step in one p
 updates are **added** to the parameters (optax's contract; so the learning rate enters
 with its sign). ``apply`` is `update` and the addition. Left out, it is made of them.
 
-``apply`` has two phases, with a ``yield`` between them, and may write in place behind
-it. All checks, norms and collectives stand before the ``yield``, so that of several
-optimizers that share a step none writes before all are ready, and a step that fails
-leaves the state as it was. An ``apply`` without a ``yield`` is all writing.
+``apply`` has two phases, with a ``yield`` between them, and may write in place after
+it. All checks, norms and collectives stand before the ``yield``. So when several
+optimizers share a step, none writes before all are ready, and a step that fails leaves
+the state as it was. An ``apply`` without a ``yield`` only writes.
 
-A kernel is given to `in_place.fused`, which calls it with lists of dense tensors of one
-dtype on one device: the flat buffers of whatever this rank holds of the parameters, the
-gradients and the moments. It writes into parameters and moments, and knows nothing of
-layouts, donation or offload: under ``donate`` it is given the state's own memory, else
-copies; what lies with the host is brought, and sent back; complex numbers are pairs.
+`in_place.run_kernel` runs a kernel: it calls it with lists of dense tensors of one
+dtype on one device, which are the flat buffers of whatever this rank holds of the
+parameters, the gradients and the moments. The kernel writes into parameters and
+moments, and knows nothing of layouts, donation or offload. Under ``donate`` it gets the
+state's own memory, otherwise copies. Tensors in host memory are fetched before it and
+written back after it. Complex numbers are pairs of real ones.
 
 >>> import torch
->>> from fsfunc.optim.in_place import fused
+>>> from fsfunc.optim.in_place import run_kernel
 >>> from fsfunc.optim.leaves import zeros_like
 >>> from fsfunc.optim.matching import Matched
 >>> def heavy_ball(rate, beta):  # m = beta m + g, p = p - rate m
@@ -31,7 +35,7 @@ copies; what lies with the host is brought, and sent back; complex numbers are p
 ...         return -rate * m, m
 ...     def update(grads, m, params=None):
 ...         like = grads if params is None else params
-...         return tuple(Matched.of(like, grads, m).composed(step))
+...         return tuple(Matched.of(like, grads, m).map_rule(step))
 ...     def kernel(params, grads, momenta):
 ...         torch._foreach_mul_(momenta, beta)
 ...         torch._foreach_add_(momenta, grads)
@@ -39,19 +43,19 @@ copies; what lies with the host is brought, and sent back; complex numbers are p
 ...     def apply(grads, m, params):
 ...         matched = Matched.of(params, grads, m)  # raises where they do not fit
 ...         yield
-...         return tuple(fused(matched, kernel))
+...         return tuple(run_kernel(matched, kernel))
 ...     return Optimizer(zeros_like, update, apply, elementwise=True)
 >>> optimizer, w = heavy_ball(0.5, 0.9), torch.ones(2)
 >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
 (tensor([0.5000, 0.5000]), tensor([1., 1.]))
 
-Where each element is treated by itself, less is to be written: an equation, and perhaps
-its kernel, make an `element_rules.ElementRule`, and the rest follows, with moments in a
-dtype of their own or in 8 bits, and one compiled pass under ``jit`` (see `adam`).
+An optimizer that treats each element by itself needs less: its equation, and perhaps a
+kernel, make an `element_rules.ElementRule`. The rest follows from that, also moments in
+a dtype of their own or in 8 bits, and one compiled pass under ``jit`` (see `adam`).
 
-An optimizer around another hands the phases on, in one function for update and apply:
-see `by_phases`. One that has a say in how gradients are taken, as what scales a loss,
-gives the interpretations to take them in: see `Reading`.
+An optimizer around another one passes the phases on, in one function for update and
+apply: see `from_phases`. An optimizer that changes how gradients are computed, such as
+`loss_scale`, names the interpretations to compute them in: see `GradientScope`.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ from typing import (
     ParamSpec,
     Protocol,
     Self,
+    TypeAlias,
     TypeVar,
     overload,
 )
@@ -81,7 +86,7 @@ from fsfunc.comm.descriptions import describe_value
 from fsfunc.comm.mesh import HERE
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, Transformed, frame, inside
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.schedules import check_ranges
@@ -93,12 +98,14 @@ from fsfunc.sharded.plain_leaves import (
     lay_leaves,
     placement_of,
 )
+from fsfunc.tree.types import PyTree
 
-State = Any
+State: TypeAlias = PyTree  # an optimizer's: tensors and plain numbers
 Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
-Phases = Generator[None, None, Any]  # ends with (params or updates, state)
-Apply = Callable[[Tree, State, Tree], Any]  # -> Phases, or (params, state) at once
+Step = tuple[Tree, State]  # (params or updates, the next state)
+Phases = Generator[None, None, Step]  # one ``yield`` between checks and writes
+Apply = Callable[[Tree, State, Tree], Any]  # -> Phases, or a Step at once
 
 
 _P = ParamSpec("_P")
@@ -121,12 +128,13 @@ class Trainable(Protocol):
 _Trained = TypeVar("_Trained", bound=Trainable)
 
 
-class Reading(NamedTuple):
-    """How the gradients of one step are taken, and what applies them then.
+class GradientScope(NamedTuple):
+    """The interpretations that one step's gradients are computed in, and what follows.
 
     Args:
-        handlers: the interpretations inside which they are taken, outermost first.
-        optimizer: reads from these, when it makes the step, what they have seen.
+        handlers: the interpretations, outermost first.
+        optimizer: the optimizer that applies these gradients. It reads from the
+            handlers what they have seen.
     """
 
     handlers: tuple[Interpretation, ...]
@@ -175,9 +183,11 @@ class Optimizer(_Functions):
 
     called: str
     configuration: tuple[tuple[str, Any], ...]
-    interprets: Callable[[State], Reading] | None
+    interprets: Callable[[State], GradientScope] | None
     elementwise: bool
-    _how: SimpleNamespace  # its names, for what claims it: itself would be a circle
+    # What ranks compare of it. Its functions hold this object and not the optimizer:
+    # a circle would keep its tensors until the next garbage collection.
+    _description: SimpleNamespace
     _update: Update
     _phases: Callable[..., Phases]
 
@@ -187,55 +197,72 @@ class Optimizer(_Functions):
         update: Update,
         apply: Apply | None = None,
         *,
-        interprets: Callable[[State], Reading] | None = None,
+        interprets: Callable[[State], GradientScope] | None = None,
         elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
     ) -> Self:
-        apply = added(update) if apply is None else apply
-        phases = apply if inspect.isgeneratorfunction(apply) else _written(apply)
-        how, whole = SimpleNamespace(), _relaying(phases)
-        claimed = [claiming_equal(f, _APPLIES, how) for f in (update, whole)]
-        self = super().__new__(cls, _laying(init), *claimed)
-        self._how, self._update, self._phases = how, update, phases
+        apply = apply_from_update(update) if apply is None else apply
+        phases = (
+            apply if inspect.isgeneratorfunction(apply) else _phases_of_writer(apply)
+        )
+        description, whole = SimpleNamespace(), _lay_out_results(phases)
+        # Also called by hand, outside of `apply_gradients`, they tell which optimizer
+        # runs: with a rate that differs between ranks each part would train by its own.
+        claimed = [
+            claiming_equal(f, _COMPARED_AS, description) for f in (update, whole)
+        ]
+        self = super().__new__(cls, _lay_out_state(init), *claimed)
+        self._description, self._update, self._phases = description, update, phases
         self.interprets, self.elementwise = interprets, elementwise
-        known = {"init": init, "update": update, **(configuration or {})}
-        return self.known_as("Optimizer", known)
+        arguments = {"init": init, "update": update, **(configuration or {})}
+        return self.described_as("Optimizer", arguments)
 
-    def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
-        """Itself, that says it was made by this call: see `described`."""
+    def described_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
+        """Sets the call that made it, which its repr shows and ranks compare.
+
+        Returns itself. See `optimizer_factory`.
+        """
         self.called, self.configuration = called, tuple(configuration.items())
-        vars(self._how).update(called=called, configuration=self.configuration)
+        vars(self._description).update(called=called, configuration=self.configuration)
         return self
 
     def _replace(self, **changes: Any) -> Optimizer:
-        how = {
-            "apply": self._phases,  # both of them: `apply` runs them at once
+        options = {
+            "apply": self._phases,  # with both phases: the field runs them at once
             "interprets": self.interprets,
             "elementwise": self.elementwise,
         }
-        other = Optimizer(**(self._asdict() | how | changes))
-        return other.known_as(self.called, dict(self.configuration) | changes)
+        other = Optimizer(**(self._asdict() | options | changes))
+        return other.described_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:
         return describe_value(self)
 
-    def phases(self, grads: Tree, state: State, params: Tree, adds: bool) -> Phases:
-        """Makes the step, for an optimizer around to run it with ``yield from``.
+    def phases(
+        self, grads: Tree, state: State, params: Tree, returns_params: bool
+    ) -> Phases:
+        """Makes the step; an optimizer around this one runs it with ``yield from``.
 
         Args:
-            adds: whether it ends as `apply` does, or as `update`.
+            returns_params: whether it ends with (params, state), as `apply` does, or
+                with (updates, state), as `update` does.
         """
-        if adds:
+        if returns_params:
             return self._phases(grads, state, params)
-        return _computed(self._update, grads, state, params)
+        return _phases_of_update(self._update, grads, state, params)
 
-    def reading(self, state: State, params: Tree = None) -> Reading:
-        """Tells how the gradients of a step are taken that begins in this state.
+    def gradient_scope(self, state: State, params: Tree = None) -> GradientScope:
+        """Returns how to compute the gradients of a step that begins in this state.
 
         Args:
-            params: those of the train step, where nothing is around this optimizer.
+            params: the parameters of the train step; None where another optimizer is
+                around this one.
         """
-        return Reading((), self) if self.interprets is None else self.interprets(state)
+        return (
+            GradientScope((), self)
+            if self.interprets is None
+            else self.interprets(state)
+        )
 
     @overload
     def __call__(
@@ -274,16 +301,16 @@ class Optimizer(_Functions):
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
             claim_equal(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
-            handlers, optimizer = self.reading(
+            handlers, optimizer = self.gradient_scope(
                 getattr(state, "opt_state", None), state.params
             )
             if handlers:
-                f = frame()
-                with inside(f.replace(handlers=(*f.handlers, *handlers))):
+                outer = frame()
+                with inside(outer.replace(handlers=(*outer.handlers, *handlers))):
                     value, grads = run()
             else:
                 value, grads = run()
-            if isinstance(value, tuple):
+            if isinstance(value, tuple):  # (loss, aux): `value_and_grad(has_aux=True)`
                 metrics = dict(zip(("loss", "aux"), value, strict=True))
             else:
                 metrics = {"loss": value}
@@ -292,8 +319,11 @@ class Optimizer(_Functions):
         return Transformed(grad_fn, self.called, tuple, train_step, train_step)
 
 
-def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
-    """``make``, whose arguments are checked; its optimizers are known by them.
+def optimizer_factory(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
+    """Wraps a public function that makes an optimizer, such as `sgd`.
+
+    The wrapper checks the arguments, and records them in the optimizer: its repr shows
+    them, and ranks compare them.
 
     Raises:
         TypeError, ValueError: an argument out of its range: see `check_ranges`.
@@ -302,62 +332,69 @@ def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
 
     @api_boundary
     @functools.wraps(make)
-    def made(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
-        given = signature.bind(*args, **keywords)
-        known = signature.parameters
-        new = {k: x for k, x in given.arguments.items() if x is not known[k].default}
-        check_ranges(make.__name__, **new)
-        given.apply_defaults()
+    def checked(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
+        bound, parameters = signature.bind(*args, **keywords), signature.parameters
+        # Defaults are not checked: some are None where a given value must be a number.
+        changed = {
+            name: x
+            for name, x in bound.arguments.items()
+            if x is not parameters[name].default
+        }
+        check_ranges(make.__name__, **changed)
+        bound.apply_defaults()
         optimizer = make(*args, **keywords)
-        return optimizer.known_as(make.__name__, given.arguments)
+        return optimizer.described_as(make.__name__, bound.arguments)
 
-    return made
+    return checked
 
 
-def by_phases(
+def from_phases(
     init: Init,
     phases: Callable[..., Phases],
     *,
-    interprets: Callable[[State], Reading] | None = None,
+    interprets: Callable[[State], GradientScope] | None = None,
     elementwise: bool = False,
 ) -> Optimizer:
-    """Makes an optimizer of one function for update and apply, as around another one.
+    """Makes an optimizer from one function that is both its update and its apply.
+
+    Optimizers around other optimizers are written so.
 
     Args:
-        phases: ``phases(grads, state, params, adds)``, a generator function as `apply`
-            is. Where it ``adds`` it ends with (params, state), otherwise with
-            (updates, state). Of an optimizer within it runs ``yield from
-            optimizer.phases(grads, state.inner, params, adds)``; of several, each up
-            to its ``yield`` by `begun`, and then, behind its own, each to its end by
-            `finished`. No ``with`` may be open at a ``yield``: what runs between the
-            phases would be in it.
+        phases: ``phases(grads, state, params, returns_params)``, a generator function
+            as ``apply`` may be. It ends with (params, state) if ``returns_params``, and
+            with (updates, state) otherwise. One optimizer within it runs by ``yield
+            from optimizer.phases(grads, state.inner, params, returns_params)``. Several
+            run each up to its ``yield`` by `begin_step`, and after its own ``yield``
+            each to its end by `finish_step`. No ``with`` may be open at a ``yield``:
+            whatever runs between the phases would be inside of it.
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return finished(phases(grads, state, params, False))
+        return finish_step(phases(grads, state, params, False))
 
-    apply = partial(phases, adds=True)
+    apply = partial(phases, returns_params=True)
     return Optimizer(
         init, update, apply, interprets=interprets, elementwise=elementwise
     )
 
 
-def begun(phases: Phases) -> Phases:
-    """Runs the first phase of a step; what is left of it is for `finished`."""
+def begin_step(phases: Phases) -> Phases:
+    """Runs the first phase of a step; `finish_step` runs what is left."""
     try:
         next(phases)
     except StopIteration as end:  # it had nothing to write
-        return _ended(end.value)
+        return _ended_phases(end.value)
     return phases
 
 
-def _ended(result: Any) -> Phases:
-    return result
-    yield
+def _ended_phases(step: Step) -> Phases:
+    """A generator that ends at once with ``step``."""
+    return step
+    yield  # which makes this function a generator
 
 
-def finished(phases: Phases) -> tuple[Any, State]:
-    """Runs the phases of a step that are left, and returns what it ends with."""
+def finish_step(phases: Phases) -> Step:
+    """Runs what is left of a step; returns (params or updates, state)."""
     while True:
         try:
             next(phases)
@@ -365,42 +402,44 @@ def finished(phases: Phases) -> tuple[Any, State]:
             return end.value
 
 
-def added(update: Update) -> Apply:
-    """Makes the ``apply`` of an ``update``, which differentiates as that does."""
+def apply_from_update(update: Update) -> Apply:
+    """Makes an ``apply`` from an ``update``; it differentiates as the update does."""
 
     def apply(grads: Tree, state: State, params: Tree) -> Phases:
         updates, state = update(grads, state, params)
         matched = Matched.of(params, updates)
         yield
-        return _sum_of(matched), state
+        return _sum_matched(matched), state
 
     return apply
 
 
-def update_of(
+def update_from_apply(
     apply: Apply, grads: Tree, state: State, params: Tree
 ) -> tuple[Tree, State]:
-    """Makes an update of an ``apply``: the differences that it makes to parameters."""
+    """Computes updates by an ``apply``: the differences that it makes to parameters."""
+    # Without donation it writes into copies, so the old parameters can be subtracted.
     with inside(frame().replace(donated=None)):
-        new, after = finished(apply(grads, state, params))
-    matched = Matched.of(params, grads, new)
-    return matched.composed(lambda p, g, q, _: (q - p, q))[0], after
+        new_params, new_state = finish_step(apply(grads, state, params))
+    matched = Matched.of(params, grads, new_params)
+    return matched.map_rule(lambda p, g, q, _: (q - p, q))[0], new_state
 
 
-def _computed(update: Update, *args: Any) -> Phases:
-    """Computes an update, which writes nothing, in the first phase."""
-    done = update(*args)
+def _phases_of_update(update: Update, *args: Any) -> Phases:
+    """Runs an update, which writes nothing, in the first phase."""
+    step = update(*args)
     yield
-    return done
+    return step
 
 
-def _written(apply: Apply) -> Apply:
-    """Has an ``apply`` that writes from its beginning wait for the second phase."""
+def _phases_of_writer(apply: Apply) -> Apply:
+    """Defers an ``apply`` without a ``yield``, which only writes, to phase two."""
 
     def phases(grads: Tree, state: State, params: Tree) -> Phases:
         yield
-        done = apply(grads, state, params)
-        return finished(done) if isinstance(done, Generator) else done
+        step = apply(grads, state, params)
+        # A plain function may return the generator of another one.
+        return finish_step(step) if isinstance(step, Generator) else step
 
     return phases
 
@@ -421,64 +460,71 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> apply_updates({"w": torch.ones(2), "n": 3}, {"w": torch.ones(2), "n": None})
     {'w': tensor([2., 2.]), 'n': 3}
     """
-    return _sum_of(Matched.of(params, updates))
+    return _sum_matched(Matched.of(params, updates))
 
 
-def summed(params: Tree, updates: Tree) -> Tree:
-    """The result of `apply_updates`, in memory of its own."""
-    return Matched.of(params, updates).summed(_sum)
+def sum_out_of_place(params: Tree, updates: Tree) -> Tree:
+    """Returns the result of `apply_updates`, always in new memory."""
+    return Matched.of(params, updates).map_params(_sum_in_param_dtype)
 
 
-def _sum_of(matched: Matched) -> Tree:
-    """Adds two trees, in place where that may be and nobody asks for a graph."""
+def _sum_matched(matched: Matched) -> Tree:
+    """Adds two trees; in place where donation allows it and autograd is not used."""
     if matched.differentiated:
-        return matched.summed(_sum)
-    return fused(matched, torch._foreach_add_)[0]
+        return matched.map_params(_sum_in_param_dtype)
+    return run_kernel(matched, torch._foreach_add_)[0]
 
 
-def _sum(p: Tensor, u: Tensor) -> Tensor:
+def _sum_in_param_dtype(p: Tensor, u: Tensor) -> Tensor:
     return p + u.to(p.dtype)
 
 
-def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
-    """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
+def check_takes_plain_gradients(name: str, optimizer: Optimizer) -> None:
+    """Raises ValueError where ``optimizer`` changes how gradients are computed.
+
+    Args:
+        name: the optimizer around it, which cannot pass that on.
+    """
     if optimizer.interprets is not None:
         raise ValueError(
-            f"{what} is given an optimizer that takes gradients in a way of its own, "
-            f"as loss_scale does: put that around, as in loss_scale({what}(...))"
+            f"{name} is given an optimizer that takes gradients in a way of its own, "
+            f"as loss_scale does: put that around, as in loss_scale({name}(...))"
         )
 
 
-def _relaying(apply: Callable[..., Phases]) -> Apply:
-    """``apply`` at once; plain leaves outside of steps are laid out as those before."""
+def _lay_out_results(apply: Callable[..., Phases]) -> Apply:
+    """Runs both phases at once; plain leaves keep the layouts that they had."""
 
     @functools.wraps(apply)
-    def laid(grads: Any, state: Any, params: Any) -> Any:
-        new = finished(apply(grads, state, params))
+    def laid_out(grads: Tree, state: State, params: Tree) -> Step:
+        step = finish_step(apply(grads, state, params))
+        # Only where an optimizer is applied by hand on a rank of a mesh. A transform
+        # that runs the step (``runtimes``) lays its results out itself, and a recorder
+        # takes them as they are.
         if HERE.get() is not None and not (frame().runtimes or frame().tracer):
-            copy_placements(new, (params, state))
-        return new
+            copy_placements(step, (params, state))
+        return step
 
-    return laid
+    return laid_out
 
 
-def _laying(init: Init) -> Init:
-    """``init``, of which the plain leaves are laid out as the parameters are."""
+def _lay_out_state(init: Init) -> Init:
+    """Wraps ``init``: for parameters with layouts the state's plain leaves get one."""
 
     @functools.wraps(init)
-    def laid(params: Any) -> Any:
+    def laid_out(params: Tree) -> State:
         if (path := find_rank_local(params)) is not None:
-            raise ValueError(_OWN.format(path))
+            raise ValueError(_RANK_LOCAL.format(path))
         state = init(params)
         leaves = tree.leaves(params, is_sharded)
-        some = any(is_sharded(x) or placement_of(x) is not None for x in leaves)
-        return lay_leaves(state) if some else state
+        have_layouts = any(is_sharded(x) or placement_of(x) is not None for x in leaves)
+        return lay_leaves(state) if have_layouts else state
 
-    return laid
+    return laid_out
 
 
-_APPLIES = "the optimizer that applies gradients"
-_OWN = (
+_COMPARED_AS = "the optimizer that applies gradients"
+_RANK_LOCAL = (
     "an optimizer is given {!r}, which is each rank's own: norms and moments over it "
     "and leaves that are one value have no meaning. Give it those alone, and keep the "
     "rank's own elsewhere, as in the extra of a TrainState"

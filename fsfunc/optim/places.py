@@ -1,9 +1,9 @@
-"""Tensors of one step that lie in different memory: where they meet, and their results.
+"""Decides where an update computes when some of its tensors are offloaded.
 
-All that optimizers ask of offloading is asked here. One rule: what is computed with
-each other is brought to the device, unless all of it lies with the host, which computes
-then. What is made for a tensor that is offloaded goes to where that lies, at once, so
-that the device never has it of all leaves.
+All that optimizers ask of offloading is asked here. Tensors of one row (a parameter,
+its gradient and its moments) are fetched to the device, unless all of them lie in host
+memory: then the host computes. A result that belongs to an offloaded tensor goes to
+that one's memory at once, so the device never has all results at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fsfunc.sharded.leaf import Sharded
 
 
 def computing_device(x: Tensor) -> torch.device:
-    """The device that computes with ``x``, also where it lies with the host."""
+    """Returns the device that computes with ``x``, also if ``x`` is offloaded."""
     return _torch.device_of(space_of(x).on_device(x))
 
 
 def device_with(leaf: Sharded | Tensor) -> torch.device:
-    """The device that computes with a leaf; see `computing_device`."""
+    """Returns the device that computes with a leaf; see `computing_device`."""
     if not any_offloaded():
         return leaf.device
     if not isinstance(leaf, Sharded):
@@ -43,70 +43,73 @@ def device_with(leaf: Sharded | Tensor) -> torch.device:
     return computing_device(leaf.local if leaf.packed is None else leaf.packed.flat)
 
 
-def meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
-    """True if leaves of two devices are computed with on one.
+def can_meet(leaf: Sharded | Tensor, other: Sharded | Tensor) -> bool:
+    """Returns whether leaves on two devices are computed with on one.
 
-    Some of a state may be offloaded, others not; and what was computed of an offloaded
-    one, by the host, lies beside it and is no part of its store.
+    A part of a state may be offloaded, and the rest not. What the host computed of an
+    offloaded leaf lies in host memory too, without being in its store.
     """
     return any_offloaded() and device_with(leaf) == device_with(other)
 
 
 def some_offloaded(*columns: Sequence[Tensor]) -> bool:
-    """True if one of these tensors is; memory of others (activations) may be too."""
+    """Returns whether any of these tensors is offloaded."""
     if not any_offloaded():
-        return False
+        return False  # nothing in this process is; activations may be and not these
     return any(space_of(x).offloaded for x in chain.from_iterable(columns))
 
 
-def meeting(row: Sequence[Tensor]) -> torch.device | None:
-    """The device to which tensors are brought; None: they meet where they lie."""
+def meeting_device(row: Sequence[Tensor]) -> torch.device | None:
+    """Returns the device to fetch tensors to; None if they need not be moved."""
     if not any_offloaded():
         return None
     spaces = map(space_of, row)
-    away = [space.device for space in spaces if isinstance(space, Offloaded)]
-    if not away or len(away) == len(row):
+    devices = [space.device for space in spaces if isinstance(space, Offloaded)]
+    if not devices or len(devices) == len(row):
         return None
-    # What was computed on the host of what lies there is in no store.
-    device = away[0]
+    # A tensor outside of the stores may lie on the host all the same, as a result of
+    # the host's: only one that is on the device makes all of them meet there.
+    device = devices[0]
     return device if any(_torch.device_of(x) == device for x in row) else None
 
 
-# On the way there, and back
+# To the device, and back
 
 
-def brought(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Tensors that are computed with each other: on the device, if only some are.
+def bring_together(
+    row: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Returns tensors that can be computed with each other.
 
-    Where all of them lie with the host, it is the host that computes.
+    On the device if any of them lies there; where they are if all lie on the host.
 
     Args:
-        dtype: of those that are brought; by default their own.
+        dtype: of those that are fetched; by default their own.
     """
-    device = meeting(row)
+    device = meeting_device(row)
     if device is None:
         return list(row)
-    # Who writes them back does so by a copy in the same stream, and an update of the
-    # host's waits for all copies first: nobody waits here.
-    return [fetched(x, device, dtype) for x in row]
+    # Nobody waits for these copies here: what is written back is copied in the same
+    # stream, and an update that the host computes waits for all copies first.
+    return [fetch_to(x, device, dtype) for x in row]
 
 
-def brought_with(row: Sequence[Tensor], decay: Any) -> list[Any]:
-    """The arguments of a rule: a row that is brought, and its decay beside it."""
-    row = brought(row)
+def bring_with_decay(row: Sequence[Tensor], decay: float | Tensor) -> list[Any]:
+    """Returns the arguments of a rule: `bring_together`, and the decay beside them."""
+    row = bring_together(row)
     if isinstance(decay, Tensor) and any_offloaded():
         decay = decay.to(_torch.device_of(row[0]))
     return [*row, decay]
 
 
-def fetched(
+def fetch_to(
     x: Tensor,
     device: torch.device,
     dtype: torch.dtype | None = None,
     *,
     waits: bool = False,
 ) -> Tensor:
-    """``x`` on the device; a copy, in ``dtype``, of what is offloaded or on the host.
+    """Returns ``x`` on the device; a copy in ``dtype`` if it was elsewhere.
 
     Args:
         waits: whether Python may write ``x`` next.
@@ -116,13 +119,16 @@ def fetched(
     return x if _torch.device_of(x) == device else x.to(device, dtype)
 
 
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` to be read on the device, where it may lie in a store already."""
-    return x if _torch.device_of(x) == device else fetched(x, device)
+def readable_on(x: Tensor, device: torch.device) -> Tensor:
+    """Returns ``x`` to be read on the device; itself if it lies there.
+
+    So may a tensor that is offloaded, where the device is a CPU: no copy is needed.
+    """
+    return x if _torch.device_of(x) == device else fetch_to(x, device)
 
 
-def copied_to(out: Tensor, x: Tensor) -> Tensor:
-    """Copies ``x`` into ``out``, wherever they lie; returns that, to be read next."""
+def copy_to(out: Tensor, x: Tensor) -> Tensor:
+    """Copies ``x`` into ``out``, wherever they lie; returns ``out``, ready to read."""
     space = space_of(out)
     if not space.offloaded and (source := space_of(x)).offloaded:
         return source.fetch(x, out=out)
@@ -130,65 +136,73 @@ def copied_to(out: Tensor, x: Tensor) -> Tensor:
     return wait_for(out)
 
 
-def copied_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copies each of ``xs`` into one of ``outs``: a kernel for `in_place.fused`."""
-    if meeting([*outs, *xs]) is None:
+def copy_all_to(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Copies ``xs`` into ``outs``, one by one: a kernel for `in_place.run_kernel`."""
+    if meeting_device([*outs, *xs]) is None:
         torch._foreach_copy_(list(outs), list(xs))
     else:
         for out, x in zip(outs, xs, strict=True):
-            copied_to(out, x)
+            copy_to(out, x)
 
 
-def returned(x: Tensor, to: Tensor, *, keeps: bool = False) -> Tensor:
-    """``x``, which was computed for ``to``: in the memory space of that one.
+def return_beside(x: Tensor, to: Tensor, *, outlives_step: bool = False) -> Tensor:
+    """Returns ``x``, which was computed for ``to``, in the memory space of ``to``.
 
     Args:
-        keeps: whether it outlives the step; else it takes memory of a pool.
+        outlives_step: whether ``x`` is part of the next state; otherwise it takes
+            memory of a pool.
     """
     if not any_offloaded() or _torch.is_wrapped(x) or x.requires_grad:
         return x
     space = space_of(to)
     if not space.offloaded or space_of(x).offloaded:
         return x
-    return space.copied(x) if keeps else space.put(x)
+    return space.copied(x) if outlives_step else space.put(x)
 
 
-def computed(
+def run_rule(
     rule: Callable[..., Sequence[Tensor]],
     row: Sequence[Tensor],
-    decay: Any,
-    as_params: bool,
+    decay: float | Tensor,
+    returns_params: bool,
 ) -> Sequence[Tensor]:
-    """Runs a rule; each result lies where that lies of which it is the next.
+    """Runs a rule; each result lies where its old value lies.
 
     Args:
         rule: ``rule(param, grad, *moments, decay)``.
-        as_params: whether its first result is the next parameter, not an update.
+        returns_params: whether its first result is the next parameter, not an update.
     """
-    made = rule(*brought_with(row, decay))
+    results = rule(*bring_with_decay(row, decay))
     if not any_offloaded():
-        return made
+        return results
     param, grad, *moments = row
-    first = returned(made[0], param if as_params else grad, keeps=as_params)
-    rest = zip(made[1:], moments, strict=True)
-    return [first, *(returned(x, m, keeps=True) for x, m in rest)]
+    old = param if returns_params else grad
+    first = return_beside(results[0], old, outlives_step=returns_params)
+    new_moments = [
+        return_beside(x, moment, outlives_step=True)
+        for x, moment in zip(results[1:], moments, strict=True)
+    ]
+    return [first, *new_moments]
 
 
 # Memory
 
 
-def room_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dense memory for what is made of ``x`` in a step, in its memory space."""
+def step_memory_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns dense memory for what a step computes of ``x``, in its memory space."""
     if (space := space_of(x)).offloaded:
         return space.new_empty(x, x.shape, dtype)
-    form = torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=form, requires_grad=False)
+    dense = torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=dense, requires_grad=False)
 
 
-def kept_like(
+def state_memory_like(
     x: Tensor, dtype: torch.dtype | None = None, *, zeros: bool = False
 ) -> Tensor:
-    """Memory like ``x``, on its device or where `init_state` wants moments to lie."""
+    """Returns memory like ``x`` for a part of an optimizer's state.
+
+    On the device of ``x``, or in the store that `init_state` was told for moments.
+    """
     store, device = moments_store(), computing_device(x)
     if store is None:
         make = torch.zeros_like if zeros else torch.empty_like
@@ -197,10 +211,10 @@ def kept_like(
     return room.zero_() if zeros else room
 
 
-def kept_zeros(
+def state_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Zeros of a shape, in the same place."""
+    """Returns zeros of any shape where `state_memory_like` makes memory."""
     if (store := moments_store()) is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     return store.empty(math.prod(shape), dtype, device).view(shape).zero_()

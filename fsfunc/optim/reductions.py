@@ -1,13 +1,13 @@
-"""Numbers over all elements of a tree, in whatever layout: sums, norms, what is finite.
+"""Sums, norms and finiteness over all elements of a tree, in whatever layout.
 
-Of a sharded leaf a rank holds a part, so a sum over what it holds is no sum over the
-leaf: each counts over the axes of its own layout, and a replicated one once. Leaves
-that are spread over the same axes are reduced together. A leaf's own norms are too,
-whatever the number of leaves: one collective over each set of axes.
+A rank holds a part of a sharded leaf, so the sum over what it holds is not the sum over
+the leaf. Each leaf is summed over the axes of its own layout, and a replicated leaf
+counts once. Leaves that are spread over the same axes are reduced together, by one
+collective for each set of axes; norms of single leaves too, however many there are.
 
-Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
-into own values, and a number crosses into parts, each with its transpose
-(`typed_maps`).
+Under ``shard`` all of this may be differentiated, to any order. A sum of parts becomes
+a rank's own value, and a number becomes a factor of parts, by linear maps that have a
+transpose (`typed_maps`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,21 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.typed_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import composable, frame
-from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
+from fsfunc.optim.leaves import (
+    Buffers,
+    Tree,
+    flat_buffers,
+    map_flat,
+    may_be_differentiated,
+    scale_tensors,
+    trainable,
+)
 from fsfunc.optim.places import computing_device
 from fsfunc.optim.schedules import check_ranges
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tree.types import Leaf
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -66,13 +75,13 @@ def tree_sum(values: Tree) -> Tensor:
     >>> tree_sum({"w": torch.ones(2, 3), "b": torch.ones(2), "step": 7})
     tensor(8.)
     """
-    held, dtype = by_axes(values)
+    groups, dtype = tensors_by_axes(values)
     sums = []
-    for axes, tensors in held:
-        local = [t.sum(dtype=dtype) for t in tensors]
-        total = combined(local, torch.sum, device_of([(axes, tensors)]), dtype)
-        sums.append(out_of_parts(total, axes))
-    return combined(sums, torch.sum, device_of(held), dtype)
+    for axes, tensors in groups:
+        local_sums = [t.sum(dtype=dtype) for t in tensors]
+        total = combine(local_sums, torch.sum, first_device([(axes, tensors)]), dtype)
+        sums.append(sum_over_parts(total, axes))
+    return combine(sums, torch.sum, first_device(groups), dtype)
 
 
 def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
@@ -104,69 +113,82 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
     claim_equal(factor, "tree_scale")
-    if not isinstance(factor, Tensor) or not differentiated([factor]):
-        return map_flat(lambda ts: scaled(ts, factor), values)
+    if not isinstance(factor, Tensor) or not may_be_differentiated([factor]):
+        return map_flat(lambda ts: scale_tensors(ts, factor), values)
 
-    def times(leaf: Any) -> Any:
+    # Leaf by leaf, each with the map of its own axes: a plain product would give the
+    # factor the gradient of this rank's parts alone.
+    def times(leaf: Leaf) -> Leaf:
         if not trainable(leaf):
             return leaf
         if not isinstance(leaf, Sharded):
             return leaf * factor
-        return leaf.with_local(leaf.local * into_parts(factor, leaf.layout.axes))
+        return leaf.with_local(leaf.local * spread_into_parts(factor, leaf.layout.axes))
 
     return tree.map(times, values, is_leaf=is_sharded)
 
 
-def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
-    """The ranks' sums over their parts as one sum, each rank's own."""
+def sum_over_parts(x: Tensor, axes: Spread) -> Tensor:
+    """Sums what ranks summed over their parts; the result is each rank's own value.
+
+    Args:
+        axes: those the parts are spread over; None for plain tensors, one on each rank.
+    """
     if axes is None:
-        return x  # each leaf entered by itself
-    if not differentiated([x]):
+        return x  # `as_rank_local` has done each leaf
+    if not may_be_differentiated([x]):
         return run_map(x, SUM, get_group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
-    over, others, copies = _parted(axes)
+    # The gradient of a mean loss: along axes that the loss is a mean over the transpose
+    # is the mean of cotangents, along others their sum.
+    averaged, others, copies = _split_by_mean(axes)
     if copies:
         x = run_map(x, ENTER, get_group(copies))
-    if over:
-        x = run_map(x, SUM, get_group(over))
+    if averaged:
+        x = run_map(x, SUM, get_group(averaged))
     if others:
-        with internal():  # of parts by their layouts: no word of the user's is asked
+        with internal():  # parts are known by their layouts: the user need not say so
             x = psum(x, others)
     return x
 
 
-def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
-    """The largest of what the ranks found in their parts, which has no derivative."""
+def max_over_parts(x: Tensor, axes: Spread) -> Tensor:
+    """Returns the largest of the ranks' maxima over their parts; no derivative."""
     return run_map(x, MAX, get_group(axes)) if axes else x
 
 
-def over_axes(
+def reduce_over_axes(
     pieces: Sequence[tuple[Spread, Tensor, torch.device]],
-    reduce: Callable[[Tensor, Spread], Tensor] = out_of_parts,
+    reduce: Callable[[Tensor, Spread], Tensor] = sum_over_parts,
 ) -> list[Tensor]:
-    """1-D tensors reduced over the axes of each; those over the same axes at once.
+    """Reduces 1-D tensors over the axes of each, all with the same axes at once.
 
     Args:
-        pieces: of each its axes (None, and it stays as it is), the tensor, and the
-            device that computes with it.
+        pieces: (axes, tensor, device that computes with it). Without axes (None) a
+            tensor stays as it is.
     """
-    out = [x for _, x, _ in pieces]
-    places: dict[tuple[str, ...], list[int]] = {}
+    reduced = [x for _, x, _ in pieces]
+    by_axes: dict[tuple[str, ...], list[int]] = {}
     for k, (axes, _, _) in enumerate(pieces):
         if axes is not None:
-            places.setdefault(axes, []).append(k)
-    for axes, at in sorted(places.items()):
-        dtype = functools.reduce(torch.promote_types, [out[k].dtype for k in at])
-        device, sizes = pieces[at[0]][2], [len(out[k]) for k in at]
-        whole = reduce(torch.cat([out[k].to(device, dtype) for k in at]), axes)
-        for k, x in zip(at, whole.split(sizes), strict=True):
-            out[k] = x.to(out[k].device)
-    return out
+            by_axes.setdefault(axes, []).append(k)
+    for axes, positions in sorted(by_axes.items()):  # in one order on all ranks
+        dtypes = [reduced[k].dtype for k in positions]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        device, sizes = pieces[positions[0]][2], [len(reduced[k]) for k in positions]
+        joined = torch.cat([reduced[k].to(device, dtype) for k in positions])
+        parts = reduce(joined, axes).split(sizes)
+        for k, x in zip(positions, parts, strict=True):
+            reduced[k] = x.to(reduced[k].device)
+    return reduced
 
 
-def entered(x: Tensor) -> Tensor:
-    """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
-    if differentiated([x]):
+def as_rank_local(x: Tensor) -> Tensor:
+    """Returns a plain tensor as a rank's own value.
+
+    If it is a replicated parameter of ``shard``, its gradient is the mean over ranks.
+    """
+    if may_be_differentiated([x]):
         for handler, runtime in frame().runtimes:
             if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
@@ -174,21 +196,27 @@ def entered(x: Tensor) -> Tensor:
     return x
 
 
-def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """A number that all ranks share, as a factor of parts over ``axes``."""
-    over = _parted(axes).over
-    return apply_map(x, SPREAD, get_group(over)) if over else x
+def spread_into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """Returns a number that all ranks share as a factor of parts over ``axes``."""
+    averaged = _split_by_mean(axes).averaged
+    return apply_map(x, SPREAD, get_group(averaged)) if averaged else x
 
 
 class _MeanAxes(NamedTuple):
-    """Axes that the loss is a mean over, the other ones, and means beside them."""
+    """The axes of a layout, by whether the loss is a mean over them.
 
-    over: tuple[str, ...]
+    Args:
+        averaged: axes of the layout that the loss is a mean over.
+        others: axes of the layout that it is not a mean over.
+        copies: other axes that it is a mean over: along these ranks hold the same.
+    """
+
+    averaged: tuple[str, ...]
     others: tuple[str, ...]
     copies: tuple[str, ...]
 
 
-def _parted(axes: tuple[str, ...]) -> _MeanAxes:
+def _split_by_mean(axes: tuple[str, ...]) -> _MeanAxes:
     means = averaged_axes()
     return _MeanAxes(
         tuple(a for a in axes if a in means),
@@ -197,48 +225,50 @@ def _parted(axes: tuple[str, ...]) -> _MeanAxes:
     )
 
 
-def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:
-    """The flat tensors by the axes they are spread over, and a dtype to sum in.
+def tensors_by_axes(
+    values: Tree,
+) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:
+    """Returns flat tensors by the axes they are spread over, and a dtype to sum in.
 
-    Axes in sorted order, also where all that this rank holds is empty: every rank
-    issues the same collectives.
+    The axes are in sorted order, and complete also where this rank holds only empty
+    tensors: every rank must issue the same collectives.
     """
     leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
     note_summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
-    (buffers,) = split([leaves])
-    held: dict[Spread, list[Tensor]] = {}
+    (buffers,) = flat_buffers([leaves])
+    groups: dict[Spread, list[Tensor]] = {}
     dtype = torch.float32
     for tensor, (positions, _) in zip(buffers.tensors, buffers.groups, strict=True):
         first = leaves[positions[0]]
         axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
-        tensor = entered(tensor) if axes is None else tensor
-        held.setdefault(axes, []).append(tensor)
+        tensor = as_rank_local(tensor) if axes is None else tensor
+        groups.setdefault(axes, []).append(tensor)
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return sorted(held.items(), key=lambda item: item[0] or ()), dtype
+    return sorted(groups.items(), key=lambda group: group[0] or ()), dtype
 
 
-def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
-    """The device of the first tensor; the CPU where there is none."""
-    if not held:
+def first_device(groups: list[tuple[Spread, list[Tensor]]]) -> torch.device:
+    """Returns the device of the first tensor; the CPU where there is none."""
+    if not groups:
         return torch.device("cpu")
-    return computing_device(held[0][1][0])
+    return computing_device(groups[0][1][0])
 
 
-def combined(
+def combine(
     numbers: list[Tensor],
     reduce: Callable[[Tensor], Tensor],
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``reduce`` of 0-dim tensors, brought to one device; 0 of none."""
+    """Applies ``reduce`` to 0-dim tensors, moved to one device; 0 for none."""
     if not numbers:
         return torch.zeros((), dtype=dtype, device=device)
     return reduce(torch.stack([x.to(device) for x in numbers]))
 
 
-_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
+_MAX = LinearMap("pmax", to="I")  # of each rank's own number: one value on all
 
-Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike
+Row = tuple[Spread, list[Tensor]]  # leaves' parts of one buffer, spread over these axes
 
 
 def global_norm(values: Tree, p: float = 2.0) -> Tensor:
@@ -266,25 +296,28 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     tensor(5.)
     """
     check_ranges("a norm", p=p)
-    held, dtype = by_axes(values)
+    groups, dtype = tensors_by_axes(values)
     dtype = dtype.to_real()
     norm_of = partial(vector_norm, ord=p)
-    local = []
-    for axes, tensors in held:
+    local_norms = []
+    for axes, tensors in groups:
         # The infinite norm has no identity: torch refuses an empty tensor.
         norms = _norms([t for t in tensors if t.numel()], p, dtype)
-        if differentiated(tensors):  # the psum's transpose is every rank's
-            norms += [_none(t, dtype) for t in tensors if not t.numel()]
-        where = device_of([(axes, tensors)])
-        local.append((axes, combined(norms, norm_of, where, dtype)))
-    device = device_of(held)
+        # With a history also where all is empty: each rank must take part in the
+        # transpose of the psum.
+        if may_be_differentiated(tensors):
+            norms += [_norm_of_none(t, dtype) for t in tensors if not t.numel()]
+        where = first_device([(axes, tensors)])
+        local_norms.append((axes, combine(norms, norm_of, where, dtype)))
+    device = first_device(groups)
     if math.isinf(p):
-        maxima = [most_of_parts(norm, axes) for axes, norm in local]
-        return combined(maxima, torch.amax, device, dtype)
-    if len(local) == 1 and not local[0][0]:
-        return out_of_parts(local[0][1], local[0][0])
-    powers = [out_of_parts(norm**p, axes) for axes, norm in local]
-    return _root(combined(powers, torch.sum, device, dtype), p)
+        maxima = [max_over_parts(norm, axes) for axes, norm in local_norms]
+        return combine(maxima, torch.amax, device, dtype)
+    # Nothing to sum over ranks: a power and its root would change torch's bits.
+    if len(local_norms) == 1 and not local_norms[0][0]:
+        return sum_over_parts(local_norms[0][1], local_norms[0][0])
+    powers = [sum_over_parts(norm**p, axes) for axes, norm in local_norms]
+    return _root(combine(powers, torch.sum, device, dtype), p)
 
 
 def all_finite(values: Tree) -> Tensor:
@@ -304,29 +337,38 @@ def all_finite(values: Tree) -> Tensor:
     >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
     tensor(False)
     """
-    held, dtype = by_axes(values)
+    groups, dtype = tensors_by_axes(values)
     dtype = dtype.to_real()
-    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
+    # The largest magnitude shows an infinity or a NaN, in one pass without a copy.
+    tensors = [t.detach() for _, ts in groups for t in ts if t.numel()]
     norms = _norms(tensors, math.inf, dtype)
-    bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
-    axes = {a for name, _ in held for a in name or ()}
-    at = frame().here
-    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
-        axes = set(at.mesh.axes)
+    device = first_device(groups)
+    bad = combine(norms, lambda x: ~x.isfinite().all(), device, torch.bool)
+    axes = {a for spread, _ in groups for a in spread or ()}
+    here = frame().here
+    # Under a transform over axes all ranks of the mesh skip a step or none does, also
+    # ranks that hold other leaves, as stages of a pipeline.
+    if here is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(here.mesh.axes)
     if axes:
-        mine = declare_type(bad.float(), "V")  # no part of a sum, but each rank's word
+        local_bad = declare_type(
+            bad.float(), "V"
+        )  # each rank's own, and no part of a sum
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
         where = replace(get_group(tuple(sorted(axes))), independent=False)
-        bad = run_map(mine, _MAX, where) > 0
+        bad = run_map(local_bad, _MAX, where) > 0
     return ~bad
 
 
-def holds(found: Tensor) -> bool:
-    """The flag as a bool; True on fake tensors, where every step is a good one."""
-    if _torch.fake_active() or found.is_meta:
+def read_flag(flag: Tensor) -> bool:
+    """Returns the flag as a bool, which waits for its device.
+
+    True on fake tensors: a step that is planned or recorded is one that is made.
+    """
+    if _torch.fake_active() or flag.is_meta:
         refuse_in_graph("the update is made only if all gradients are finite")
         return True
-    return bool(found)
+    return bool(flag)
 
 
 def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
@@ -353,17 +395,17 @@ def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
     leaves, treedef = tree.flatten(values, is_sharded)
     active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
     chosen = [leaves[i] for i in active]
-    (buffers,) = split([chosen])
-    out: list[Any] = [None] * len(leaves)
-    found = row_norms(rows_of(chosen, buffers), p)
-    for (positions, _), norms in zip(buffers.groups, found, strict=True):
+    (buffers,) = flat_buffers([chosen])
+    by_leaf: list[Tensor | None] = [None] * len(leaves)
+    by_buffer = row_norms(leaf_rows(chosen, buffers), p)
+    for (positions, _), norms in zip(buffers.groups, by_buffer, strict=True):
         for i, norm in zip(positions, norms.unbind(), strict=True):
-            out[active[i]] = norm
-    return tree.unflatten(treedef, out)
+            by_leaf[active[i]] = norm
+    return tree.unflatten(treedef, by_leaf)
 
 
-def rows_of(leaves: Sequence[Any], buffers: Any) -> Iterator[Row]:
-    """Of leaves as few flat tensors: of each its axes, and its leaves' parts."""
+def leaf_rows(leaves: Sequence[Leaf], buffers: Buffers) -> Iterator[Row]:
+    """Yields for each flat tensor its axes, and its leaves' parts as views of it."""
     for flat, (positions, packed) in zip(buffers.tensors, buffers.groups, strict=True):
         first = leaves[positions[0]]
         axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
@@ -372,61 +414,67 @@ def rows_of(leaves: Sequence[Any], buffers: Any) -> Iterator[Row]:
 
 
 def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
-    """Of each row of leaves' parts, the norms of the leaves, 1-D.
+    """Returns the norms of the leaves in each row, 1-D.
 
-    Cost: that of `leaf_norms`; a row is forgotten before the next is asked for.
+    Cost: that of `leaf_norms`; a row is freed before the next is asked for.
     """
     check_ranges("a norm", p=p)
     pieces: list[tuple[Spread, Tensor, torch.device]] = []
     for axes, parts in rows:
-        parts = [entered(t) for t in parts] if axes is None else parts
+        parts = [as_rank_local(t) for t in parts] if axes is None else parts
         wide = torch.promote_types(parts[0].dtype, torch.float32).to_real()
-        norms = _each_norm(parts, p, wide)
+        norms = _norms_with_empty(parts, p, wide)
         powers = norms**p if axes is not None and math.isfinite(p) else norms
         pieces.append((axes, powers, computing_device(parts[0])))
-        del parts
+        del parts  # `lamb` makes its rows as they are asked for, in scratch memory
     if math.isinf(p):
-        return over_axes(pieces, most_of_parts)
-    found = over_axes(pieces)
+        return reduce_over_axes(pieces, max_over_parts)
+    sums = reduce_over_axes(pieces)
     return [
         x if axes is None else _root(x, p)
-        for (axes, *_), x in zip(pieces, found, strict=True)
+        for (axes, *_), x in zip(pieces, sums, strict=True)
     ]
 
 
-def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+def _norms_with_empty(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    """Returns the norm of each tensor, 1-D; that of an empty one is 0."""
     full = [t for t in parts if t.numel()]  # the infinite norm refuses an empty tensor
     norms = iter(_norms(full, p, dtype))
-    return torch.stack([next(norms) if t.numel() else _none(t, dtype) for t in parts])
+    return torch.stack(
+        [next(norms) if t.numel() else _norm_of_none(t, dtype) for t in parts]
+    )
 
 
-def _none(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norm of no elements, which has a history if ``x`` has."""
+def _norm_of_none(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the norm of no elements: 0, with a history if ``x`` has one."""
     return as_real(x).sum(dtype=dtype)
 
 
 def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
-    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
+    """Returns the p-norm of each (non-empty) tensor, accumulated in ``dtype``."""
+    # The foreach norm has one dtype for all, where complex tensors need a complex one,
+    # and torch.func cannot go through it.
     if composable() or any(t.is_complex() for t in tensors):
-        complex_ = dtype.to_complex()
-        kinds = [complex_ if t.is_complex() else dtype for t in tensors]
-        pairs = zip(tensors, kinds, strict=True)
-        return [torch.linalg.vector_norm(t, p, dtype=kind) for t, kind in pairs]
-    if math.isinf(p) and not differentiated(tensors):
+        complex_dtype = dtype.to_complex()
+        dtypes = [complex_dtype if t.is_complex() else dtype for t in tensors]
+        pairs = zip(tensors, dtypes, strict=True)
+        return [torch.linalg.vector_norm(t, p, dtype=wide) for t, wide in pairs]
+    if math.isinf(p) and not may_be_differentiated(tensors):
         if all(t.device.type == "cpu" for t in tensors):
-            return [_largest(t, dtype) for t in tensors]
+            return [_max_abs(t, dtype) for t in tensors]
     return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
 
 
-def _largest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The infinite norm; on the host its own operator takes 30 times as long."""
+def _max_abs(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the infinite norm; torch's own takes 30 times as long on a CPU."""
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).abs().to(dtype)
 
 
 def _root(power: Tensor, p: float) -> Tensor:
-    """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
-    if not differentiated([power]):
+    """Returns ``power ** (1/p)`` with a derivative of 0 at 0, as a norm has."""
+    if not may_be_differentiated([power]):
         return power.sqrt() if p == 2 else power ** (1 / p)
-    zero = power == 0
-    return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))
+    is_zero = power == 0
+    # The inner `where` keeps the infinite derivative at 0 out: 0 times that is NaN.
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, power) ** (1 / p))

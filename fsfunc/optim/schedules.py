@@ -1,8 +1,9 @@
 """Learning rates as plain functions of how many updates were made: 0 at the first.
 
-Any function from a count to a number is a schedule; these are the usual ones. Of a
-count that is a 0-dim tensor they make one. Below are the checks of these and other
-arguments, and the values of functions that ranks compare.
+Any function from a count to a number is a schedule; these are the usual ones. Given a
+count that is a 0-dim tensor they return one. Optimizers ask by `rate_at`, once a step.
+Below are the checks of optimizers' arguments (`check_ranges`), and what ranks compare
+of schedules and masks, which are functions (`ask_schedules_and_masks`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.runtime.scopes import asked_in_graph, is_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
-Schedule = Callable[[Any], Any]
+Schedule = Callable[[Any], Any]  # from a count of updates to a learning rate
 
 
-def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
-    """The learning rate at ``count``; a schedule is asked for it.
+def rate_at(learning_rate: float | Schedule, count: int | Tensor) -> Any:
+    """Returns the learning rate at ``count``; calls the schedule if it is one.
 
-    In a step's graph that is before each run, outside of it.
+    In a step that is compiled as one graph, the schedule is called before each run of
+    the graph, outside of it.
 
     Raises:
         ValueError: the schedule gave a negative number, or none.
@@ -44,16 +46,18 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
         return asked_in_graph(rate_at, learning_rate, count)
-    # Of a number whose comparisons are heard, as branches of the step, the plain one.
+    # While a step is recorded the count is an int that reports its comparisons, as
+    # branches of the step. A schedule may compare it, so it gets a plain one.
     rate = learning_rate(int(count) if isinstance(count, int) else count)
     if isinstance(rate, (int, float)) and not rate >= 0:
         raise ValueError(
             f"the schedule gave the learning rate {rate} at count {count}: "
             "it must be 0 or more"
         )
+    # A schedule whose rate differs between ranks would train each part by another one.
     if (call := COMPARING.get()) is not None:
-        said = rate.item() if isinstance(rate, Tensor) else rate
-        call.claimed_equal(said, "the learning rate of a schedule")
+        number = rate.item() if isinstance(rate, Tensor) else rate
+        call.claimed_equal(number, "the learning rate of a schedule")
     return rate
 
 
@@ -79,7 +83,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     [0.0, 0.25, 1.0, 1.0]
     """
     check_ranges("linear", steps=steps)
-    return lambda count: start + (end - start) * _at_most_1(count / steps)
+    return lambda count: start + (end - start) * _clamp_to_1(count / steps)
 
 
 def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -99,9 +103,9 @@ def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
     check_ranges("cosine_decay", steps=steps)
 
-    def schedule(count: Any) -> Any:
-        turn = math.pi * _at_most_1(count / steps)
-        cosine = torch.cos(turn) if isinstance(turn, Tensor) else math.cos(turn)
+    def schedule(count: int | Tensor) -> float | Tensor:
+        angle = math.pi * _clamp_to_1(count / steps)
+        cosine = torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
         return end + (start - end) * (1 + cosine) / 2
 
     return schedule
@@ -166,38 +170,40 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     if any(a >= b for a, b in zip(starts, boundaries, strict=False)):
         raise ValueError(f"boundaries {list(boundaries)} must rise and begin above 0")
 
-    def schedule(count: Any) -> Any:
-        if isinstance(count - 0, Tensor):  # which cannot be asked while it is recorded
-            rate, *later = [
+    def schedule(count: Any) -> float | Tensor:
+        # No branch on a tensor's value, which a recorded step does not have: all
+        # schedules are computed. ``count - 0`` as a graph's count is no Tensor itself.
+        if isinstance(count - 0, Tensor):
+            rate, *later_rates = [
                 torch.as_tensor(each(count - start), device=count.device)
                 for each, start in zip(schedules, starts, strict=True)
             ]
-            for boundary, other in zip(boundaries, later, strict=True):
-                rate = torch.where(count - boundary >= 0, other, rate)
+            for boundary, later in zip(boundaries, later_rates, strict=True):
+                rate = torch.where(count - boundary >= 0, later, rate)
             return rate
-        at = bisect_right(boundaries, count)
-        return schedules[at](count - starts[at])
+        k = bisect_right(boundaries, count)
+        return schedules[k](count - starts[k])
 
     return schedule
 
 
-def _at_most_1(share: Any) -> Any:
+def _clamp_to_1(share: float | Tensor) -> float | Tensor:
     return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
 
 
 def check_numbers(**values: Any) -> None:
-    """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
+    """Raises TypeError where one of ``values`` is neither a number nor a tensor."""
     for name, value in values.items():
         if not isinstance(value, (Real, Tensor)):
-            said = f"float({value!r})" if isinstance(value, str) else "a float"
+            advice = f"float({value!r})" if isinstance(value, str) else "a float"
             raise TypeError(
                 f"{name} is {value!r}, a {type(value).__name__}: it must be a number; "
-                f"give {said}"
+                f"give {advice}"
             )
 
 
-# What arguments must be, by name; of one function, where it says so.
-RANGES = {
+# What arguments must be, by name, or by function and name where one function differs.
+RANGES: dict[str, str] = {
     **dict.fromkeys(
         "learning_rate weight_decay eps eps1 eps2 momentum dampening alpha beta "
         "min_norm minimum trust_coefficient weight_lr_power start "
@@ -219,7 +225,7 @@ RANGES = {
 }
 _FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
 _DTYPES = {"dtype": _FLOATS, "moment_dtype": (*_FLOATS, torch.uint8)}  # 8 bits: codes
-_HOLDS: dict[str, Callable[[Any, float], Any]] = {
+_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
     "at least": operator.ge,
     "above": operator.gt,
     "at most": operator.le,
@@ -227,11 +233,18 @@ _HOLDS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
-def check_ranges(of: str, /, **values: Any) -> None:
-    """Raise ValueError where an argument is out of its range, TypeError if no number.
+def check_ranges(function: str, /, **values: Any) -> None:
+    """Checks arguments of an optimizer or schedule by the table `RANGES`.
 
-    TypeError too for a dtype that is none of those that may be. A learning rate may be
-    a schedule.
+    A learning rate may be a schedule, which is not checked here.
+
+    Args:
+        function: its name.
+        values: its arguments, by name.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        TypeError: it is no number; or a dtype that is not among those allowed.
 
     >>> check_ranges("sgd", learning_rate=-1.0)
     Traceback (most recent call last):
@@ -241,58 +254,64 @@ def check_ranges(of: str, /, **values: Any) -> None:
         if name in _DTYPES and value not in _DTYPES[name]:
             names = ", ".join(map(str, _DTYPES[name]))
             raise TypeError(f"{name} is {value}: give one of {names}")
-        says = RANGES.get(f"{of} {name}", RANGES.get(name))
-        if not says or name in _RATES and callable(value):
+        allowed = RANGES.get(f"{function} {name}", RANGES.get(name))
+        if not allowed or name in _SCHEDULES and callable(value):
             continue
         check_numbers(**{name: value})
-        parts = [part.rsplit(" ", 1) for part in says.split(" and ")]
-        if not all(_HOLDS[word](value, float(bound)) for word, bound in parts):
-            raise ValueError(f"{name} is {value}: it must be {says}")
+        # "at least 0 and below 1" is both what a message says and what is checked.
+        bounds = [part.rsplit(" ", 1) for part in allowed.split(" and ")]
+        if not all(_COMPARISONS[word](value, float(bound)) for word, bound in bounds):
+            raise ValueError(f"{name} is {value}: it must be {allowed}")
 
 
-def check_params_given(params: Any, what: str) -> None:
-    """Raise ValueError where an update that reads the parameters has none."""
+def check_params_given(params: Tree, reader: str) -> None:
+    """Raises ValueError where an update that reads the parameters is given None."""
     if params is None:
         raise ValueError(
-            f"{what} reads the parameters, so it needs them: call "
+            f"{reader} reads the parameters, so it needs them: call "
             "update(grads, state, params)"
         )
 
 
-_COUNTS = (0, 1, 2, 3, 10, 100, 1000, 10_000, 100_000)
-_RATES = {"learning_rate", "lr"}
-_BY_LEAF = {"mask", "trust_mask", "labels"}
+_ASKED_COUNTS = (0, 1, 2, 3, 10, 100, 1000, 10_000, 100_000)
+_SCHEDULES = {"learning_rate", "lr"}
+_MASKS = {"mask", "trust_mask", "labels"}
 
 
-def answers(params: Tree) -> Ask:
-    """Asks schedules for their first rates, and masks about each leaf.
+def ask_schedules_and_masks(params: Tree) -> Ask:
+    """Returns what ranks compare of an optimizer's arguments that are functions.
 
-    By the names of arguments: a function of another name is known by its own alone.
+    Schedules are asked for rates at some counts, and masks about each leaf: two
+    functions cannot be compared. They are known by the names of the arguments; of
+    another argument that is a function only its own name is compared.
 
     >>> import torch
     >>> from fsfunc.comm.descriptions import describe_lines
     >>> from fsfunc.optim.transformations import scale
-    >>> halving = scale(1.0).known_as("sgd", {"learning_rate": lambda n: 0.5**n})
+    >>> halving = scale(1.0).described_as("sgd", {"learning_rate": lambda n: 0.5**n})
     >>> describe_lines("sgd", halving, answers(torch.ones(2)))[2:4]
     [('sgd/learning_rate at count 0', '1.0'), ('sgd/learning_rate at count 1', '0.5')]
     """
     paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
-    named = zip(paths, leaves, strict=True)
-    known = [(p, x) for p, x in named if is_sharded(x) or isinstance(x, Tensor)]
+    pairs = zip(paths, leaves, strict=True)
+    tensors = [(p, x) for p, x in pairs if is_sharded(x) or isinstance(x, Tensor)]
 
     def ask(name: str, fn: Callable[..., Any]) -> Lines:
-        if name in _RATES:
-            return [(f"at count {n}", _said(fn, n)) for n in _COUNTS]
-        if name in _BY_LEAF:
-            return [(f"of {path!r}", _said(fn, path, x)) for path, x in known]
+        if name in _SCHEDULES:
+            return [(f"at count {n}", _describe_answer(fn, n)) for n in _ASKED_COUNTS]
+        if name in _MASKS:
+            return [
+                (f"of {path!r}", _describe_answer(fn, path, x)) for path, x in tensors
+            ]
         return ()
 
     return ask
 
 
 @reraising_interrupts()
-def _said(fn: Callable[..., Any], *args: Any) -> str:
+def _describe_answer(fn: Callable[..., Any], *args: Any) -> str:
+    """Returns what a user's function returns or raises, as ranks compare it."""
     try:
         return describe_value(fn(*args))
-    except Exception as error:  # of a table of rates, beyond its end
+    except Exception as error:  # as a table of rates does beyond its end
         return f"raises {type(error).__name__}"

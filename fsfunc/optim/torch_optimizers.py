@@ -19,10 +19,10 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.descent import is_misread
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import Tree, filled_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, Phases, update_of
+from fsfunc.optim.optimizer import Optimizer, Phases, update_from_apply
 from fsfunc.optim.schedules import Schedule, check_numbers, rate_at
 
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -124,7 +124,7 @@ def from_torch(
     if kind in _NOT_ELEMENTWISE:
         why, instead = _NOT_ELEMENTWISE[kind]
         raise ValueError(f"{name} cannot run on shards: {why}; take {instead}")
-    known = kind in _TABLE
+    known = kind in _KNOWN_STATES
     if not (known or elementwise):
         raise ValueError(
             f"{name} is not in the table of torch's elementwise optimizers. If it "
@@ -149,7 +149,7 @@ def from_torch(
     described = {"kind": kind, **word, **functions.defaults}
     if lr is not None:
         described["lr"] = lr
-    return made.known_as("from_torch", described)
+    return made.described_as("from_torch", described)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class _TorchFunctions:
     lr: float | Schedule | None
     options: dict[str, Any]
     word: dict[str, Any]  # what a class keeps that is not torch's, by its caller
-    known: dict[torch.device, Kept] = field(default_factory=dict)
+    known: dict[torch.device, ParameterState] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -176,13 +176,13 @@ class _TorchFunctions:
         lr = {} if self.lr is None else {"lr": rate_at(self.lr, count)}
         return lambda params: self.kind(params, **{**lr, **self.options, **other})
 
-    def kept(self, device: torch.device = _HOST) -> Kept:
+    def kept(self, device: torch.device = _HOST) -> ParameterState:
         """The state of a parameter."""
         if device not in self.known:
             if self.word:
-                made = kept_as_told(**self.word, device=device)
+                made = declared_state(**self.word, device=device)
             else:
-                made = kept_by_torch(self.kind, self.defaults, device)
+                made = known_state(self.kind, self.defaults, device)
             self.known[device] = made
         return self.known[device]
 
@@ -226,7 +226,7 @@ class _TorchFunctions:
             try:
                 made = run_step(make, here, ps, gs, moments, state)
                 if here.told:
-                    _check_alike(self.name, made, after)
+                    _check_numbers_alike(self.name, made, after)
             except Exception as error:
                 # Without data a step that reads a number of its own ends here: what it
                 # would still have computed is missing in a plan.
@@ -234,19 +234,19 @@ class _TorchFunctions:
                     raise
 
         yield
-        params, *moments = fused(matched, kernel)
+        params, *moments = run_kernel(matched, kernel)
         kept_now = dict(zip(kept.moments, moments, strict=True))
         return params, TorchState(state.count + 1, after, kept_now)
 
     def _following(self, state: TorchState) -> dict[str, Any]:
         """The numbers after a step, which follow from those before it."""
-        with at_rest():
+        with plain_context():
             p = torch.zeros(2, device=_HOST)
             kept = self.kept()
             moments = {k: [kept.start(k, p)] for k in kept.moments}
             plain = {"fused": False} if self.defaults.get("fused") else {}
             make = self.at(state.count, **plain)
-            return as_numbers(run_step(make, kept, [p], [p.clone()], moments, state))
+            return plain_numbers(run_step(make, kept, [p], [p.clone()], moments, state))
 
     def update(
         self, grads: Tree, state: TorchState, params: Tree = None
@@ -255,13 +255,15 @@ class _TorchFunctions:
             raise ValueError(
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
-        return update_of(self.apply, grads, state, params)
+        return update_from_apply(self.apply, grads, state, params)
 
 
-def _check_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_numbers_alike(
+    name: str, made: dict[str, Any], after: dict[str, Any]
+) -> None:
     """Raise ValueError where numbers of a step follow from parameters or gradients."""
     there = {k: x for k, x in made.items() if not (isinstance(x, Tensor) and x.is_cuda)}
-    for k, x in as_numbers(there).items():
+    for k, x in plain_numbers(there).items():
         if x != after[k]:
             raise ValueError(
                 f"{name} is not elementwise: its number {k!r} follows from parameters "
@@ -273,7 +275,7 @@ def _check_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None
 
 
 @dataclass(frozen=True)
-class Kept:
+class ParameterState:
     """The state of one parameter.
 
     Args:
@@ -300,36 +302,36 @@ class Kept:
 # torch's own: numbers and moments before the first step, by the options
 
 
-def _adam(o: Options) -> tuple[Numbers, Numbers]:
+def _adam_state(o: Options) -> tuple[Numbers, Numbers]:
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(o["amsgrad"])
     return {"step": 0.0}, dict.fromkeys(names, 0.0)
 
 
-def _rmsprop(o: Options) -> tuple[Numbers, Numbers]:
+def _rmsprop_state(o: Options) -> tuple[Numbers, Numbers]:
     names = ["square_avg"] + ["momentum_buffer"] * (o["momentum"] > 0)
     return {"step": 0.0}, dict.fromkeys(names + ["grad_avg"] * bool(o["centered"]), 0.0)
 
 
-def _zeros(*moments: str, **numbers: float) -> Callable[[Options], Any]:
+def _zero_moments(*moments: str, **numbers: float) -> Callable[[Options], Any]:
     return lambda o: ({"step": 0.0, **numbers}, dict.fromkeys(moments, 0.0))
 
 
-_TABLE: dict[type, Callable[[Options], tuple[Numbers, Numbers]]] = {
+_KNOWN_STATES: dict[type, Callable[[Options], tuple[Numbers, Numbers]]] = {
     torch.optim.ASGD: lambda o: (
         {"step": 0.0, "eta": float(o["lr"]), "mu": 1.0},
         {"ax": 0.0},
     ),
-    torch.optim.Adadelta: _zeros("square_avg", "acc_delta"),
+    torch.optim.Adadelta: _zero_moments("square_avg", "acc_delta"),
     torch.optim.Adagrad: lambda o: (
         {"step": 0.0},
         {"sum": float(o["initial_accumulator_value"])},
     ),
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
-    torch.optim.Adamax: _zeros("exp_avg", "exp_inf"),
-    torch.optim.NAdam: _zeros("exp_avg", "exp_avg_sq", mu_product=1.0),
-    torch.optim.RAdam: _zeros("exp_avg", "exp_avg_sq"),
-    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Adam: _adam_state,
+    torch.optim.AdamW: _adam_state,
+    torch.optim.Adamax: _zero_moments("exp_avg", "exp_inf"),
+    torch.optim.NAdam: _zero_moments("exp_avg", "exp_avg_sq", mu_product=1.0),
+    torch.optim.RAdam: _zero_moments("exp_avg", "exp_avg_sq"),
+    torch.optim.RMSprop: _rmsprop_state,
     torch.optim.Rprop: lambda o: (
         {"step": 0.0},
         {"prev": 0.0, "step_size": float(o["lr"])},
@@ -338,14 +340,14 @@ _TABLE: dict[type, Callable[[Options], tuple[Numbers, Numbers]]] = {
 }
 
 
-def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
+def known_state(kind: type, o: Options, device: torch.device) -> ParameterState:
     """The state of a class in the table.
 
     Args:
         o: the options of its parameter group.
         device: of the parameters.
     """
-    numbers, moments = _TABLE[kind](o)
+    numbers, moments = _KNOWN_STATES[kind](o)
     fused = bool(o.get("fused"))
     wide = torch.get_default_dtype() == torch.float64 and not fused
     dtype = torch.float64 if wide else torch.float32
@@ -354,7 +356,7 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     rounded = {
         k: torch.tensor(v, dtype=dtype, device="cpu").item() for k, v in numbers.items()
     }
-    return Kept(
+    return ParameterState(
         rounded,
         moments,
         dict.fromkeys(numbers, (dtype, device if there else torch.device("cpu"))),
@@ -363,7 +365,9 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     )
 
 
-def kept_as_told(moments: Numbers, numbers: Numbers, device: torch.device) -> Kept:
+def declared_state(
+    moments: Numbers, numbers: Numbers, device: torch.device
+) -> ParameterState:
     """The state of another class, as its caller gives it.
 
     A number given as a tensor is kept in one, beside the parameters unless it is given
@@ -375,8 +379,10 @@ def kept_as_told(moments: Numbers, numbers: Numbers, device: torch.device) -> Ke
         for k, x in numbers.items()
         if isinstance(x, Tensor)
     }
-    plain = as_numbers(numbers)
-    return Kept(plain, moments, tensors, afresh=True, writes_gradients=True, told=True)
+    plain = plain_numbers(numbers)
+    return ParameterState(
+        plain, moments, tensors, afresh=True, writes_gradients=True, told=True
+    )
 
 
 # One step
@@ -384,7 +390,7 @@ def kept_as_told(moments: Numbers, numbers: Numbers, device: torch.device) -> Ke
 
 def run_step(
     make: Make,
-    kept: Kept,
+    kept: ParameterState,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     moments: Mapping[str, Sequence[Tensor]],
@@ -401,28 +407,30 @@ def run_step(
     Raises:
         ValueError: a class keeps something else than its caller says.
     """
-    flat = [_flat(p.detach()) for p in params]
-    given = [{k: _flat(m[i]) for k, m in moments.items()} for i in range(len(flat))]
+    flat = [_flat_view(p.detach()) for p in params]
+    given = [
+        {k: _flat_view(m[i]) for k, m in moments.items()} for i in range(len(flat))
+    ]
     for p, g in zip(flat, grads, strict=True):
-        p.grad = _flat(g.clone() if kept.writes_gradients else g)
+        p.grad = _flat_view(g.clone() if kept.writes_gradients else g)
     if state.count == 0 and kept.afresh:
         optimizer = make(flat)
     else:
         optimizer = make([torch.empty(0, dtype=p.dtype, device=p.device) for p in flat])
         optimizer.param_groups[0]["params"] = flat
         optimizer.state = defaultdict(dict)
-        counters = _filled(state.numbers, kept, len(flat))
+        counters = _repeat_numbers(state.numbers, kept, len(flat))
         for i, p in enumerate(flat):
             mine = {k: x[i] for k, x in counters.items()}
             optimizer.state[p] = {**mine, **given[i]}
-    before = _carried(optimizer) if kept.told else {}
+    before = _carried_values(optimizer) if kept.told else {}
     optimizer.step()
     found: Any = optimizer.state
     if kept.told:
-        _check_carried(optimizer, before)
+        _check_carries_nothing(optimizer, before)
         for p, whole in zip(flat, params, strict=True):
-            _check_kept(type(optimizer).__name__, kept, p, found[p])
-            if not p.is_set_to(there := _flat(whole.detach())):
+            _check_declared(type(optimizer).__name__, kept, p, found[p])
+            if not p.is_set_to(there := _flat_view(whole.detach())):
                 there.copy_(p)  # what the class put in its place, as by ``p.data = ``
     for p, parts in zip(flat, given, strict=True):
         for name, m in parts.items():
@@ -431,24 +439,26 @@ def run_step(
     return {name: found[flat[0]][name] for name in state.numbers}
 
 
-def _carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _carried_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The values of an optimizer beside its parameters and their state, as words."""
     group = optimizer.param_groups[0]
-    held = {k: x for k, x in vars(optimizer).items() if k not in _OF_PARAMS}
+    held = {k: x for k, x in vars(optimizer).items() if k not in _PER_PARAMETER}
     held |= {f"param_groups[0][{k!r}]": x for k, x in group.items() if k != "params"}
-    return {k: list(map(_said, tree.leaves(x))) for k, x in held.items()}
+    return {k: list(map(_fingerprint, tree.leaves(x))) for k, x in held.items()}
 
 
-_OF_PARAMS = {"param_groups", "state"}
+_PER_PARAMETER = {"param_groups", "state"}
 
 
-def _said(x: Any) -> Any:
+def _fingerprint(x: Any) -> Any:
     return (id(x), x._version) if isinstance(x, Tensor) else repr(x)
 
 
-def _check_carried(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+def _check_carries_nothing(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, Any]
+) -> None:
     """Raise ValueError where a step has left more than states of parameters."""
-    after, params = _carried(optimizer), optimizer.param_groups[0]["params"]
+    after, params = _carried_values(optimizer), optimizer.param_groups[0]["params"]
     found = [k for k, words in after.items() if before.get(k) != words]
     found += ["state of its own"] * (len(optimizer.state) > len(params))
     if found:
@@ -459,12 +469,14 @@ def _check_carried(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) 
         )
 
 
-def _check_kept(name: str, kept: Kept, p: Tensor, state: Mapping[str, Any]) -> None:
+def _check_declared(
+    name: str, kept: ParameterState, p: Tensor, state: Mapping[str, Any]
+) -> None:
     """Raise ValueError where the state of a parameter is not as its caller says."""
     said = dict.fromkeys(kept.moments, f"{p.dtype} for each element")
     said |= dict.fromkeys(kept.numbers, "a number")
-    said |= {k: _number(*how) for k, how in kept.tensors.items()}
-    found = {k: _form(x, p) for k, x in state.items() if x is not None}
+    said |= {k: _describe_number(*how) for k, how in kept.tensors.items()}
+    found = {k: _describe_value(x, p) for k, x in state.items() if x is not None}
     if found != said:
         raise ValueError(
             f"{name} keeps {found} in state[parameter], and from_torch({name}, "
@@ -474,24 +486,26 @@ def _check_kept(name: str, kept: Kept, p: Tensor, state: Mapping[str, Any]) -> N
         )
 
 
-def _form(x: Any, p: Tensor) -> str:
+def _describe_value(x: Any, p: Tensor) -> str:
     """The form in which a class keeps a value of a parameter, in words."""
     if not isinstance(x, Tensor):
         return "a number" if isinstance(x, (bool, int, float)) else type(x).__name__
     if not x.ndim:
-        return _number(x.dtype, _torch.device_of(x))
+        return _describe_number(x.dtype, _torch.device_of(x))
     return f"{x.dtype} for each element" if x.shape == p.shape else str(x.shape)
 
 
-def _number(dtype: torch.dtype, device: torch.device) -> str:
+def _describe_number(dtype: torch.dtype, device: torch.device) -> str:
     return f"a number in {dtype} on {device}"
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flat_view(x: Tensor) -> Tensor:
     return x if x.ndim == 1 else x.view(-1)
 
 
-def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Any]]:
+def _repeat_numbers(
+    numbers: Numbers, kept: ParameterState, count: int
+) -> dict[str, Sequence[Any]]:
     """``count`` times each number as its class keeps it, to be written one by one.
 
     They are filled in, not copied: no device is waited for.
@@ -503,13 +517,13 @@ def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Any]
     return made
 
 
-def as_numbers(found: dict[str, Any]) -> Numbers:
+def plain_numbers(found: dict[str, Any]) -> Numbers:
     """A state's numbers as plain ones, where they lie on the host."""
     return {k: x.item() if isinstance(x, Tensor) else x for k, x in found.items()}
 
 
 @contextmanager
-def at_rest() -> Iterator[None]:
+def plain_context() -> Iterator[None]:
     """Inside, plain tensors of the host, whatever is on around."""
     with _torch.beneath_functorch(), _torch.beneath_all_modes(), torch.device("cpu"):
         yield

@@ -1,35 +1,38 @@
-"""Transformations of gradients, in the form of optimizers, and how they are chained."""
+"""Transformations of gradients in the form of optimizers, and `chain`.
+
+As in optax: a transformation's ``update`` maps gradients to updates, and `chain` passes
+the updates of one to the next. The last one is mostly an optimizer such as `sgd`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
+    check_follows_no_params,
     check_real,
-    check_unfollowed,
     map_flat,
-    scaled,
+    scale_tensors,
 )
-from fsfunc.optim.matching import Matched, decayed, unlike
+from fsfunc.optim.matching import Matched, add_decay, wrong_state_error
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    Reading,
     State,
-    by_phases,
-    described,
+    from_phases,
+    optimizer_factory,
 )
-from fsfunc.optim.places import returned
+from fsfunc.optim.places import return_beside
 from fsfunc.optim.reductions import global_norm, tree_scale
 from fsfunc.optim.schedules import check_params_given
 
 
-@described
+@optimizer_factory
 def chain(*transforms: Optimizer) -> Optimizer:
     """The optimizer that passes gradients through each of ``transforms`` in order.
 
@@ -53,48 +56,53 @@ def chain(*transforms: Optimizer) -> Optimizer:
     """
     if not transforms:
         raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
-    for i, given in enumerate(transforms):
-        if not isinstance(given, Optimizer):
+    for i, transform in enumerate(transforms):
+        if not isinstance(transform, Optimizer):
             raise TypeError(
-                f"chain takes optimizers, and got {given!r} of type "
-                f"{type(given).__name__} at place {i}"
+                f"chain takes optimizers, and got {transform!r} of type "
+                f"{type(transform).__name__} at place {i}"
             )
-    return _chained(transforms)
+    return _chain(transforms)
 
 
-def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
+def _chain(transforms: Sequence[Optimizer]) -> Optimizer:
     *before, last = transforms
 
     def init(params: Tree) -> tuple[State, ...]:
         states = tuple(t.init(params) for t in transforms)
-        check_unfollowed("chain", states[:-1])
+        check_follows_no_params("chain", states[:-1])
         return states
 
-    def check(states: Any) -> None:
+    def check(states: Sequence[State]) -> None:
         if type(states) not in (tuple, list):
-            raise unlike("chain", states, tuple)
+            raise wrong_state_error("chain", states, tuple)
         if len(states) != len(transforms):
             raise ValueError(
                 f"a chain of {len(transforms)} was given a state of {len(states)}: "
                 "make one with its own init(params)"
             )
 
-    def phases(grads: Tree, states: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        grads: Tree, states: Sequence[State], params: Tree, returns_params: bool
+    ) -> Phases:
         check(states)
-        done = []
+        new_states = []
+        # Updates write nothing, so they may all run before the last one's ``yield``.
         for transform, state in zip(before, states, strict=False):
             grads, state = transform.update(grads, state, params)
-            done.append(state)
-        result, state = yield from last.phases(grads, states[-1], params, adds)
-        return result, (*done, state)
+            new_states.append(state)
+        new_tree, state = yield from last.phases(
+            grads, states[-1], params, returns_params
+        )
+        return new_tree, (*new_states, state)
 
-    def interprets(states: Any) -> Reading:
-        check(states)  # or the chain that is read would be as short as they are
-        each = [t.reading(x) for t, x in zip(transforms, states, strict=True)]
-        handlers = tuple(h for reading in each for h in reading.handlers)
-        return Reading(handlers, _chained([reading.optimizer for reading in each]))
+    def interprets(states: Sequence[State]) -> GradientScope:
+        check(states)
+        scopes = [t.gradient_scope(x) for t, x in zip(transforms, states, strict=True)]
+        handlers = tuple(h for scope in scopes for h in scope.handlers)
+        return GradientScope(handlers, _chain([scope.optimizer for scope in scopes]))
 
-    return by_phases(
+    return from_phases(
         init,
         phases,
         interprets=interprets if any(t.interprets for t in transforms) else None,
@@ -102,7 +110,7 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
     )
 
 
-@described
+@optimizer_factory
 def scale(factor: float) -> Optimizer:
     """The transformation that multiplies gradients by ``factor``.
 
@@ -112,12 +120,12 @@ def scale(factor: float) -> Optimizer:
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return map_flat(lambda ts: scaled(ts, factor), grads), state
+        return map_flat(lambda ts: scale_tensors(ts, factor), grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-@described
+@optimizer_factory
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
     """The transformation ``g + weight_decay * p``.
 
@@ -140,13 +148,13 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
         check_params_given(params, "add_decayed_weights")
         matched = Matched.of(params, grads)
         decays = matched.decays(weight_decay, mask)
-        (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
+        (updates,) = matched.map_rule(lambda p, g, d: [add_decay(g, p, d)], decays)
         return updates, state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-@described
+@optimizer_factory
 def clip_by_global_norm(
     max_norm: float, eps: float = 1e-6, *, p: float = 2.0
 ) -> Optimizer:
@@ -181,7 +189,7 @@ def clip_by_global_norm(
     return Optimizer(lambda params: (), update)
 
 
-@described
+@optimizer_factory
 def clip_by_value(max_value: float) -> Optimizer:
     """The transformation that clips each element of gradients by itself.
 
@@ -203,12 +211,12 @@ def clip_by_value(max_value: float) -> Optimizer:
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        def clipped(tensors: list[Tensor]) -> list[Tensor]:
+        def clip(tensors: list[Tensor]) -> list[Tensor]:
             if any(t.is_complex() for t in tensors):
                 check_real(grads, "clip_by_value takes", "which have no order")
-            each = [(t.clamp(-max_value, max_value), t) for t in tensors]
-            return [returned(x, t) for x, t in each]
+            pairs = [(t.clamp(-max_value, max_value), t) for t in tensors]
+            return [return_beside(x, t) for x, t in pairs]
 
-        return map_flat(clipped, grads), state
+        return map_flat(clip, grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)

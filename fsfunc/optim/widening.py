@@ -1,8 +1,9 @@
 """Updates below the precision of parameters: master_weights, stochastic_rounding.
 
-An update is often smaller than half the distance of two numbers of 16 bits, and is lost
-where it is rounded to the nearest. So the optimizer within is given wide parameters:
-`master_weights` keeps them, `stochastic_rounding` rounds them.
+An update is often smaller than half the distance of two numbers of 16 bits, and lost if
+the sum is rounded to the nearest. So the optimizer within is given float32 parameters.
+`master_weights` stores them in its state. `stochastic_rounding` makes them for the
+step, and rounds the new ones up or down at random.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable, frame, inside
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import (
     Tree,
-    along,
-    chosen,
-    copied,
-    local,
+    flatten_like,
+    local_tensor,
     map_flat,
     paths_of,
+    select_leaves,
     trainable,
+    trainable_copy,
 )
-from fsfunc.optim.matching import Matched, unlike
+from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    Reading,
     State,
     apply_updates,
-    begun,
-    by_phases,
-    described,
-    finished,
+    begin_step,
+    finish_step,
+    from_phases,
+    optimizer_factory,
 )
-from fsfunc.optim.places import copied_all_to, room_like
+from fsfunc.optim.places import copy_all_to, step_memory_like
 from fsfunc.optim.schedules import check_params_given
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
@@ -49,130 +50,146 @@ from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take as slice_of
+from fsfunc.tree.types import Leaf, PyTree
 
-_NARROW = (torch.float16, torch.bfloat16)
+_NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Narrow:
-    """The leaves of a tree that are of 16 bits: found before they are written over."""
+class NarrowLeaves:
+    """Which leaves of a tree have 16 bits; made before these are written over."""
 
     def __init__(self, params: Tree):
         self.params = params
         leaves, self.treedef = tree.flatten(params, is_sharded)
-        self.mask = [trainable(x) and x.dtype in _NARROW for x in leaves]
+        self.mask = [trainable(x) and x.dtype in _NARROW_DTYPES for x in leaves]
 
     def only(self, values: Tree) -> Tree:
-        """``values`` where the parameters have 16 bits; None at the place of others."""
-        return chosen(self.treedef, self.mask, values)
+        """Returns ``values`` where the parameters have 16 bits, and None elsewhere."""
+        return select_leaves(self.treedef, self.mask, values)
 
-    def merged(self, values: Tree, narrow: Tree) -> Tree:
-        """``narrow`` where the parameters have 16 bits, ``values`` elsewhere."""
-        return chosen(self.treedef, self.mask, narrow, values)
+    def merge(self, values: Tree, narrow: Tree) -> Tree:
+        """Returns ``narrow`` where parameters have 16 bits, else ``values``."""
+        return select_leaves(self.treedef, self.mask, narrow, values)
 
-    def where(self, given: Tree, values: Tree) -> Tree:
-        """``values``, but None where nothing is ``given``."""
-        there = [x is not None for x in along(self.treedef, given, "optimizer state")]
-        return chosen(self.treedef, there, values)
+    def where_given(self, given: Tree, values: Tree) -> Tree:
+        """Returns ``values``, with None where ``given`` is None."""
+        leaves = flatten_like(self.treedef, given, "optimizer state")
+        return select_leaves(self.treedef, [x is not None for x in leaves], values)
 
-    def floats(self) -> Tree:
-        """Copies in float32 where the parameters have 16 bits; None elsewhere.
+    def float_copies(self) -> Tree:
+        """Returns float32 copies where parameters have 16 bits, and None elsewhere.
 
-        They lie where the parameters do.
+        They lie in the memory space of the parameters.
         """
         with torch.no_grad():
-            low, wide = self.only(self.params), torch.float32
-            return map_flat(lambda ts: [space_of(t).put(t, wide) for t in ts], low)
+            narrow, wide = self.only(self.params), torch.float32
+            return map_flat(lambda ts: [space_of(t).put(t, wide) for t in ts], narrow)
 
 
 @dataclass(frozen=True, eq=False)
-class Widened:
+class WidenedOptimizer:
     """The functions of an optimizer around one that sees its parameters in float32."""
 
     optimizer: Optimizer
 
     called = ""
-    state: ClassVar[Any] = None  # what they keep
+    state: ClassVar[Any] = None  # the class of its states
 
-    def functions(self) -> Optimizer:
-        return by_phases(
+    def make_optimizer(self) -> Optimizer:
+        return from_phases(
             self.init,
             self.phases,
             interprets=self.interprets if self.optimizer.interprets else None,
             elementwise=self.optimizer.elementwise,
         )
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> State:
         raise NotImplementedError
 
-    def wide(self, state: Any, low: Narrow) -> Tree:
-        """The parameters as the optimizer within sees them."""
+    def widen(self, state: State, narrow: NarrowLeaves) -> Tree:
+        """Returns the parameters as the optimizer within sees them, in float32."""
         raise NotImplementedError
 
-    def rounded(self, state: Any, wide: Tree) -> Tree:
-        """Parameters of 16 bits as they shall be, or as copying rounds them."""
+    def round(self, state: State, wide: Tree) -> Tree:
+        """Rounds new float32 parameters to 16 bits.
+
+        Or returns them as they are, if a copy to 16 bits rounds them as they should be.
+        """
         return wide
 
-    def after(self, state: Any, wide: Tree, inner: State) -> Any:
+    def next_state(self, state: State, wide: Tree, inner: State) -> State:
+        """Returns the state after a step.
+
+        Args:
+            wide: the new float32 parameters, before they are rounded.
+            inner: the next state of the optimizer within.
+        """
         raise NotImplementedError
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: State, params: Tree, returns_params: bool
+    ) -> Phases:
         check_params_given(params, "an update of parameters of 16 bits")
         if type(state) is not self.state:
-            raise unlike(self.called, state, self.state)
-        low = Narrow(params)
-        wide = self.wide(state, low)
-        mine = low.only(params)
-        # Both are matched, which checks that they fit, and neither is kept: the copies
-        # may be written over where nobody else holds them.
-        pairs = (params, grads), (mine, low.only(wide))
-        graph = any([Matched.of(*pair).differentiated for pair in pairs])
+            raise wrong_state_error(self.called, state, self.state)
+        narrow = NarrowLeaves(params)
+        wide = self.widen(state, narrow)
+        narrow_params = narrow.only(params)
+        # Both are matched, which checks that they fit. Neither is stored: the copies
+        # are written over only where nothing else uses their memory.
+        pairs = (params, grads), (narrow_params, narrow.only(wide))
+        is_differentiated = any([Matched.of(*pair).differentiated for pair in pairs])
         del pairs
-        if adds and not graph:
-            # In place, where nobody asks for a graph.
-            within = frame().replace(donated=self.donation(low.only(wide)))
+        if returns_params and not is_differentiated:
+            within = frame().replace(donated=self.donation(narrow.only(wide)))
+            # No ``with`` is open at the ``yield``: others run their phases there.
             with inside(within):
-                step = begun(self.optimizer.phases(grads, state.inner, wide, True))
+                step = begin_step(self.optimizer.phases(grads, state.inner, wide, True))
             yield
             with inside(within):
-                new, inner = finished(step)
-            copies = low.only(new)
-            matched = Matched.of(mine, self.rounded(state, copies))
-            (written,) = fused(matched, copied_all_to, cast=False)
-            return low.merged(new, written), self.after(state, copies, inner)
+                new_wide, inner = finish_step(step)
+            copies = narrow.only(new_wide)
+            matched = Matched.of(narrow_params, self.round(state, copies))
+            (written,) = run_kernel(matched, copy_all_to, cast=False)
+            new_params = narrow.merge(new_wide, written)
+            return new_params, self.next_state(state, copies, inner)
         updates, inner = self.optimizer.update(grads, state.inner, wide)
         with inside(frame().replace(donated=None)):
-            new = low.only(apply_updates(wide, updates))
-        # In float32: the difference that the addition will round back to `new`.
-        change = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
-        (change,) = Matched.of(mine, self.rounded(state, new)).composed(change)
-        moved = low.merged(updates, low.where(updates, change))
-        result = apply_updates(params, moved) if adds else moved
+            copies = narrow.only(apply_updates(wide, updates))
+        # In float32: the difference that the addition will round back to these.
+        difference = lambda p, n, _: [n.to(p.dtype).float() - p.float()]  # noqa: E731
+        (differences,) = Matched.of(narrow_params, self.round(state, copies)).map_rule(
+            difference
+        )
+        updates = narrow.merge(updates, narrow.where_given(updates, differences))
+        new_tree = apply_updates(params, updates) if returns_params else updates
         yield
-        return result, self.after(state, new, inner)
+        return new_tree, self.next_state(state, copies, inner)
 
     def donation(self, wide: Tree) -> Donation | None:
+        """Returns what the optimizer within may write over: the state's own memory."""
         return frame().donated
 
-    def interprets(self, state: Any) -> Reading:
-        handlers, inner = self.optimizer.reading(state.inner)
-        return Reading(handlers, replace(self, optimizer=inner).functions())
+    def interprets(self, state: State) -> GradientScope:
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
+        return GradientScope(handlers, replace(self, optimizer=inner).make_optimizer())
 
 
 class MasterState(NamedTuple):
-    """The parameters in float32, and what the optimizer within keeps.
+    """The parameters in float32, and the state of the optimizer within.
 
     ``master`` is a tree like the parameters, in the same layout, with None for leaves
-    that are not of 16 bits: these are their own masters. ``origins`` is the field of
-    which a step makes the parameters, whatever they were.
+    that are not of 16 bits: these are their own masters. ``origins`` names the field
+    that a step makes the parameters from, whatever they were: see `leaves.origins`.
     """
 
-    master: Any
+    master: PyTree
     inner: State
 
     origins = "master"
 
 
-@described
+@optimizer_factory
 def master_weights(optimizer: Optimizer) -> Optimizer:
     """``optimizer`` on float32 copies of float16 and bfloat16 parameters.
 
@@ -204,26 +221,29 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     >>> w, state.master
     (tensor([0.9922, 1.0078], dtype=torch.bfloat16), tensor([0.9922, 1.0078]))
     """
-    return _Masters(optimizer).functions()
+    return _MasterWeights(optimizer).make_optimizer()
 
 
-class _Masters(Widened):
+class _MasterWeights(WidenedOptimizer):
     called, state = "master_weights", MasterState
 
     def init(self, params: Tree) -> MasterState:
-        low = Narrow(params)
-        master = copied(low.only(params), torch.float32)
-        return MasterState(master, self.optimizer.init(low.merged(params, master)))
+        narrow = NarrowLeaves(params)
+        master = trainable_copy(narrow.only(params), torch.float32)
+        return MasterState(master, self.optimizer.init(narrow.merge(params, master)))
 
-    def wide(self, state: MasterState, low: Narrow) -> Tree:
-        return low.merged(low.params, state.master)
+    def widen(self, state: MasterState, narrow: NarrowLeaves) -> Tree:
+        return narrow.merge(narrow.params, state.master)
 
-    def after(self, state: MasterState, wide: Tree, inner: State) -> MasterState:
+    def next_state(self, state: MasterState, wide: Tree, inner: State) -> MasterState:
         return MasterState(wide, inner)
 
 
 class RoundingState(NamedTuple):
-    """The count of rounded updates, and the inner state."""
+    """The count of rounded updates, and the inner state.
+
+    ``rounds`` marks it for `leaves.check_follows_no_params`.
+    """
 
     count: int
     inner: State
@@ -231,7 +251,7 @@ class RoundingState(NamedTuple):
     rounds = True
 
 
-@described
+@optimizer_factory
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     """``optimizer`` on bfloat16 parameters, which are rounded stochastically.
 
@@ -268,11 +288,11 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     >>> abs(w.float().mean() - (1 + 8 * 2.0**-10)) < 1e-3
     tensor(True)
     """
-    return _Rounded(optimizer, int(seed)).functions()
+    return _StochasticRounding(optimizer, int(seed)).make_optimizer()
 
 
 @dataclass(frozen=True, eq=False)
-class _Rounded(Widened):
+class _StochasticRounding(WidenedOptimizer):
     seed: int
 
     called, state = "stochastic_rounding", RoundingState
@@ -285,67 +305,79 @@ class _Rounded(Widened):
                     f"{path!r} is float16, and stochastic_rounding takes bfloat16: "
                     "give ff.master_weights(optimizer)"
                 )
-        low = Narrow(params)
-        return RoundingState(0, self.optimizer.init(low.merged(params, low.floats())))
+        narrow = NarrowLeaves(params)
+        wide = narrow.merge(params, narrow.float_copies())
+        return RoundingState(0, self.optimizer.init(wide))
 
-    def wide(self, state: RoundingState, low: Narrow) -> Tree:
-        if composable() or Matched.of(low.params, low.params).differentiated:
+    def widen(self, state: RoundingState, narrow: NarrowLeaves) -> Tree:
+        if composable() or Matched.of(narrow.params, narrow.params).differentiated:
             raise RuntimeError(
                 "stochastic_rounding of parameters that are differentiated: a "
                 "draw has no derivative: give ff.master_weights(optimizer)"
             )
-        return low.merged(low.params, low.floats())
+        return narrow.merge(narrow.params, narrow.float_copies())
 
     def donation(self, wide: Tree) -> Donation | None:
-        """The float32 copies are temporary, so the optimizer may write into them."""
-        mine = tree.leaves(wide, is_sharded)
-        packed = [x.packed for x in mine if is_sharded(x) and x.packed is not None]
+        """Adds the float32 copies, which are temporary: they may be written over."""
+        copies = tree.leaves(wide, is_sharded)
+        packed = [x.packed for x in copies if is_sharded(x) and x.packed is not None]
         flats = {id(shard): shard.flat for shard in packed}
-        if (given := frame().donated) is None:
-            return Donation(flats.values(), mine)
-        given.add([*flats.values(), *mine])
-        return given
+        if (donation := frame().donated) is None:
+            return Donation(flats.values(), copies)
+        donation.add([*flats.values(), *copies])
+        return donation
 
-    def rounded(self, state: RoundingState, wide: Tree) -> Tree:
-        out = map_flat(
-            lambda ts: [room_like(t, torch.bfloat16).zero_() for t in ts], wide
+    def round(self, state: RoundingState, wide: Tree) -> Tree:
+        rounded = map_flat(
+            lambda ts: [step_memory_like(t, torch.bfloat16).zero_() for t in ts], wide
         )
         leaves, treedef = tree.flatten(wide, is_sharded)
-        places = zip(leaves, tree.leaves(out, is_sharded), strict=True)
+        pairs = zip(leaves, tree.leaves(rounded, is_sharded), strict=True)
         with torch.no_grad():
-            for path, (leaf, target) in zip(paths_of(treedef), places, strict=True):
+            for path, (leaf, target) in zip(paths_of(treedef), pairs, strict=True):
+                # By path and count: a resumed run draws the same, leaves do not.
                 stream = mix(self.seed, zlib.crc32(path.encode())), state.count
-                _round_by_chance(leaf, local(target), stream)
-        return out
+                _round_stochastically(leaf, local_tensor(target), stream)
+        return rounded
 
-    def after(self, state: RoundingState, wide: Tree, inner: State) -> RoundingState:
+    def next_state(
+        self, state: RoundingState, wide: Tree, inner: State
+    ) -> RoundingState:
         return RoundingState(state.count + 1, inner)
 
 
-def _round_by_chance(leaf: Any, target: Tensor, stream: tuple[int, int]) -> None:
-    """Writes a float32 leaf into ``target``: below what is cut off chance is added."""
-    x = local(leaf).contiguous()
-    chance = _drawn(leaf, x, stream).view(x.shape)
-    bits = x.view(torch.int32) + chance  # from -2^15 to 2^15 - 1
+def _round_stochastically(leaf: Leaf, target: Tensor, stream: tuple[int, int]) -> None:
+    """Writes a float32 leaf into ``target``, rounded up or down to bfloat16 at random.
+
+    A bfloat16 is the upper half of a float32's bits. A random number below 2^16 is
+    added to the bits, and the lower half is cut off. The sum carries into the upper
+    half with the probability (lower half) / 2^16.
+    """
+    x = local_tensor(leaf).contiguous()
+    random = _random_bits(leaf, x, stream).view(x.shape)
+    bits = x.view(torch.int32) + random  # an int16: from -2^15 to 2^15 - 1
     bits.add_(1 << 15).bitwise_and_(-1 << 16)
     target.copy_(torch.where(x.isnan(), x, bits.view(torch.float32)))
 
 
-def _drawn(leaf: Any, x: Tensor, stream: tuple[int, int]) -> Tensor:
-    """16 random bits for each element of this rank's part, by its place in the leaf."""
-    made = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
+def _random_bits(leaf: Leaf, x: Tensor, stream: tuple[int, int]) -> Tensor:
+    """Draws 16 bits for each element of this rank's part, by its place in the leaf.
+
+    So ranks that hold the same element draw the same bits, whatever the mesh.
+    """
+    bits = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
     if x.is_meta or _torch.fake_active() or isinstance(x, _torch.FakeTensor):
         refuse_in_graph("parameters are rounded by chance")
-        return made
+        return bits
     if not is_sharded(leaf):
-        draw(any_bits(), stream, made, 0, made.numel())
-    elif leaf.layout.splits:  # a block is no range of the leaf
-        full = made.new_empty(leaf.shape)
+        draw(any_bits(), stream, bits, 0, bits.numel())
+    elif leaf.layout.splits:  # a block is no range of the leaf: all of it is drawn
+        full = bits.new_empty(leaf.shape)
         draw(any_bits(), stream, full.view(-1), 0, full.numel())
-        at = here().mesh.coordinates()
-        made.copy_(slice_of(full, leaf.layout, at).reshape(-1))
+        coordinates = here().mesh.coordinates()
+        bits.copy_(slice_of(full, leaf.layout, coordinates).reshape(-1))
     else:
         axes = leaf.layout.axes
         start = leaf.layout.span(here().mesh.coordinates())[0] if axes else 0
-        draw(any_bits(), stream, made, start, leaf.numel())
-    return made
+        draw(any_bits(), stream, bits, start, leaf.numel())
+    return bits

@@ -24,7 +24,7 @@ from fsfunc.core.losses import (
     is_averaged,
 )
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Leaves
-from fsfunc.optim.leaves import held_dtype
+from fsfunc.optim.leaves import stored_dtype
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
@@ -216,7 +216,7 @@ def sum_shared(f: Frame, where: RankGroup, of: Leaves, grads: Any) -> Any:
     chosen: dict[torch.dtype, list[int]] = {}
     for i, (positions, _) in enumerate(buffers.groups):
         x, leaf = tensors[i], buffers.leaves[positions[0]]
-        own = held_dtype(params[positions[0]])
+        own = stored_dtype(params[positions[0]])
         dtype = own if given is None or own.is_complex else given
         if isinstance(x, Tensor) and is_sharded(leaf) and x.dtype != dtype:
             tensors[i] = x = space_of(x).put(x, dtype)

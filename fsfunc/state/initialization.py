@@ -23,7 +23,7 @@ from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
-from fsfunc.optim.schedules import answers
+from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -344,7 +344,9 @@ def _begun(asked: LayoutRequest, first: _FirstState) -> Any:
 
         def beside() -> Lines:
             optimizer = known_optimizer(first.optimizer)
-            return describe_lines("optimizer", optimizer, answers(params))
+            return describe_lines(
+                "optimizer", optimizer, ask_schedules_and_masks(params)
+            )
 
         run.interpretations = handlers  # type: ignore[attr-defined]
         rules, like = asked.layouts or {}, asked.like

@@ -28,7 +28,7 @@ from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.typed_maps import MEAN, REDUCE, TAKE_PART
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.leaves import may_be_differentiated
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -205,7 +205,7 @@ def _laid(
         elements_by_rank(at, where) for at in like if at is not None
     ]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.collective is None and not differentiated(values):
+    if parts.collective is None and not may_be_differentiated(values):
         return [declare_type(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []

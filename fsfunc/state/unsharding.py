@@ -22,8 +22,8 @@ from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import ENTER, GATHER, check_samples
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import differentiated
-from fsfunc.optim.reductions import entered
+from fsfunc.optim.leaves import may_be_differentiated
+from fsfunc.optim.reductions import as_rank_local
 from fsfunc.sharded.layout import Layout, Region, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import concatenate_flat
@@ -72,10 +72,10 @@ def unshard(
 
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
-            return entered(x) if isinstance(x, Tensor) else x
+            return as_rank_local(x) if isinstance(x, Tensor) else x
         if tracer is not None:
             tracer.on_take("unshard", [x])
-        if differentiated([local := x.local]):
+        if may_be_differentiated([local := x.local]):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "

@@ -25,7 +25,7 @@ from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import counts_as_leaf, is_averaged, is_reduced
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.schedules import answers
+from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import placement_of
@@ -140,7 +140,11 @@ class Checker(Tracer, Watcher, Operators):
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            self.agreed(what, describe_value(x), describe_lines(what, x, answers(())))
+            self.agreed(
+                what,
+                describe_value(x),
+                describe_lines(what, x, ask_schedules_and_masks(())),
+            )
             return
         seen, alike = self.known.of(x), True
         if seen.kind is Kind.K:

@@ -32,7 +32,7 @@ from fsfunc.comm.mesh import maybe_here, note_axes_read
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.optim.schedules import answers
+from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
@@ -291,7 +291,9 @@ class Recorder(Findings, Tracer, Watcher):
     def claimed_equal(self, x: Any, what: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
             again = [name for name, _ in self.claims].count(what)
-            self.claims += describe_lines(what + "'" * again, x, answers(()))
+            self.claims += describe_lines(
+                what + "'" * again, x, ask_schedules_and_masks(())
+            )
 
     def carries(self, args: Sequence[Any], out: Any) -> None:
         """Records the returned state, of which leaves may be each rank's own."""

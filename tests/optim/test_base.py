@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim.optimizer import finished
+from fsfunc.optim.optimizer import finish_step
 from fsfunc.optim.reductions import global_norm, tree_sum
 from fsfunc.optim.schedules import constant, cosine_decay, join, linear, warmup_cosine
 from fsfunc.optim.transformations import clip_by_global_norm
@@ -65,7 +65,7 @@ def test_an_apply_of_ones_own_is_used_and_waits_for_its_commit():
     step = optimizer.phases(1, 5, 3, True)
     next(step)
     assert called == [2]
-    assert finished(step) == (3, 5) and called == [2, 5]
+    assert finish_step(step) == (3, 5) and called == [2, 5]
 
 
 def test_called_on_a_gradient_function_it_is_a_train_step():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim.leaves import floating
+from fsfunc.optim.leaves import trainable_only
 from fsfunc.optim.optimizer import apply_updates
 from fsfunc.runtime.memory_spaces import Offloaded, moments_go_to, space_of
 from fsfunc.sharded.leaf import is_sharded
@@ -146,7 +146,9 @@ def stepped(name, kinds, device):
     how = {"dtype": dtype, "device": device}
     with Apart() if device.type == "meta" else nullcontext():
         params = laid(of_params, params_in, **how)
-        near, far = (floating(laid(of_grads, x, **how)) for x in (None, params_in))
+        near, far = (
+            trainable_only(laid(of_grads, x, **how)) for x in (None, params_in)
+        )
         with moments_go_to(moments_in):
             state = optimizer.init(params)
         state = settled_in(moments_in, state) if moments_in else state

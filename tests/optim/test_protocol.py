@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.in_place import run_kernel
 from fsfunc.optim.leaves import zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Reading
+from fsfunc.optim.optimizer import GradientScope
 from tests.checks import close, same, unchanged
 from tests.optim.steps import ALONE, WS, X, data, loss, trained
 from tests.optim.trees import donated
@@ -30,7 +30,7 @@ def heavy_ball(apply=None):
 
     def update(grads, m, params=None):
         like = grads if params is None else params
-        return tuple(Matched.of(like, grads, m).composed(step))
+        return tuple(Matched.of(like, grads, m).map_rule(step))
 
     return ff.Optimizer(zeros_like, update, apply, elementwise=True)
 
@@ -48,7 +48,7 @@ def by_kernel(calls):
     def apply(grads, m, params):
         matched = Matched.of(params, grads, m)
         yield
-        return tuple(fused(matched, kernel))
+        return tuple(run_kernel(matched, kernel))
 
     return apply
 
@@ -218,7 +218,7 @@ def test_what_sees_gradients_taken_reads_it_in_the_step():
 
         def interprets(state):
             seen = Seen()
-            return Reading((seen,), counting(seen))
+            return GradientScope((seen,), counting(seen))
 
         return ff.Optimizer(lambda params: 0, update, interprets=interprets)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.optim.coded_moments import decoded
+from fsfunc.optim.coded_moments import decode_state
 from tests.checks import all_refused, close, same, simulated
 from tests.covering import examples
 from tests.models import WIDTH, affine, chain, floats, layers, train_step
@@ -468,8 +468,8 @@ def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():
         for x in mine[:3]:
             state, _ = step(state, x)
         agreed = ff.consensus(state)
-        own = decoded(copy_of(state, mesh).opt_state)
-        agreed_moments = decoded(ff.unshard(agreed).opt_state)
+        own = decode_state(copy_of(state, mesh).opt_state)
+        agreed_moments = decode_state(ff.unshard(agreed).opt_state)
         for name in ("mu", "nu"):
             owns, means = getattr(own, name), getattr(agreed_moments, name)
             for x, y in zip(owns, means, strict=True):

@@ -23,9 +23,17 @@ from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import averaged_axes, here, note_axes_read
 from fsfunc.optim.element_rules import Codec, ElementRule
-from fsfunc.optim.leaves import Mask, Tree, check_real, local, paths_of, said, trainable
-from fsfunc.optim.matching import Matched, decays
-from fsfunc.optim.places import copied_to, device_with, on_device, room_like
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    check_real,
+    describe_leaf,
+    local_tensor,
+    paths_of,
+    trainable,
+)
+from fsfunc.optim.matching import Matched, has_decay
+from fsfunc.optim.places import copy_to, device_with, readable_on, step_memory_like
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.layout import Layout, every_coordinate
 from fsfunc.sharded.leaf import is_sharded
@@ -36,7 +44,7 @@ Cost = Callable[[tuple[int, ...]], float]  # of a matrix of this shape
 Axes = tuple[tuple[str, int], ...]
 
 
-def balanced(
+def balance_owners(
     costs: Sequence[float], held: Sequence[Sequence[int]], n: int
 ) -> tuple[int, ...]:
     """An owner for each of some matrices, so that ``n`` ranks have about equal costs.
@@ -72,7 +80,7 @@ def balanced(
 
 
 @dataclass(frozen=True)
-class Owners:
+class MatrixOwners:
     """The rank, along some axes, that has each of some matrices whole: data.
 
     Args:
@@ -92,7 +100,7 @@ class Owners:
     @cached_property
     def points(self) -> list[dict[str, int]]:
         """The coordinates of each rank along the axes."""
-        return _points(self.axes, self.fixed)
+        return _rank_coordinates(self.axes, self.fixed)
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
@@ -162,29 +170,31 @@ class Owners:
         return whole.view(layout.shape)
 
 
-def _points(axes: Axes, fixed: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
+def _rank_coordinates(
+    axes: Axes, fixed: Sequence[tuple[str, int]]
+) -> list[dict[str, int]]:
     return [{**dict(fixed), **at} for at in every_coordinate(dict(axes))]
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
-def owners_of(
+def find_owners(
     layouts: tuple[Layout, ...],
     axes: Axes,
     copies: tuple[str, ...],
     fixed: tuple[tuple[str, int], ...],
     cost: Cost,
     owner: tuple[int, ...] | None = None,
-) -> Owners:
-    """The owners of matrices: those that are given, or balanced ones; see `Owners`."""
+) -> MatrixOwners:
+    """The owners of matrices: those that are given, or balanced ones; see `MatrixOwners`."""
     if owner is not None:
-        return Owners(layouts, axes, copies, fixed, owner)
-    points = _points(axes, fixed)
+        return MatrixOwners(layouts, axes, copies, fixed, owner)
+    points = _rank_coordinates(axes, fixed)
     held = [[b - a for a, b in map(layout.span, points)] for layout in layouts]
-    owner = balanced([cost(x.shape) for x in layouts], held, len(points))
-    return Owners(layouts, axes, copies, fixed, owner)
+    owner = balance_owners([cost(x.shape) for x in layouts], held, len(points))
+    return MatrixOwners(layouts, axes, copies, fixed, owner)
 
 
-class Ranks(NamedTuple):
+class SharingRanks(NamedTuple):
     """The axes of the ranks that share a matrix, those of copies, and fixed ones."""
 
     axes: Axes
@@ -192,27 +202,27 @@ class Ranks(NamedTuple):
     fixed: tuple[tuple[str, int], ...]
 
 
-def ranks_of(leaf: Any, share: bool) -> Ranks:
+def sharing_ranks(leaf: Any, share: bool) -> SharingRanks:
     """The ranks that share a matrix."""
     if not is_sharded(leaf):
-        return Ranks((), (), ())
+        return SharingRanks((), (), ())
     layout = leaf.layout
     owned = {part.axis: part.coordinate for part in layout.owners}
     held = {a: n for a, n in layout.sizes.items() if a not in owned}
     more = [a for a in averaged_axes() if share and a not in layout.axes]
     if all(n == 1 for n in held.values()) and not more:
-        return Ranks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
+        return SharingRanks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
     at = here()
     sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
     axes = tuple((a, n) for a, n in sizes.items() if n > 1)
     mine = {**at.mesh.coordinates(at.rank), **owned}
     fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
-    return Ranks(axes, tuple(a for a, _ in axes if a in more), fixed)
+    return SharingRanks(axes, tuple(a for a, _ in axes if a in more), fixed)
 
 
-def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
+def owner_index(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> int:
     """The index along the axes of an owner that is given."""
-    layout = layout_of(leaf)
+    layout = leaf_layout(leaf)
     at = {p.axis: (p.size, p.coordinate) for p in where if isinstance(p, Owned)}
     mine = {p.axis: (p.size, p.coordinate) for p in layout.owners}
     along = {axis: n for axis, (n, _) in at.items() if axis not in mine}
@@ -228,7 +238,7 @@ def index_of(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> 
     return index
 
 
-def layout_of(leaf: Any) -> Layout:
+def leaf_layout(leaf: Any) -> Layout:
     """The layout of a leaf; a plain tensor lies whole."""
     if is_sharded(leaf):
         return leaf.layout
@@ -236,11 +246,11 @@ def layout_of(leaf: Any) -> Layout:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _SharedMatrices:
     """Matrices that the same ranks share; ``where``: those ranks, if several."""
 
     positions: list[int]
-    owners: Owners
+    owners: MatrixOwners
     where: RankGroup | None
 
     @property
@@ -287,23 +297,23 @@ class MatrixExchange:
         found: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if leaf.numel():
-                key = *ranks_of(leaf, share), device_with(leaf)
+                key = *sharing_ranks(leaf, share), device_with(leaf)
                 found.setdefault(key, []).append(i)
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[_SharedMatrices] = []
         for (axes, copies, fixed, _), positions in found.items():
-            layouts = tuple(layout_of(leaves[i]) for i in positions)
+            layouts = tuple(leaf_layout(leaves[i]) for i in positions)
             chosen = None
             if given is not None:
-                each = [index_of(leaves[i], given[i], axes, what) for i in positions]
+                each = [owner_index(leaves[i], given[i], axes, what) for i in positions]
                 chosen = tuple(each)
-            owners = owners_of(layouts, axes, copies, fixed, cost, chosen)
+            owners = find_owners(layouts, axes, copies, fixed, cost, chosen)
             where = get_group(tuple(a for a, _ in axes)) if axes else None
             if where is not None and where.link.vmap_level is not None:
                 raise ValueError(
                     f"{what} on a vmap mesh: its ranks own other matrices each, and "
                     "there they all run as one program; use a simulated mesh"
                 )
-            self.buckets.append(_Bucket(positions, owners, where))
+            self.buckets.append(_SharedMatrices(positions, owners, where))
         self._found = {
             i: (b, k) for b in self.buckets for k, i in enumerate(b.positions)
         }
@@ -358,7 +368,9 @@ class MatrixExchange:
                 out[i] = pieces[k].view(parts[i].shape)
         return out
 
-    def _gathered(self, bucket: _Bucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _gathered(
+        self, bucket: _SharedMatrices, parts: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
             claim_equal(parts[k], self.what)
@@ -380,7 +392,7 @@ class MatrixExchange:
         return {k: owners.joined(k, found) for k, found in pieces.items()}
 
     def _scattered(
-        self, bucket: _Bucket, made: dict[int, Tensor], parts: Sequence[Tensor]
+        self, bucket: _SharedMatrices, made: dict[int, Tensor], parts: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         made = {k: x.contiguous() for k, x in made.items()}
@@ -401,7 +413,7 @@ class MatrixExchange:
         return pieces
 
     def _moved(
-        self, sent: list[Tensor], sizes: Sizes, bucket: _Bucket, like: Tensor
+        self, sent: list[Tensor], sizes: Sizes, bucket: _SharedMatrices, like: Tensor
     ) -> list[Tensor]:
         """By sender, what arrives here, where every rank sends its pieces in a row."""
         x = torch.cat(sent) if sent else like.new_empty(0)
@@ -414,10 +426,10 @@ class MatrixExchange:
         return list(y.split([row[bucket.index] for row in sizes]))
 
 
-PLAIN = Codec()
+PLAIN_CODEC = Codec()
 
 
-class Descent(NamedTuple):
+class DescentState(NamedTuple):
     """The count of steps along directions, and their momentum, if any."""
 
     count: Any
@@ -439,17 +451,17 @@ def check_matrices(params: Tree, name: str) -> None:
             )
         if trainable(leaf) and leaf.ndim != 2:
             raise ValueError(
-                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
+                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {describe_leaf(leaf)}: "
                 f'write ff.partition({{"matrix": ff.{name}(...), "other": '
                 'ff.sharded_adam(...)}, lambda path, leaf: "matrix" if leaf.ndim == 2 '
                 'else "other"), and name embeddings and heads as other too'
             )
 
 
-def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
+def match_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
     """The trees matched; raises where an active leaf is no matrix."""
     matched = Matched.of(params, grads, *moments)
-    check_matrices(matched.restore(matched.columns[0], matched.nothing), name)
+    check_matrices(matched.restore(matched.columns[0], matched.no_updates), name)
     return matched
 
 
@@ -462,7 +474,7 @@ def descent_rule(
 ) -> ElementRule:
     """The step along directions u: ``v = momentum v + u`` and ``p - l (v + decay p)``.
 
-    Its state is a `Descent`.
+    Its state is a `DescentState`.
     """
 
     def numbers(count: Any) -> tuple[Any, ...]:
@@ -474,13 +486,13 @@ def descent_rule(
 
         def update() -> Tensor:
             way = -rate * (new[0] if new else u)
-            return way - rate * decay * p if decays(decay) else way
+            return way - rate * decay * p if has_decay(decay) else way
 
         return update, *new
 
     return ElementRule(
         name=f"{name} with weight_decay",
-        state=Descent,
+        state=DescentState,
         moments=1 if momentum else 0,
         numbers=numbers,
         equation=equation,
@@ -489,7 +501,7 @@ def descent_rule(
     )
 
 
-def directions(
+def map_matrices(
     matched: Matched,
     exchange: MatrixExchange,
     parts: Sequence[Tensor],
@@ -508,7 +520,7 @@ def directions(
     leaves = matched.columns[0]
     # Products of matrices and messages are the device's.
     pairs = zip(parts, leaves, strict=True)
-    parts = [on_device(x, device_with(leaf)) for x, leaf in pairs]
+    parts = [readable_on(x, device_with(leaf)) for x, leaf in pairs]
     made = exchange.map(parts, fn)
     factors = [1.0] * len(made) if factors is None else factors
     rows = list(zip(leaves, made, factors, strict=True))
@@ -518,10 +530,10 @@ def directions(
             leaf.with_local(x) if is_sharded(leaf) else x
             for leaf, x in zip(leaves, out, strict=True)
         ]
-        return matched.restore(out, matched.nothing)
-    out = params.rebuild([room_like(x).zero_() for x in params.tensors])
+        return matched.restore(out, matched.no_updates)
+    out = params.rebuild([step_memory_like(x).zero_() for x in params.tensors])
     for leaf, (_, x, factor) in zip(out, rows, strict=True):
-        room = copied_to(local(leaf), x)
+        room = copy_to(local_tensor(leaf), x)
         if factor != 1:
             room.mul_(factor)
-    return matched.restore(out, matched.nothing)
+    return matched.restore(out, matched.no_updates)

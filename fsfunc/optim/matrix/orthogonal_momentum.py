@@ -13,23 +13,29 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
-from fsfunc.optim.matching import Matched, unlike
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import Mask, Tree, local_tensor, zeros_like
+from fsfunc.optim.matching import Matched, wrong_state_error
 from fsfunc.optim.matrix.matrix_exchange import (
-    PLAIN,
-    Descent,
+    PLAIN_CODEC,
+    DescentState,
     MatrixExchange,
     check_matrices,
     descent_rule,
-    directions,
-    matched_matrices,
+    map_matrices,
+    match_matrices,
 )
-from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described, finished
-from fsfunc.optim.places import brought
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Phases,
+    finish_step,
+    from_phases,
+    optimizer_factory,
+)
+from fsfunc.optim.places import bring_together
 from fsfunc.optim.schedules import Schedule
 
-Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
+Scratch = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
 
 def newton_schulz(
@@ -37,7 +43,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float],
     steps: int,
     eps: float,
-    room: Room | None = None,
+    room: Scratch | None = None,
 ) -> Tensor:
     """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
 
@@ -103,7 +109,7 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-@described
+@optimizer_factory
 def muon(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -176,32 +182,32 @@ def muon(
     """
     if len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients is {ns_coefficients}: it has three numbers")
-    if adjust_lr_fn not in _RATIOS:
-        names = [name for name in _RATIOS if name]
+    if adjust_lr_fn not in _RATE_FACTORS:
+        names = [name for name in _RATE_FACTORS if name]
         raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}: it is one of {names}")
     if not ns_dtype.is_floating_point:
         raise ValueError(f"ns_dtype is {ns_dtype}: take bfloat16, or a wider float")
     a, b, c = ns_coefficients
     orthogonal = partial(newton_schulz, coefficients=(a, b, c), steps=ns_steps, eps=eps)
     rule = descent_rule("muon", learning_rate, weight_decay, mask)
-    ratio = _RATIOS[adjust_lr_fn]
-    functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
-    return by_phases(functions.init, functions.phases)
+    ratio = _RATE_FACTORS[adjust_lr_fn]
+    functions = _MuonFunctions(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
+    return from_phases(functions.init, functions.phases)
 
 
-def _original(rows: int, columns: int) -> float:
+def _original_ratio(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-_RATIOS: dict[str | None, Callable[[int, int], float]] = {
-    None: _original,
-    "original": _original,
+_RATE_FACTORS: dict[str | None, Callable[[int, int], float]] = {
+    None: _original_ratio,
+    "original": _original_ratio,
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class _Muon:
+class _MuonFunctions:
     """The functions of such an optimizer."""
 
     rule: ElementRule
@@ -215,21 +221,23 @@ class _Muon:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
-    def phases(self, grads: Tree, state: MuonState, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: MuonState, params: Tree, returns_params: bool
+    ) -> Phases:
         if type(state) is not MuonState:
-            raise unlike("muon", state, MuonState)
+            raise wrong_state_error("muon", state, MuonState)
         like = grads if params is None else params
-        matched = matched_matrices("muon", like, grads, state.momentum)
-        ways, before = self._ways(matched), Descent(state.count, None)
-        move = PLAIN.phases(self.rule, ways, before, params, adds)
+        matched = match_matrices("muon", like, grads, state.momentum)
+        ways, before = self._ways(matched), DescentState(state.count, None)
+        move = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
         next(move)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         yield
-        if adds and not matched.differentiated:
-            (v,) = fused(momenta, partial(torch._foreach_lerp_, weight=weight))
+        if returns_params and not matched.differentiated:
+            (v,) = run_kernel(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
-            v = momenta.summed(lambda v, g: v.lerp(g.to(v.dtype), weight))
-        result, _ = finished(move)
+            v = momenta.map_params(lambda v, g: v.lerp(g.to(v.dtype), weight))
+        result, _ = finish_step(move)
         return result, MuonState(state.count + 1, v)
 
     def _ways(self, matched: Matched) -> Tree:
@@ -240,19 +248,22 @@ class _Muon:
             exchange = MatrixExchange(
                 leaves, newton_schulz_flops, "muon", share=not differentiated
             )
-            parts = [local(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
+            parts = [
+                local_tensor(x)
+                for x in matched.buffers[1].rebuild(self._ahead(matched))
+            ]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             room = None if differentiated else {}
             fn = partial(self.orthogonal, room=room)
             each = lambda found: {i: fn(x) for i, x in found.items()}  # noqa: E731
-            return directions(matched, exchange, parts, each, ratios)
+            return map_matrices(matched, exchange, parts, each, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
         """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""
         _, grads, momenta = (b.tensors for b in matched.buffers)
         out = []
         for g, v in zip(grads, momenta, strict=True):
-            g, v = brought([g, v])
+            g, v = bring_together([g, v])
             g = g.to(v.dtype)
             u = v.lerp(g, 1 - self.momentum)
             u = g.lerp(u, self.momentum) if self.nesterov else u

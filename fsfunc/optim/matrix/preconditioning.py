@@ -12,19 +12,26 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.optim.element_rules import ElementRule
-from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    flatten_like,
+    local_tensor,
+    trainable,
+    zeros_like,
+)
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrix_exchange import (
-    PLAIN,
-    Descent,
+    PLAIN_CODEC,
+    DescentState,
     MatrixExchange,
     check_matrices,
     descent_rule,
-    directions,
-    matched_matrices,
+    map_matrices,
+    match_matrices,
 )
-from fsfunc.optim.optimizer import Optimizer, Phases, by_phases, described
-from fsfunc.optim.places import device_with, on_device, returned
+from fsfunc.optim.optimizer import Optimizer, Phases, from_phases, optimizer_factory
+from fsfunc.optim.places import device_with, readable_on, return_beside
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -60,7 +67,7 @@ class Preconditioners(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Flops:
+class _MatrixCost:
     """Cost of a matrix to its owner: two decompositions a block, and four products."""
 
     block: int
@@ -86,7 +93,7 @@ def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]
 
 
 @dataclass(frozen=True)
-class Preconditioning:
+class PreconditionerRule:
     """First value and update of preconditioners; the numbers are those of `shampoo`."""
 
     b2: float
@@ -95,8 +102,8 @@ class Preconditioning:
     block: int
 
     @property
-    def cost(self) -> _Flops:
-        return _Flops(self.block, self.interval)
+    def cost(self) -> _MatrixCost:
+        return _MatrixCost(self.block, self.interval)
 
     def first(self, leaf: Any, exchange: MatrixExchange, k: int) -> Preconditioners:
         """The preconditioners of matrix ``k`` of an exchange, before the first step."""
@@ -132,8 +139,8 @@ class Preconditioning:
         for (rows, columns), kept in zip(
             _blocks(g.shape, self.block), zip(*old, strict=True), strict=True
         ):
-            before = list(map(local, kept))
-            here = [on_device(x, g.device) for x in before]
+            before = list(map(local_tensor, kept))
+            here = [readable_on(x, g.device) for x in before]
             left, right, left_root, right_root = here
             x = g[rows, columns].to(left.dtype)
             left = torch.addmm(left, x, x.T, beta=self.b2, alpha=weight)
@@ -144,7 +151,7 @@ class Preconditioning:
             out[rows, columns] = left_root @ x @ right_root
             made = (left, right, left_root, right_root)
             made = [
-                old if x is it else returned(x, old, keeps=True)
+                old if x is it else return_beside(x, old, outlives_step=True)
                 for old, it, x in zip(before, here, made, strict=True)
             ]
             pairs = zip(kept, made, strict=True)
@@ -163,7 +170,7 @@ class ShampooState(NamedTuple):
     momentum: Any
 
 
-@described
+@optimizer_factory
 def shampoo(
     learning_rate: float | Schedule = 1e-1,
     *,
@@ -230,17 +237,17 @@ def shampoo(
     tensor([[-1.,  0.],
             [ 0., -1.]])
     """
-    preconditioning = Preconditioning(b2, eps, interval, block)
+    preconditioning = PreconditionerRule(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
-    functions = _Shampoo(preconditioning, rule)
-    return by_phases(functions.init, functions.phases)
+    functions = _ShampooFunctions(preconditioning, rule)
+    return from_phases(functions.init, functions.phases)
 
 
 @dataclass(frozen=True, eq=False)
-class _Shampoo:
+class _ShampooFunctions:
     """The functions of such an optimizer."""
 
-    preconditioning: Preconditioning
+    preconditioning: PreconditionerRule
     rule: ElementRule
 
     def init(self, params: Tree) -> ShampooState:
@@ -257,18 +264,18 @@ class _Shampoo:
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
     def phases(
-        self, grads: Tree, state: ShampooState, params: Tree, adds: bool
+        self, grads: Tree, state: ShampooState, params: Tree, returns_params: bool
     ) -> Phases:
         like = grads if params is None else params
         ways, kept = self._ways(self._matched(grads, state, like), state)
-        before = Descent(state.count, state.momentum)
-        step = PLAIN.phases(self.rule, ways, before, params, adds)
+        before = DescentState(state.count, state.momentum)
+        step = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
         result, (count, momentum) = yield from step
         return result, ShampooState(count, kept, momentum)
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
-        matched = matched_matrices("shampoo", like, grads, *moments)
+        matched = match_matrices("shampoo", like, grads, *moments)
         if matched.differentiated:
             raise ValueError(
                 "the update of shampoo has no derivative: its roots have none where "
@@ -278,7 +285,7 @@ class _Shampoo:
 
     def _ways(self, matched: Matched, state: ShampooState) -> tuple[Tree, Tree]:
         """The direction of each parameter, and all preconditioners."""
-        kept = along(matched.treedef, state.preconditioners, "optimizer state")
+        kept = flatten_like(matched.treedef, state.preconditioners, "optimizer state")
         leaves, grads, *_ = matched.columns
         wide = torch.float32
         for leaf in leaves:
@@ -300,6 +307,6 @@ class _Shampoo:
                 where.append(blocks[0].layout.parts if laid else ())
             cost = self.preconditioning.cost
             exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
-            parts = [local(x).to(wide) for x in grads]
-            ways = directions(matched, exchange, parts, precondition)
+            parts = [local_tensor(x).to(wide) for x in grads]
+            ways = map_matrices(matched, exchange, parts, precondition)
         return ways, tree.unflatten(matched.treedef, kept)

@@ -22,9 +22,9 @@ from fsfunc.comm.descriptions import section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.optim.coded_moments import decoded, encoded, is_coded
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import local, map_flat
+from fsfunc.optim.coded_moments import decode_state, encode_state, is_coded
+from fsfunc.optim.in_place import run_kernel
+from fsfunc.optim.leaves import local_tensor, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -187,7 +187,7 @@ def averages(tree_: Any, where: RankGroup, weight: float = 1.0) -> Any:
             for total, x in zip(sums, tensors, strict=True)
         ]
 
-    return map_flat(means, tree_, rest=None)
+    return map_flat(means, tree_, untrainable=None)
 
 
 def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
@@ -234,7 +234,7 @@ def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
         kernel: ``kernel(params, means, *moments)`` over lists of tensors.
     """
     matched = Matched.of(params, means, *moments)
-    return fused(matched, kernel)
+    return run_kernel(matched, kernel)
 
 
 def assign(params: Any, means: Any) -> None:
@@ -268,7 +268,7 @@ def consensus(state: LocalState[_State]) -> _State:
     where, relabeled = get_group(state.axis, at), Relabeled(at.mesh, state.axis)
     copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
     given, spec = tree.flatten(copies, is_leaf=_is_whole)
-    mine = tree.unflatten(spec, [decoded(x) if is_coded(x) else x for x in given])
+    mine = tree.unflatten(spec, [decode_state(x) if is_coded(x) else x for x in given])
     paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
     with internal(), torch.no_grad(), label("", "consensus"):
@@ -276,14 +276,14 @@ def consensus(state: LocalState[_State]) -> _State:
         means: list[Any] = treedef.flatten_up_to(found)
         if at.link.moves_data:
             pairs = zip(leaves, means, strict=True)
-            rest = [None if mean is not None else local(x) for x, mean in pairs]
+            rest = [None if mean is not None else local_tensor(x) for x, mean in pairs]
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
             agree(where, section_of_values(paths, rest, at.link.notes, title, advice))
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)
-    found = [encoded(x, y) if is_coded(x) else y for x, y in pairs]
+    found = [encode_state(x, y) if is_coded(x) else y for x, y in pairs]
     return lay_leaves(tree.unflatten(spec, found))
 
 

@@ -119,7 +119,9 @@ class Gossip(LocalUpdates):
             return None
         note_axes_read(where.axis)
         weight = state.weights[where.index] - 1
-        return map_flat(lambda xs: torch._foreach_mul(xs, weight), params, rest=None)
+        return map_flat(
+            lambda xs: torch._foreach_mul(xs, weight), params, untrainable=None
+        )
 
     def meet(
         self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
@@ -134,13 +136,13 @@ class Gossip(LocalUpdates):
         share = float(shares[where.index])
         mix = partial(_mixed, moves=moves, share=share, where=where)
         if not state.weights:
-            found = map_flat(mix, params, rest=None)
+            found = map_flat(mix, params, untrainable=None)
             return written(assign, params, found)[0], {}
         weights = _pushed(state.weights, moves, shares)
         inverse = 1 / weights[where.index]
         numerator = written(torch._foreach_add_, params, held)[0]
         mixed = map_flat(
-            lambda xs: torch._foreach_mul(mix(xs), inverse), numerator, rest=None
+            lambda xs: torch._foreach_mul(mix(xs), inverse), numerator, untrainable=None
         )
         return written(assign, numerator, mixed)[0], {"weights": weights}
 

@@ -22,7 +22,7 @@ from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.optim.leaves import origins
-from fsfunc.optim.schedules import answers
+from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import check_laid_out, find_rank_local, lay_leaves
 from fsfunc.sharded.spent import spend, why_unusable
@@ -160,7 +160,7 @@ class LocalUpdates(Interpretation):
             if at.link.moves_data:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
-                said = describe_lines(self.called, self, answers(()))
+                said = describe_lines(self.called, self, ask_schedules_and_masks(()))
                 steps = Section("ranks that train by themselves meet unlike", said)
                 agree(where, steps, section_of_values(paths, parts, at.link.notes))
             more = self.remembers(state.params, where)

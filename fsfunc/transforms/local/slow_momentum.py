@@ -133,7 +133,7 @@ class SlowMo(LocalUpdates):
     def remembers(self, params: Any, where: RankGroup) -> dict[str, Any]:
         clone = lambda xs: [x.clone() for x in xs]  # noqa: E731
         zeros = lambda xs: [torch.zeros_like(x) for x in xs]  # noqa: E731
-        made = (map_flat(new, params, rest=None) for new in (clone, zeros))
+        made = (map_flat(new, params, untrainable=None) for new in (clone, zeros))
         return {"slow": SlowMomentum(*made)}
 
     def meet(

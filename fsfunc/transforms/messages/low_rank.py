@@ -19,7 +19,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.optim.optimizer import (
     Optimizer,
     State,
-    described,
+    optimizer_factory,
 )
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
@@ -39,7 +39,7 @@ class PowerSGDState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimizer:
     """``optimizer``, whose steps sum gradients of matrices in ``rank`` directions.
 

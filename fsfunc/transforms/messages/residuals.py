@@ -19,12 +19,12 @@ from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import ReductionFeedback
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import (
+    GradientScope,
     Optimizer,
     Phases,
-    Reading,
     State,
-    by_phases,
-    described,
+    from_phases,
+    optimizer_factory,
 )
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -41,7 +41,7 @@ class ErrorFeedbackState(NamedTuple):
     inner: State
 
 
-@described
+@optimizer_factory
 def error_feedback(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose steps send later what their reductions lose.
 
@@ -118,7 +118,7 @@ class WithFeedback:
     fed: Feedback | None = None
 
     def functions(self) -> Optimizer:
-        return by_phases(self.init, self.phases, interprets=self.interprets)
+        return from_phases(self.init, self.phases, interprets=self.interprets)
 
     def init(self, params: Tree) -> Any:
         found: dict[str, list[Sharded]] = {}
@@ -132,21 +132,23 @@ class WithFeedback:
         kept = [{name: rows[i] for name, rows in found.items()} for i in range(count)]
         return self.state(*kept, self.optimizer.init(params))
 
-    def phases(self, grads: Tree, state: Any, params: Tree, adds: bool) -> Phases:
+    def phases(
+        self, grads: Tree, state: Any, params: Tree, returns_params: bool
+    ) -> Phases:
         if self.fed is None:
             raise RuntimeError(
                 f"{self.feed(state[:-1]).called} saw no gradients being reduced: have "
                 "it make the train step, optimizer(grad_fn)"
             )
-        step = self.optimizer.phases(grads, state.inner, params, adds)
+        step = self.optimizer.phases(grads, state.inner, params, returns_params)
         result, inner = yield from step
         return result, self.state(*self.fed.after(), inner)
 
-    def interprets(self, state: Any) -> Reading:
-        handlers, inner = self.optimizer.reading(state.inner)
+    def interprets(self, state: Any) -> GradientScope:
+        handlers, inner = self.optimizer.gradient_scope(state.inner)
         fed = self.feed(state[:-1])
         after = replace(self, optimizer=inner, fed=fed).functions()
-        return Reading((*handlers, fed), after)
+        return GradientScope((*handlers, fed), after)
 
 
 @dataclass(eq=False)
