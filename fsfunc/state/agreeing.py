@@ -57,7 +57,7 @@ class RecordedProgram:
         apart = {*mesh.axes} - self.over - recorder.axes - means
         same = {axis for h in self.handlers for axis in h.same_batch}
         each = [(same, STAGES), (self.over - means, SPLIT)]
-        if recorder.updates:
+        if recorder.returns_new_leaves:
             each.insert(1, (apart, ""))
         found = [(tuple(a for a in mesh.axes if a in axes), why) for axes, why in each]
         return [(axes, why) for axes, why in found if axes and mesh.axis_size(axes) > 1]
@@ -112,7 +112,7 @@ class Agreement:
             ("raised", "nothing"),  # a rank that has raised names its error here
             *((f"transform {i}", stated(h)) for i, h in transforms),
             *lines(),
-            *recorder.lines(),
+            *recorder.comparison_lines(),
         ]
         agree(where, unlike_steps(text), values())
         self.compared = True
@@ -125,7 +125,7 @@ class Agreement:
         for axes, because in together:
             compare_batches(rest, group(axes, at), because)
         for h in shardings:
-            h.first_calls.laid_out(at.rank, recorder.updates, together)
+            h.first_calls.laid_out(at.rank, recorder.returns_new_leaves, together)
         for h in handlers:
             h.ran(at)
 

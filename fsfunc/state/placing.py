@@ -224,7 +224,8 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
     laid = GroupLayout(found, recorder, sharding, source, stores, at)
     laid.lay(applied, asked.like or {})
     _check_taken(splits, found)
-    steps = (asked.begins or recorder.steps) and recorder.calls_at  # by gradients
+    # It trains by gradients.
+    steps = (asked.begins or recorder.returns_state) and recorder.gradient_lines
     if sharding is not None and steps:
         _warn_of_whole(sharding, found.values(), at)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
@@ -235,7 +236,7 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         args, split = (placed, *rest), bool(over.difference(sharding.axes))
         if recorder.handlers and _is_plain(sharding, recorder, args, split):
             # Right by its record alone, on batches of any shape.
-            sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
+            sharding.first_calls.learn(at.rank, [key[0] for key in recorder.call_keys])
             sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
         else:
             _check_types(fn, sharding, recorder, args, at, agreement)
@@ -320,7 +321,7 @@ def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) ->
     Not where leaves are ``split`` over other axes too, whose ranks draw alike, nor
     where units send along others.
     """
-    plain = recorder.plain and not (holds_own(args) is not None or split)
+    plain = recorder.needs_no_check and not (holds_own(args) is not None or split)
     return plain and recorder.axes <= {*sharding.axes}
 
 
@@ -346,9 +347,9 @@ def _check_types(
         raise
     except Exception:
         return
-    recorder.steadiness.checked(seen.said)
-    sharding.first_calls.learn(at.rank, seen.calls)
-    noted = seen.own_paths, seen.draws, seen.drawing, seen.numbers
+    recorder.steadiness.compare_with_check(seen.numbers_given)
+    sharding.first_calls.learn(at.rank, seen.call_keys)
+    noted = seen.own_paths, seen.draws, seen.drawing, seen.combines_numbers
     sharding.first_calls.note(*noted)
 
 
@@ -386,7 +387,7 @@ def _recorded(
             first, _, its = notes[key]
             one = not (found.axes or first.axes or opaque(shapes))
             one = one and same_functions(calls, its)
-            found.steadiness.as_on_rank(first.steadiness, one)
+            found.steadiness.compare_with_rank(first.steadiness, one)
         if set(found.handlers) != set(mine) or last:
             return found, applied
         found = replace(found, handlers=mine)

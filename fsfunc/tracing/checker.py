@@ -30,12 +30,12 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import laid_as
 from fsfunc.tracing.knowledge import Seen, memory
-from fsfunc.tracing.operators import shown
+from fsfunc.tracing.operators import partial_view
 from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.results import pairs, placed, pulled_with, together
-from fsfunc.tracing.rules import refusal, refused
+from fsfunc.tracing.rules import operand_error, rule_error
 from fsfunc.tracing.runs import returned_state
-from fsfunc.tracing.steadiness import NumbersGiven, StandIns, asked_numbers
+from fsfunc.tracing.steadiness import NumbersGiven, StandIns, observe_numbers
 from fsfunc.tracing.torch_calls import check_tracked
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
@@ -44,8 +44,9 @@ from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
-    ``calls``: signatures of calls of sharded functions; ``said``: numbers that torch's
-    functions were given; ``own_paths``: those of the returned state that are per rank.
+    ``call_keys``: signatures of calls of sharded functions; ``numbers_given``: numbers
+    that torch's functions were given; ``own_paths``: those of the returned state that
+    are per rank.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Checker(Tracer, Watcher, Operators):
         varying: Iterable[int] = (),
     ):
         Operators.__init__(self, axes, alone, stand_ins, varying)
-        self.calls: list[Any] = []
-        self.said: list[NumbersGiven] = []
+        self.call_keys: list[Any] = []
+        self.numbers_given: list[NumbersGiven] = []
         self.own_paths: set[str] = set()
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._whole: set[int] = set()  # memory of leaves that are one value
@@ -110,7 +111,7 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind is Kind.K and x.ndim > (how == GATHER) and how in (GATHER, SUM):
             why = "rows"
         if why:
-            raise refusal(why, op, [seen])
+            raise operand_error(why, op, [seen])
         kind = moved_to(how, seen.kind)
         if how.op == "enter":
             self._parameters.add(memory(x))
@@ -123,7 +124,7 @@ class Checker(Tracer, Watcher, Operators):
             return
         seen = self.known.of(x)
         if seen.kind in PARTS and how != OWN:
-            raise refusal("parts", how.op, [seen])
+            raise operand_error("parts", how.op, [seen])
         if how == ENTER:
             self._cast.add(memory(x))
         if _torch.function_runs():
@@ -137,22 +138,22 @@ class Checker(Tracer, Watcher, Operators):
             return
         seen, alike = self.known.of(x), True
         if seen.kind is Kind.K:
-            alike = self._alike(what, (seen.digest, shown(x)), source_line())
+            alike = self._alike(what, (seen.digest, partial_view(x)), source_line())
         if seen.kind is Kind.V or not alike:
-            raise refusal("disagrees", what, [seen])
+            raise operand_error("disagrees", what, [seen])
 
     def summed(self, x: Tensor, what: str) -> None:
         seen = self.known.of(x)
         if seen.kind in PARTS and not frame().path:
-            raise refusal("lost", what, [seen])
+            raise operand_error("lost", what, [seen])
 
     def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
         if where.size > 1:
             lacking = self.split.over(where.axis) - self.split.of(x)
             if alike := [a for a in where.axis if a in lacking]:
-                raise refused("counted", op=what, axis=alike[0])
+                raise rule_error("counted", op=what, axis=alike[0])
 
-    def measured(self, what: str, *given: Tensor) -> None:
+    def check_measured(self, what: str, *given: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
 
         Args:
@@ -161,7 +162,7 @@ class Checker(Tracer, Watcher, Operators):
         each = [self.known.of(x) for x in given]
         parts = [seen for seen in each if seen.kind is Kind.S or seen.flat]
         if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
-            raise refusal("shape", what, parts[:1])
+            raise operand_error("shape", what, parts[:1])
 
     def laid(self, leaf: Sharded) -> None:
         seen = self.known.of(leaf._local)
@@ -191,12 +192,12 @@ class Checker(Tracer, Watcher, Operators):
     def _ran(self, number: int, name: str) -> None:
         """A Function's backward has run; a collective's own sends."""
         if number not in self._answered:
-            raise refusal("unanswered", name.removesuffix("Backward"), [])
+            raise operand_error("unanswered", name.removesuffix("Backward"), [])
 
     # Calls of sharded functions, and units
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        self.calls.append(key)
+        self.call_keys.append(key)
         for i, value in enumerate((*args, keywords)):
             paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
             for path, x in zip(paths, leaves, strict=True):
@@ -218,7 +219,7 @@ class Checker(Tracer, Watcher, Operators):
                     self.known.meet(x, Seen(kind, name, value=value))
 
     def heard(self, values: Any) -> Any:
-        return asked_numbers(values, self.stand_ins.answered)
+        return observe_numbers(values, self.stand_ins.answer)
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
         leaves = list(leaves)
@@ -270,7 +271,7 @@ class Checker(Tracer, Watcher, Operators):
         if outermost:
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
                 if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
-                    raise refusal("input", call.name, [self.known.of(x)])
+                    raise operand_error("input", call.name, [self.known.of(x)])
         taken = self._memory_of((params, inputs, keywords))
         start, before = _torch.next_sequence_number(), self.given
         given = (params, inputs, keywords)
@@ -328,11 +329,11 @@ class Checker(Tracer, Watcher, Operators):
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         for x in self.known.tensors(of[0]):  # not what is returned beside the loss
             if (apart := self.split.of(x)) and not frame().path:
-                raise refused("loss", line=source_line(), axis=min(apart))
+                raise rule_error("loss", line=source_line(), axis=min(apart))
         names = _combined_names(value[1])
         if not self._alike("a loss", names, source_line()):
             said = ", ".join(names) or "none"
-            raise refused("beside", line=source_line(), said=said)
+            raise rule_error("beside", line=source_line(), text=said)
         self._laid(by, grads)
         # Where a loss is only evaluated, its mean is of all parameters it is given.
         inputs, found = zip(*pairs(by, grads), strict=True) if by else (of[1:], ())
@@ -373,7 +374,9 @@ class Checker(Tracer, Watcher, Operators):
                 self.known.put(held, seen)
                 self._parameters |= {memory(_held(x))} if kind is Kind.I else set()
 
-    def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
+    def check_pulled(
+        self, inputs: Sequence[Any], grads: Sequence[Any], of: Any
+    ) -> None:
         """Notes a gradient that is not averaged afterwards."""
         if not frame().path and not is_internal():
             for x, g in zip(inputs, grads, strict=True):
@@ -391,25 +394,25 @@ class Checker(Tracer, Watcher, Operators):
             self.known.change(g, flat=True)
         if of.kind is Kind.S:
             if found.kind is Kind.V:
-                raise refusal("own gradient", "", [of, found])
+                raise operand_error("own gradient", "", [of, found])
             self.known.give(g, Kind.S, of.what)
         elif found.kind in PARTS:
-            raise refusal("term", "", [of, found])
+            raise operand_error("term", "", [of, found])
         elif of.kind in (Kind.K, Kind.I) and not agrees(found.kind) and not averaged:
             why = "whose" if of.kind is Kind.K else "unaveraged"
-            raise refusal(why, "", [of, found])
+            raise operand_error(why, "", [of, found])
         elif of.parameter and found.kind is Kind.V and not averaged:
-            raise refusal("made of one", "", [of, found])
+            raise operand_error("made of one", "", [of, found])
 
     def returned(self, args: Any, out: Any) -> None:
         """Holds what a sharded function returns against what it was given."""
         for y in tree.leaves(out, is_leaf=is_sharded):
             if isinstance(y, Sharded) and self._varies(held := _held(y)):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
-                raise refusal("returned", "", [leaf, self.known.of(held)])
+                raise operand_error("returned", "", [leaf, self.known.of(held)])
             seen = self.known.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
             if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
-                raise refusal("bare", "", [seen])
+                raise operand_error("bare", "", [seen])
         new = returned_state(args, out)
         paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
         each = zip(paths, found, strict=True)
@@ -417,14 +420,14 @@ class Checker(Tracer, Watcher, Operators):
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
             if self._varies(x) and memory(x) in self._whole:
-                raise refusal("written", "", [self.known.of(x)])
+                raise operand_error("written", "", [self.known.of(x)])
         if treedef != other:
             return  # it returns something else
         for x, y in zip(leaves, found, strict=True):
             if not (isinstance(x, Tensor) and self._varies(y)):
                 continue  # nor does what is sharded
             if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
-                raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
+                raise operand_error("returned", "", [*map(self.known.of, (x, y))], None)
 
     def _varies(self, x: Any) -> bool:
         return isinstance(x, Tensor) and self.known.kind(x) is Kind.V

@@ -15,7 +15,7 @@ from fsfunc.comm.attribution import source_line
 from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.operators import shown
+from fsfunc.tracing.operators import partial_view
 from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
@@ -118,7 +118,7 @@ class Known:
     def value(self, x: Tensor, seen: Seen | None = None) -> int:
         """A hash that is equal for equal values."""
         seen = seen or self.of(x)
-        return hash((seen.value, shown(_torch.unwrapped(x))))
+        return hash((seen.value, partial_view(_torch.unwrapped(x))))
 
     def made_of(self, x: Tensor, seen: Seen | None = None) -> Provenance:
         """Of what a tensor is made; of a view of an own one, which rows it shows."""

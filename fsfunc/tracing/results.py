@@ -13,7 +13,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Known, Origin, Seen
-from fsfunc.tracing.operators import COPIES, OperatorClass, number, shown
+from fsfunc.tracing.operators import COPIES, OperatorClass, comparable, partial_view
 from fsfunc.tracing.provenance import (
     NOTHING,
     UNKNOWN,
@@ -28,7 +28,7 @@ from fsfunc.tracing.provenance import (
     nonlinear,
     takes_rows,
 )
-from fsfunc.tracing.rules import refused
+from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.types import PARTS, Kind, Operand
 
 
@@ -107,7 +107,7 @@ def value_of(known: Known, call: OperatorCall) -> int:
         return known.value(*call.facts[-1])
     each = iter(call.facts)
     of = [
-        known.value(*next(each)) if isinstance(x, Tensor) else number(x)
+        known.value(*next(each)) if isinstance(x, Tensor) else comparable(x)
         for x in call.given
     ]
     return hash((call.op.name, *of))
@@ -120,7 +120,7 @@ def made_of(known: Known, call: OperatorCall) -> Provenance:
         LawError: of gradients that do not mean here what they would on one device.
     """
     op, given, facts = call.op, call.given, call.facts
-    if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
+    if op.name in ("copy", "fill", "zero") and partial_view(given[0]) is None:
         facts = facts[1:]  # of the first nothing is left
     tensors, y = [x for x, _ in facts], call.made[0]
     each = [known.made_of(*x) for x in facts]
@@ -238,7 +238,7 @@ def _apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> Exception:
     where = ", ".join(x.where for x in (one, other) if x.where)
     changed = f", each changed by what is not linear: {where}" if where else ""
     line = source_line()
-    return refused("apart", op=op, line=line, rows=rows.name, changed=changed)
+    return rule_error("apart", op=op, line=line, rows=rows.name, changed=changed)
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:

@@ -23,8 +23,8 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import Sharded
-from fsfunc.tracing.operators import OF_LISTS, flat, rows
-from fsfunc.tracing.rules import refused
+from fsfunc.tracing.operators import OF_LISTS, by_position, flatten_lists
+from fsfunc.tracing.rules import rule_error
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
@@ -66,11 +66,11 @@ class SplitWork:
         """Notes what an operator has made, or written into."""
         if not self._some:
             return
-        made = flat([out, _torch.written(func, args, kwargs) or []])
+        made = flatten_lists([out, _torch.written(func, args, kwargs) or []])
         made = [y for y in made if isinstance(y, Tensor)]
-        each: Any = [(flat([args, kwargs]), made)]
+        each: Any = [(flatten_lists([args, kwargs]), made)]
         if func._schema.name.startswith(OF_LISTS):
-            each = rows(args, kwargs, made)
+            each = by_position(args, kwargs, made)
         for given, results in each:
             axes = _NONE.union(*(self.of(x) for x in given if isinstance(x, Tensor)))
             for y in results:
@@ -91,7 +91,7 @@ class SplitWork:
             if lacking and _torch.current_node() is None:  # else of a cotangent
                 name = "pmean" if how.power else how.op
                 line, axis = source_line(), min(lacking)
-                raise refused("enters", op=name, line=line, axis=axis)
+                raise rule_error("enters", op=name, line=line, axis=axis)
 
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         """Notes what a linear map has made of ``x``."""

@@ -33,20 +33,20 @@ from fsfunc.tracing.knowledge import (
 from fsfunc.tracing.operators import (
     COPIES,
     OF_LISTS,
-    TURNS,
+    TRANSPOSES,
     OperatorClass,
     OperatorMode,
+    by_position,
     class_of_call,
+    comparable,
     draws,
-    flat,
+    flatten_lists,
     names_dims,
-    number,
-    rows,
-    shown,
+    partial_view,
 )
 from fsfunc.tracing.provenance import Provenance
 from fsfunc.tracing.results import OperatorCall, seen_of
-from fsfunc.tracing.rules import refusal, refused
+from fsfunc.tracing.rules import operand_error, rule_error
 from fsfunc.tracing.split_work import SplitWork
 from fsfunc.tracing.steadiness import StandIns
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, agrees, joint, result
@@ -79,7 +79,8 @@ class Operators(OperatorMode):
 
     ``events`` are what the ranks must agree on; ``draws`` whether torch's default
     generators are drawn of, in units too; ``drawing`` the names of units in which they
-    are outside gradient calls; ``numbers`` whether numbers are combined with what is
+    are outside gradient calls; ``combines_numbers`` whether numbers are combined with
+    what is
     one value; ``known`` what is known of tensors; ``given`` the memory that the bodies
     of units which run were given; ``captured`` of what the tensors are made that the
     outermost of them reads beside; ``split`` along which axes beside ``axes`` values
@@ -100,12 +101,12 @@ class Operators(OperatorMode):
         self.known, self.nodes = Known(), Nodes()
         self.split = SplitWork(axes)
         self.given: set[int] = set()
-        self.draws = self.numbers = False
+        self.draws = self.combines_numbers = False
         self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
-        self.indexing = False  # while a tensor is indexed
+        self.is_indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
-        self.seeds = 0  # how many cotangents of ones torch makes next
+        self.seed_count = 0  # how many cotangents of ones torch makes next
         self._paused = False
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,8 +116,10 @@ class Operators(OperatorMode):
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
         out = result_below(func, args, kwargs)
-        if self.seeds and func is _ONES:  # each rank's loss counts once: it has no type
-            self.seeds -= 1
+        if (
+            self.seed_count and func is _ONES
+        ):  # each rank's loss counts once: it has no type
+            self.seed_count -= 1
             return out
         if self._paused or type(out) is bool:  # one that compares shapes
             return out
@@ -128,17 +131,21 @@ class Operators(OperatorMode):
             self._captured(path[0], args, kwargs)
             return out
         written = _torch.written(func, args, kwargs)
-        found = flat([out, written]) if written else flat(out)
+        found = flatten_lists([out, written]) if written else flatten_lists(out)
         if made := [x for x in found if isinstance(x, Tensor)]:
             op = class_of_call(func, args, kwargs)
             self._paused = True
             try:
                 if func._schema.name.startswith(OF_LISTS):
-                    for row, results in rows(args, kwargs, made):
+                    for row, results in by_position(args, kwargs, made):
                         self._note(op, row, results, bool(written), numbers)
                 else:
                     self._along = names_dims(func, args, kwargs)
-                    given = flat(args) + flat(kwargs) if kwargs else flat(args)
+                    given = (
+                        flatten_lists(args) + flatten_lists(kwargs)
+                        if kwargs
+                        else flatten_lists(args)
+                    )
                     self._note(op, given, made, bool(written), numbers)
             finally:
                 self._paused = False
@@ -150,18 +157,18 @@ class Operators(OperatorMode):
         Raises:
             LawError: one is this rank's part of a leaf.
         """
-        given = [x for x in flat([values]) if isinstance(x, Tensor)]
+        given = [x for x in flatten_lists([values]) if isinstance(x, Tensor)]
         seen = [self.known.of(x) for x in given]
         if any(x.kind in PARTS - {Kind.R} for x in seen):
             if not frame().path and not _trusted():
-                raise refusal("mixes", name, seen)
+                raise operand_error("mixes", name, seen)
         kinds = {x.kind for x in seen}
         kind = Kind.R if kinds & PARTS else joint(kinds)
         if kind is Kind.V:
             asks(self.axes)
         return kind
 
-    def of_a_part(
+    def error_for_part(
         self, func: Any, values: Iterable[Any], error: Exception
     ) -> Exception | None:
         """The refusal of a function that raised ``error``, given parts by a user."""
@@ -175,9 +182,9 @@ class Operators(OperatorMode):
         name = getattr(func, "__name__", type(func).__name__)
         if name == "__get__":
             name = func.__self__.__name__  # of an attribute
-        return refusal("dims", name, seen, None, error)
+        return operand_error("dims", name, seen, None, error)
 
-    def asked(self, name: str, x: Tensor) -> Tensor:
+    def placeholder_value(self, name: str, x: Tensor) -> Tensor:
         """Numbers in place of a fake tensor's values."""
         kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
         if kind is Kind.K and value is not None:
@@ -186,7 +193,7 @@ class Operators(OperatorMode):
         if frame().path and differentiable(x):
             asks(self.axes)
             own = True
-        return self.stand_ins.of(x, own)
+        return self.stand_ins.placeholder_for(x, own)
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator that returns a Python value, or a placeholder."""
@@ -194,7 +201,7 @@ class Operators(OperatorMode):
         given = [x for x in args if isinstance(x, Tensor)]
         if len(given) == 1:
             name = "item" if name == "_local_scalar_dense" else name
-            value = self.asked(name, given[0])
+            value = self.placeholder_value(name, given[0])
             with _torch.beneath_all_modes():
                 return value.item()
         kind = self.leaves_the_step(name, given)
@@ -202,7 +209,7 @@ class Operators(OperatorMode):
         found = func(*args, **kwargs) if known else name == "equal"
         if kind is Kind.K and known:
             return found
-        return self.stand_ins.truth(found, kind is Kind.V)
+        return self.stand_ins.answer_for(found, kind is Kind.V)
 
     def _note(
         self,
@@ -243,7 +250,7 @@ class Operators(OperatorMode):
         if by_user:
             self._check_placed(call, view)
             # Of a slice that is all there is, torch makes an alias.
-            taken = op.picks or op.name == "as_strided" or self.indexing
+            taken = op.picks or op.name == "as_strided" or self.is_indexing
             if view and taken:
                 self.known.own.picked(tensors[0])
         if view and not op.picks:
@@ -280,7 +287,7 @@ class Operators(OperatorMode):
 
     def _captured(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises where a unit's body reads parts that it was not given."""
-        for x in flat([args, kwargs]):
+        for x in flatten_lists([args, kwargs]):
             if not isinstance(x, Tensor) or (seen := self.known.seen(x)) is None:
                 continue
             if memory(x) in self.given:
@@ -288,7 +295,7 @@ class Operators(OperatorMode):
             if _torch.current_node() is not None or _trusted():
                 continue
             if seen.kind in PARTS:
-                raise refusal("input", name, [seen])
+                raise operand_error("input", name, [seen])
             self.captured.append(self.known.made_of(x))
 
     def _takes_pairs(self, op: OperatorClass, x: Tensor, seen: Seen, y: Tensor) -> bool:
@@ -317,19 +324,19 @@ class Operators(OperatorMode):
             if paired and x.ndim:  # else one number for all elements
                 kept = all(y.shape == paired[0] for y in made)
                 if view or not (are_pairs and op.elementwise and kept):
-                    raise refusal("pairs", op.name, [seen])
+                    raise operand_error("pairs", op.name, [seen])
                 for y in made:
                     self.known.pair(y)
             elif view:
-                turned = op.name in TURNS or any(
+                turned = op.name in TRANSPOSES or any(
                     y.shape[-1:] != x.shape[-1:] for y in made
                 )
                 some = seen.flat and any(y.shape != x.shape for y in made)
                 if some if op.picks else turned:
-                    raise refusal("mixes", op.name, [seen])
+                    raise operand_error("mixes", op.name, [seen])
             elif seen.flat and not (op.elementwise or op.factory):
                 if self._along or any(y.ndim for y in made):
-                    raise refusal("mixes", op.name, [seen])
+                    raise operand_error("mixes", op.name, [seen])
 
     def _typed(self, call: OperatorCall) -> Kind:
         op, made, origin = call.op, call.made, call.origin
@@ -339,37 +346,37 @@ class Operators(OperatorMode):
         except Untyped as why:
             sure = call.trusted if origin is None else origin.trusted
             if str(why) == "positions" and not backward and _are_rows(call.operands):
-                raise refusal("rows", op.name, call.sources) from None
+                raise operand_error("rows", op.name, call.sources) from None
             if is_internal() and not backward or sure and str(why) != "own":
                 # The library knows what it does with parts.
                 return Kind.S if any(y.ndim for y in made) else Kind.P
             forward = (origin.name, origin.where) if backward and origin else None
-            raise refusal(str(why), op.name, call.sources, forward) from None
+            raise operand_error(str(why), op.name, call.sources, forward) from None
 
     def _event(self, call: OperatorCall, kind: Kind) -> tuple[Kind, Any]:
         """Notes what the ranks must agree on; what they do not is each rank's own."""
         op, seen = call.op, call.sources
         if op.name in COPIES:  # a rank may make more of them
             return kind, seen[-1].digest if seen else None
-        numbers = tuple(number(x) for x in call.given if not isinstance(x, Tensor))
+        numbers = tuple(comparable(x) for x in call.given if not isinstance(x, Tensor))
         constants = (
             *numbers,
             *(
-                (x.digest, None if x.uniform else shown(t))
+                (x.digest, None if x.uniform else partial_view(t))
                 for t, x in call.facts
                 if x.kind is Kind.K
             ),
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
-        self.numbers = self.numbers or bool(constants)
+        self.combines_numbers = self.combines_numbers or bool(constants)
         if self._alike(op.name, constants, call.line):
             return kind, None
         if kind in PARTS:
             part = next(x for x in seen if x.kind in PARTS)
             said = ", ".join(str(x) for x in numbers) or "a constant"
             own = Seen(Kind.V, f"a number ({said} here)")
-            raise refusal("own", op.name, [part, own])
+            raise operand_error("own", op.name, [part, own])
         return Kind.V, None
 
     def _alike(self, name: str, constants: tuple[Any, ...], line: str) -> bool:
@@ -384,7 +391,7 @@ class Operators(OperatorMode):
             LawError: it is not.
         """
         if not self._alike(what, tuple(lines), where := source_line()):
-            raise refused("numbers", op=what, line=where, said=said)
+            raise rule_error("numbers", op=what, line=where, text=said)
 
 
 def _are_rows(given: Sequence[Operand]) -> bool:
