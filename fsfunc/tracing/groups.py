@@ -63,7 +63,7 @@ class Recorded(Sharded):
         args: _torch.Args = (),
         kwargs: _torch.Kwargs | None = None,
     ) -> Any:
-        arguments: tuple[Any, Any] = args, kwargs or {}
+        arguments: Any = args, kwargs or {}
         args, kwargs = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ from typing import Any
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import NotATensor
-from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.knowledge import TensorFacts
 from fsfunc.tracing.types import PARTS, Kind
 
 
@@ -508,7 +508,7 @@ def rule_error(
 def operand_error(
     case: str,
     op: str,
-    seen: Sequence[Seen],
+    facts: Sequence[TensorFacts],
     forward: tuple[str, str] | None = None,
     error: Exception | None = None,
 ) -> Exception:
@@ -520,7 +520,7 @@ def operand_error(
     Args:
         case: a key of a rule's ``texts``.
         op: the operator's name; "" for a gradient that is taken by torch itself.
-        seen: the facts about the operands.
+        facts: the facts about the operands.
         forward: in a backward pass, the name and line of the forward operator.
         error: what torch raised, if it did.
     """
@@ -533,11 +533,11 @@ def operand_error(
         call=f"{forward[0]}'s derivative, of {where}" if forward else call,
         op=op,
         line=line,
-        part=next((x for x in seen if x.kind in PARTS or x.flat), None),
-        other=next((x for x in seen if x.kind not in PARTS), None),
-        varying=next((x for x in seen if x.kind is Kind.V), None),
-        first=seen[0] if seen else None,
-        second=seen[-1] if seen else None,
+        part=next((x for x in facts if x.kind in PARTS or x.flat), None),
+        other=next((x for x in facts if x.kind not in PARTS), None),
+        varying=next((x for x in facts if x.kind is Kind.V), None),
+        first=facts[0] if facts else None,
+        second=facts[-1] if facts else None,
         raised=repr(error),
     )
 

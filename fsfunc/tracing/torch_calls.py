@@ -27,12 +27,12 @@ from fsfunc.comm.attribution import (
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import Recorded, recorded_tensor
-from fsfunc.tracing.knowledge import Known
+from fsfunc.tracing.knowledge import FactTable
 from fsfunc.tracing.operators import flatten_lists
 from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import NumbersGiven, RestoresOutside, numbers_given
-from fsfunc.tracing.types import Kind, agrees
+from fsfunc.tracing.types import Kind, is_equal_on_ranks
 
 # Methods that return no tensor: what they are called on is combined with nothing.
 _QUERIES = {
@@ -195,7 +195,7 @@ _PRINTS = {Tensor.__repr__, Tensor.__format__}
 class ChecksCalls(Protocol):
     """What `CallChecker` asks of a `checker.Checker`, which is defined above."""
 
-    known: Known
+    fact_table: FactTable
     numbers_given: list[NumbersGiven]
     seed_count: int
     is_indexing: bool
@@ -326,8 +326,11 @@ class CallChecker(RestoresOutside):
 
     def _expand_as(self, x: Tensor, part: Tensor) -> Tensor:
         """Returns ``x.expand_as(part)``: a part, where ``x`` is one number."""
-        known = self.checker.known
-        seen, is_number = known.of(part), x.numel() == 1 and agrees(known.kind(x))
+        table = self.checker.fact_table
+        seen, is_number = (
+            table.of(part),
+            x.numel() == 1 and is_equal_on_ranks(table.kind(x)),
+        )
         if not is_number or seen.kind is not Kind.S and not seen.flat:
             self.checker.check_measured("expand_as", x, part)
             return x.expand_as(part)

@@ -193,7 +193,7 @@ def check(
     # Phase 6: a loop over a single row looks like no loop. With each row twice, what is
     # wrong with it shows. Only that rule is held there: the step passed all the others
     # with its own batch, and may have every right to raise for another.
-    if checker.known.own.were_picked:
+    if checker.fact_table.rank_local.were_sliced:
         runs.attempt(at, (RowsApart,), row_repeats=2)
 
     checker.own_paths |= runs.own_paths
@@ -379,16 +379,16 @@ def differing_events(
         if [x.name for x in longer[len(longer) - len(following) :]] == following:
             extra = longer[first]
             raise rule_error(
-                "one more", rank=longer_rank, op=extra.name, line=extra.where
+                "one more", rank=longer_rank, op=extra.name, line=extra.line
             )
         a, b = events[first], other_events[first]
-        second = f"{b.name} at {b.where}"
+        second = f"{b.name} at {b.line}"
         raise rule_error(
             "unlike",
             rank=rank,
             other=other_rank,
             op=a.name,
-            line=a.where,
+            line=a.line,
             second=second,
         )
     event_pairs = enumerate(zip(events, other_events, strict=True))
