@@ -39,7 +39,7 @@ from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.replicas import SPLIT, compare_batches
+from fsfunc.tracing.replicas import SPLIT_REASON, compare_batches
 from fsfunc.tracing.rules import Unsteady
 from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
@@ -195,7 +195,7 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         at = here()
         if where := compared(at, over):
             agree(where, unlike_steps(said()), values())
-            compare_batches(rest, where, SPLIT)
+            compare_batches(rest, where, SPLIT_REASON)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)

@@ -64,7 +64,7 @@ from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import laid_as, lay_leaf
 from fsfunc.tracing.checker import Checker
-from fsfunc.tracing.replicas import DueCall, Replicas, Together, compare_whole
+from fsfunc.tracing.replicas import DueCall, Replicas, SharedBatchAxes, compare_whole
 from fsfunc.tracing.rules import RowsApart, Unsteady, rule_error
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_steady, refuse_fakes
@@ -482,7 +482,7 @@ class TypeCheck(FirstCalls):
             numbers if self.combines_numbers is None else self.combines_numbers
         )
 
-    def laid_out(self, rank: int, updates: bool, together: Together) -> None:
+    def laid_out(self, rank: int, updates: bool, together: SharedBatchAxes) -> None:
         self.replicas.laid_out(rank, updates, together)
         self.combines_numbers = None
 
@@ -491,7 +491,7 @@ class TypeCheck(FirstCalls):
     ) -> DueCall | nullcontext[None]:
         if call_frame.tracer is not None or call_frame.at is None:
             return _NOT_DUE
-        n = self.replicas.begin(batch, call_frame.at)
+        n = self.replicas.start_call(batch, call_frame.at)
         if _is_checked_later(n):
             self._recheck(call_frame.at.rank, False, True)
         return DueCall(n, batch) if n else _NOT_DUE
@@ -519,7 +519,7 @@ class TypeCheck(FirstCalls):
     ) -> None:
         if isinstance(call, nullcontext) or state_def is None or call_frame.at is None:
             return
-        returns_state = self.replicas.end(
+        returns_state = self.replicas.finish_call(
             f, call_frame, state_def, out, call, self.equal_batch_axes
         )
         late = _is_checked_later(n := call.number)

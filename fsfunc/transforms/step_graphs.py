@@ -173,7 +173,7 @@ class StepGraph:
             self._keep_others(tensors, donated)
         for _ in range(self.trace.before.drawn):
             one_number()
-        with self.trace.claims.again([call for *_, call in due]):
+        with self.trace.claims.repeat_for([call for *_, call in due]):
             for fn, i, into in self.trace.asked:
                 into.copy_(torch.as_tensor(fn(given.leaves[i])))
         run = Run([] if link is None else link.calls)
